@@ -1,0 +1,99 @@
+"""The exceptions of the project.
+
+::
+
+    FleetError
+    |- ConfigError(ValueError, TypeError)   a value the user wrote is wrong
+    |  |- UnknownOptionError(AttributeError)  the option or key does not exist
+    |  |- StrategyConflictError             two options cannot be on together
+    |  `- UnsupportedOptionError            the option is known and cannot be honoured; says why
+    |- NotInitializedError(RuntimeError)    a call came before fleet.init()
+    |- RendezvousError(TimeoutError)        a peer did not come; names the absent ranks
+    |- CheckpointError(OSError)             a file is damaged, or does not fit what it is loaded into
+    |- LaunchError                          the launcher could not start or keep the job
+    |  `- WorkerFailedError                 a worker ended badly; carries rank, host, exit code, log path
+    `- PSError(ConnectionError)             the parameter server cannot be reached, refused or timed out
+
+Every message says, in this order: the option or call as the user typed it, the value received, the rule, the
+next step. ``ConfigError`` is a ``ValueError`` and a ``TypeError`` because Fleet scripts catch either.
+
+Standard library only: the launcher imports this module and must start without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FleetError(Exception):
+    """The base of every exception this project raises on purpose."""
+
+
+class ConfigError(FleetError, ValueError, TypeError):
+    """A value the user wrote is wrong; nothing was changed."""
+
+
+class UnknownOptionError(ConfigError, AttributeError, AssertionError):
+    """The named option or key does not exist; the message holds the nearest name.
+
+    It is an ``AssertionError`` too, because that is what Paddle raised for an unknown key.
+    """
+
+
+class StrategyConflictError(ConfigError):
+    """Two options cannot be on together; ``first``, ``second`` and ``reason`` say which and why."""
+
+    def __init__(self, first: str, second: str, reason: str) -> None:
+        super().__init__(f"'{first}' and '{second}' cannot both be on: {reason}. Turn one of them off.")
+        self.first, self.second, self.reason = first, second, reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.first, self.second, self.reason)
+
+
+class UnsupportedOptionError(ConfigError):
+    """The option is known and cannot be honoured; the message gives the reason."""
+
+
+class NotInitializedError(FleetError, RuntimeError):
+    """A call came before ``fleet.init()``."""
+
+
+class RendezvousError(FleetError, TimeoutError):
+    """A peer did not come within the timeout; the message names the absent ranks."""
+
+
+class CheckpointError(FleetError, OSError):
+    """A checkpoint file is damaged, incomplete, or does not fit what it is loaded into."""
+
+
+class LaunchError(FleetError):
+    """The launcher could not start or keep the job; ``exit_code`` is what the launcher exits with."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class WorkerFailedError(LaunchError):
+    """A worker ended badly; carries its rank, host, exit code and log file."""
+
+    def __init__(self, message: str, *, rank: int, host: str, exit_code: int, log_path: str) -> None:
+        super().__init__(message, exit_code)
+        self.rank, self.host, self.log_path = rank, host, log_path
+
+
+class PSError(FleetError, ConnectionError):
+    """The parameter server cannot be reached, refused the request, or timed out."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns `` Did you mean 'x'?`` for the nearest known name, or an empty string.
+
+    Example:
+        >>> did_you_mean("gradient_merg", ["amp", "gradient_merge"])
+        " Did you mean 'gradient_merge'?"
+    """
+    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
