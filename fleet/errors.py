@@ -88,6 +88,10 @@ class PSError(FleetError, ConnectionError):
     """The parameter server cannot be reached, refused the request, or timed out."""
 
 
+class OptionWarning(UserWarning):
+    """An option was accepted and changes nothing here; the text gives the reason."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?`` for the nearest known name, or an empty string.
 

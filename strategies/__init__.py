@@ -1,0 +1,23 @@
+"""Every option of ``DistributedStrategy`` that does something: one public module of this folder = one option.
+
+Importing this package fills the registry: first the modules of this folder, then the entry points of the group
+``fleet.strategies`` that other distributions declare.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+
+from fleet.strategies._base import GROUPS, REGISTRY, Stage, Strategy
+from fleet.strategies._config import Config, setting
+from fleet.strategies._plan import Plan, plan
+
+__all__ = ["GROUPS", "REGISTRY", "Config", "Plan", "Stage", "Strategy", "plan", "setting"]
+
+for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    if not _module.startswith("_"):
+        importlib.import_module(f"{__name__}.{_module}")
+for _entry in entry_points(group="fleet.strategies"):
+    _entry.load()

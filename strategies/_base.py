@@ -1,0 +1,161 @@
+"""Strategy: one option of ``DistributedStrategy`` = one subclass = one file; and the registry of all of them.
+
+[Note: Stages]
+The plan applies strategies from the user's objects outwards:
+
+- ``MODULE`` rewrites parts of the user's module (sync_batch_norm, recompute): data parallel and sharding must see
+  the final modules, because they register hooks on them.
+- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, localsgd's local training).
+- ``COMPILE`` hands the result to the compiler, which must see the exchange to overlap it.
+- ``UPDATE`` replaces the update rule (lars, lamb): the innermost optimizer.
+- ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
+- ``STEP`` decides whether a call of ``step()`` becomes an update (amp skips, gradient_merge waits, localsgd averages):
+  outermost, because it must see the user's calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from fleet.strategies._config import Config, Rule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+
+class Stage(IntEnum):
+    """Coarse order of application; see [Note: Stages]."""
+
+    MODULE = 0
+    SHARD = 1
+    COMPILE = 2
+    UPDATE = 3
+    COMM = 4
+    STEP = 5
+
+
+class Values(Protocol):
+    """The options as a strategy reads them: ``options["fuse_grad_size_in_MB"]``, ``options["amp_configs"]``."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of the option, a Config for a group."""
+
+    def is_set(self, name: str) -> bool:
+        """Returns whether the user assigned the option."""
+
+
+class Workers(Protocol):
+    """What a strategy may ask of the session: who takes part, where, and with which options."""
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker in the job."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the job."""
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of workers on this node."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this worker."""
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """Process group of all workers; ``None`` in a single process."""
+
+    @property
+    def options(self) -> Values:
+        """The options the plan was made from."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's module, once ``distributed_model`` was called."""
+
+
+REGISTRY: dict[str, type[Strategy]] = {}
+GROUPS: list[type[Config]] = []
+
+
+class Strategy:
+    """One option of ``DistributedStrategy``; a subclass states everything about it as data and wraps objects.
+
+    A subclass sets ``name`` (the switch users turn on), ``meaning``, ``stage``, and where it applies ``Config`` (the
+    ``<name>_configs`` dictionary), ``Settings`` (further top-level options it reads), ``after`` (finer order inside
+    the stage), ``conflicts`` (other switch -> reason shown to the user), ``replaces`` (strategies it stands in for)
+    and ``refused`` (why the option cannot be honoured). ``model_effect`` and ``optimizer_effect`` are what
+    ``fleet.explain`` says it does.
+    """
+
+    name: ClassVar[str]
+    meaning: ClassVar[str]
+    stage: ClassVar[Stage]
+    Config: ClassVar[type[Config] | None] = None
+    Settings: ClassVar[type[Config] | None] = None
+    default: ClassVar[bool] = False
+    always: ClassVar[bool] = False  # on in every collective job of more than one worker; not a switch
+    after: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    replaces: ClassVar[tuple[str, ...]] = ()
+    also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # assigning the switch resets these keys
+    refused: ClassVar[str | None] = None
+    model_effect: ClassVar[str] = ""
+    optimizer_effect: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if REGISTRY.setdefault(cls.name, cls) is not cls:
+            raise TypeError(f"option {cls.name!r} is defined by both {REGISTRY[cls.name]} and {cls}")
+        if cls.Settings is not None:
+            GROUPS.append(cls.Settings)
+
+    def __init__(self, config: Any, session: Workers) -> None:
+        """Keeps ``config`` (an instance of ``Config``, or ``None``) and the session it works in."""
+        self.config, self.session = config, session
+
+    @classmethod
+    def chosen(cls, options: Values) -> bool:
+        """Returns whether the options switch this strategy on."""
+        return bool(not cls.always and options[cls.name])
+
+    @classmethod
+    def problem(cls, options: Values, world_size: int) -> str | None:
+        """Returns why this strategy cannot run with these options on ``world_size`` workers, or ``None``."""
+        return cls.refused
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns warnings about settings that are accepted and change nothing here."""
+        return ()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigError when the strategy cannot work with ``optimizer``; changes nothing."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError when the strategy cannot work with ``model``; changes nothing."""
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``, or a module of the same interface around it; parameter names stay."""
+        return model
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns ``optimizer``, or an optimizer of the same interface around it."""
+        return optimizer
+
+
+def top_level(group: type[Config]) -> type[Config]:
+    """Registers a group of top-level options that belong to no strategy; usable as a class decorator."""
+    GROUPS.append(group)
+    return group
+
+
+def switch_rule(strategy: type[Strategy]) -> Rule:
+    """Returns the rule of a strategy's own switch."""
+    return Rule(meaning=strategy.meaning, refused=strategy.refused)

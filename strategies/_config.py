@@ -1,0 +1,193 @@
+"""Configuration as data: every option and every key states its type, default, bounds and meaning once.
+
+A configuration is a frozen dataclass made of :func:`setting` fields. Its validation, its error messages, the YAML
+form, the documentation table and the "what happens to this key" record all come from those fields.
+
+Example:
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class MergeConfig(Config, option="gradient_merge_configs"):
+    ...     k_steps: int = setting(1, "micro-steps per update", at_least=1)
+    >>> MergeConfig().updated({"k_steps": 4}).k_steps
+    4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a value must satisfy, what it means, and what becomes of it.
+
+    Exactly one of ``no_meaning`` and ``refused`` may hold a reason: an option with ``no_meaning`` is accepted with
+    one warning, an option with ``refused`` raises when the plan is made and its value is not the default.
+    """
+
+    meaning: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[Any, ...] | None = None
+    no_meaning: str | None = None
+    refused: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """Returns ``"implemented"``, ``"no meaning"`` or ``"refused"``."""
+        return "no meaning" if self.no_meaning else "refused" if self.refused else "implemented"
+
+    def check(self, label: str, value: Any) -> None:
+        """Raises ConfigError when ``value`` is outside the bounds or not among the choices."""
+        if self.choices is not None and value not in self.choices:
+            names = ", ".join(repr(choice) for choice in self.choices)
+            raise ConfigError(f"{label} is {value!r}; it takes one of {names}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                self._check_number(label, number)
+
+    def _check_number(self, label: str, number: float) -> None:
+        if math.isnan(number):
+            raise ConfigError(f"{label} is {number!r}; it takes a number.")
+        bounds = [
+            (self.at_least is not None and number < (self.at_least or 0), f"at least {self.at_least}"),
+            (self.at_most is not None and number > (self.at_most or 0), f"at most {self.at_most}"),
+            (self.above is not None and number <= (self.above or 0), f"greater than {self.above}"),
+            (self.below is not None and number >= (self.below or 0), f"less than {self.below}"),
+        ]
+        for broken, rule in bounds:
+            if broken:
+                raise ConfigError(f"{label} is {number!r}; it must be {rule}.")
+
+
+def setting(default: Any, meaning: str, **rules: Any) -> Any:
+    """Returns a dataclass field with a default, a meaning and the rules of :class:`Rule`.
+
+    A list default is stored as a tuple; a :class:`Config` subclass as default makes a nested configuration.
+    """
+    metadata = {"rule": Rule(meaning=meaning, **rules)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=tuple(default) if isinstance(default, list) else default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A frozen group of settings; ``option`` is what the user types to reach it."""
+
+    option: ClassVar[str] = ""
+
+    def __init_subclass__(cls, option: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if option:
+            cls.option = option
+
+    def __post_init__(self) -> None:
+        """Converts and checks every field; a subclass that adds rules across fields calls this first."""
+        for key, kind in value_types(type(self)).items():
+            value = converted(self.label(key), kind, getattr(self, key))
+            object.__setattr__(self, key, value)
+            self.rule(key).check(self.label(key), value)
+
+    @classmethod
+    def rule(cls, key: str) -> Rule:
+        """Returns the rule of ``key``."""
+        rule: Rule = cls.__dataclass_fields__[key].metadata["rule"]
+        return rule
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """Returns the names of the settings in the order they are declared."""
+        return tuple(f.name for f in dataclasses.fields(cls))
+
+    @classmethod
+    def label(cls, key: str) -> str:
+        """Returns how a user writes ``key``, for messages."""
+        return f"{cls.option}[{key!r}]" if cls.option else f"DistributedStrategy.{key}"
+
+    def updated(self: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
+        """Returns a copy with ``changes`` merged in; keys that are not named keep their values.
+
+        Raises UnknownOptionError for a key that does not exist and ConfigError for a wrong value.
+        """
+        if not isinstance(changes, Mapping):
+            raise ConfigError(f"{self.option} takes a dictionary, got {changes!r}. Keys: {', '.join(self.keys())}.")
+        merged: dict[str, Any] = {}
+        for key, value in changes.items():
+            if key not in self.keys():
+                near = did_you_mean(str(key), self.keys())
+                raise UnknownOptionError(f"{self.option} has no key {key!r}.{near} Keys: {', '.join(self.keys())}.")
+            current = getattr(self, key)
+            nested = isinstance(current, Config) and not isinstance(value, Config)
+            merged[key] = current.updated(value) if nested else value
+        return dataclasses.replace(self, **merged)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns a fresh dictionary of every key, nested settings as dictionaries and tuples as lists."""
+        return {key: plain(getattr(self, key)) for key in self.keys()}
+
+
+@cache
+def value_types(config: type[Config]) -> dict[str, Any]:
+    """Returns the annotated type of every setting of ``config``."""
+    hints = typing.get_type_hints(config)
+    return {key: hints[key] for key in config.keys()}
+
+
+def plain(value: Any) -> Any:
+    """Returns ``value`` made of dictionaries, lists and scalars only, sharing nothing with the configuration."""
+    if isinstance(value, Config):
+        return value.as_dict()
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def type_name(kind: Any) -> str:
+    """Returns ``kind`` in the words of the documentation."""
+    if typing.get_origin(kind) is tuple:
+        return f"list of {type_name(typing.get_args(kind)[0])}"
+    if isinstance(kind, type) and issubclass(kind, Config):
+        return "dict"
+    return {bool: "bool", int: "int", float: "float", str: "str", dict: "dict"}.get(kind, str(kind))
+
+
+def converted(label: str, kind: Any, value: Any) -> Any:
+    """Returns ``value`` as ``kind`` (bool, int, float, str, tuple of one of them, dict, a Config), or raises."""
+    if isinstance(kind, type) and issubclass(kind, Config):
+        if isinstance(value, kind):
+            return value
+        return kind().updated(value)
+    if typing.get_origin(kind) is tuple:
+        return _converted_list(label, typing.get_args(kind)[0], value)
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{label} takes True or False, got {value!r}.")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    is_bool_for_number = isinstance(value, bool) and kind in (int, float)
+    bare = dict if typing.get_origin(kind) is dict else kind
+    if kind is not Any and (is_bool_for_number or not isinstance(value, bare)):
+        article = {"int": "a whole number", "float": "a number", "str": "a string", "dict": "a dictionary"}
+        raise ConfigError(f"{label} takes {article.get(bare.__name__, bare.__name__)}, got {value!r}.")
+    return value
+
+
+def _converted_list(label: str, kind: Any, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise ConfigError(f"{label} takes a list, got {value!r}.")
+    return tuple(converted(f"{label}[{place}]", kind, item) for place, item in enumerate(value))

@@ -1,0 +1,122 @@
+"""The plan: which strategies run, in which order, or why they cannot run together. It never drops one.
+
+``plan`` is a pure function of the options and the number of workers; every rank computes the same order because
+nothing here iterates over a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+
+from fleet.errors import ConfigError, StrategyConflictError, UnsupportedOptionError
+from fleet.strategies._base import GROUPS, REGISTRY, Strategy, Values
+from fleet.strategies._config import Config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The strategies in order of application, the remarks for the user, and what the plan was made for."""
+
+    steps: tuple[type[Strategy], ...]
+    notes: tuple[str, ...]
+    world_size: int
+
+    def __str__(self) -> str:
+        """Returns ``recompute -> data_parallel -> amp``, or ``nothing to apply``."""
+        return " -> ".join(step.name for step in self.steps) or "nothing to apply"
+
+
+def plan(options: Values, world_size: int, *, collective: bool = True) -> Plan:
+    """Orders the enabled strategies, or raises before anything is started.
+
+    Args:
+        options: the options; ``options[name]`` gives each value.
+        world_size: the number of workers.
+        collective: False for a parameter-server job, where no collective strategy is added by itself.
+
+    Raises:
+        StrategyConflictError: two chosen strategies exclude each other.
+        ConfigError: a chosen strategy cannot run with these options or this many workers.
+    """
+    found = problems(options, world_size, collective=collective)
+    if found:
+        raise found[0]
+    steps = ordered(chosen_strategies(options, world_size, collective=collective))
+    return Plan(steps, tuple(remarks(options, steps, world_size)), world_size)
+
+
+def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int) -> list[str]:
+    """Returns what the user should know: settings that change nothing with this plan, each with its reason."""
+    names = [step.name for step in steps]
+    found = [note for step in steps for note in step.notes(options, world_size)]
+    for name, strategy in REGISTRY.items():
+        if strategy.Config is not None and name not in names and options.is_set(f"{name}_configs"):
+            found.append(f"{name}_configs was set and changes nothing while '{name}' is off.")
+    return found
+
+
+def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> list[type[Strategy]]:
+    """Returns the strategies that the options switch on, and those that are always on, in registry order."""
+    chosen = [strategy for strategy in REGISTRY.values() if not strategy.always and strategy.chosen(options)]
+    replaced = {name for strategy in chosen for name in strategy.replaces}
+    if collective and world_size > 1:
+        chosen += [s for s in REGISTRY.values() if s.always and s.name not in replaced]
+    return sorted(chosen, key=lambda s: (s.stage, s.name))
+
+
+def problems(options: Values, world_size: int, *, collective: bool = True) -> list[ConfigError]:
+    """Returns every reason why the options cannot run on ``world_size`` workers; an empty list when they can."""
+    chosen = chosen_strategies(options, world_size, collective=collective)
+    names = [strategy.name for strategy in chosen]
+    found: list[ConfigError] = []
+    for strategy in chosen:
+        for other, reason in strategy.conflicts.items():
+            if other in names:
+                found.append(StrategyConflictError(strategy.name, other, reason))
+    for strategy in chosen:
+        reason = strategy.problem(options, world_size)
+        if reason is not None:
+            found.append(UnsupportedOptionError(f"{strategy.name}: {reason}"))
+    return found + refused_settings(options, chosen)
+
+
+def refused_settings(options: Values, chosen: Sequence[type[Strategy]]) -> list[ConfigError]:
+    """Returns an error for every setting that cannot be honoured and does not hold its default."""
+    found: list[ConfigError] = []
+    for group in GROUPS:
+        default = group()
+        for key in group.keys():
+            found += _refused(group, key, options[key], getattr(default, key))
+    for strategy in chosen:
+        if strategy.Config is not None:
+            config, default = options[f"{strategy.name}_configs"], strategy.Config()
+            for key in config.keys():
+                found += _refused(strategy.Config, key, getattr(config, key), getattr(default, key))
+    return found
+
+
+def _refused(owner: type[Config], key: str, value: object, default: object) -> list[ConfigError]:
+    rule = owner.rule(key)
+    if isinstance(value, Config):
+        return [error for inner in value.keys()
+                for error in _refused(type(value), inner, getattr(value, inner), getattr(default, inner))]
+    if rule.refused is None or value == default:
+        return []
+    return [UnsupportedOptionError(f"{owner.label(key)} = {value!r} cannot be honoured: {rule.refused}")]
+
+
+def ordered(chosen: Sequence[type[Strategy]]) -> tuple[type[Strategy], ...]:
+    """Returns ``chosen`` by stage, inside a stage by ``after``, otherwise by name."""
+    names = [strategy.name for strategy in chosen]
+    before = {
+        strategy.name: [
+            other.name
+            for other in chosen
+            if other.stage < strategy.stage or (other.stage == strategy.stage and other.name in strategy.after)
+        ]
+        for strategy in chosen
+    }
+    order = list(TopologicalSorter(before).static_order()) if names else []
+    return tuple(REGISTRY[name] for name in order)
