@@ -1,7 +1,7 @@
 """The records that the launcher's parts hand to each other: configuration, process, exit.
 
-``_cli`` makes a :class:`LaunchConfig`; ``_plan`` turns it (and the peers, once they have met) into
-:class:`ProcessSpec` records; ``_supervisor`` runs those and returns a :class:`GroupResult`.
+``_config`` makes a :class:`LaunchConfig`; ``_plan`` turns it (and the :class:`Peer` records, once the nodes have
+met) into :class:`ProcessSpec` records; ``_supervisor`` runs those and returns a :class:`GroupResult`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """One line the launcher has to log before it starts: ``level`` is a name of the logging module."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One node of the job, as it publishes itself where the nodes meet; JSON holds it (see ``_peers``)."""
+
+    name: str  # name of the pod
+    host: str  # address at which the other nodes reach this one
+    ports: tuple[int, ...] = ()  # one per worker of this node
+    server_ports: tuple[int, ...] = ()  # one per parameter server of this node
+    devices: tuple[str, ...] = ()  # FLAGS_selected_gpus of each worker; empty on CPU
+    store_port: int = 0  # of the process-group store, when this node comes first
+    http_port: int = 0  # of the gloo HTTP rendezvous, when this node comes first
+    node_rank: int = -1  # the rank it asks for; -1: any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +75,34 @@ class LaunchConfig:
     elastic_level: int = -1
     elastic_timeout_s: float = 30.0
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
+    # what the planner and the running half need besides
+    notes: tuple[Note, ...] = ()  # to be logged once, after the configuration block
+    pod_name: str = "pod"  # six random lower-case letters
+    pod_id: str = ""  # random; marks every process of this node's part of the job (FLEET_POD)
+    secret: str = field(default="", repr=False)  # FLEET_JOB_SECRET; empty: the nodes share none
+    secret_is_users: bool = False  # it came from the environment, so its text is never printed
+    is_single_node: bool = True  # everything stays on 127.0.0.1
+    static_peers: tuple[Peer, ...] = ()  # every node, when the user or a scheduler listed them: no rendezvous
+    local_servers: tuple[int, ...] = ()  # which of ``servers`` this node starts
+    local_workers: tuple[int, ...] = ()  # which of ``workers`` this node starts
+    worker_devices: tuple[str, ...] = ()  # FLAGS_selected_gpus of each local worker; empty on CPU
+    device_names: tuple[str, ...] = ()  # CUDA_VISIBLE_DEVICES entry of each chosen device
+    store_port: int | None = None  # port the user fixed for the process-group store
+    gloo_port: int = 6767
+    port_range: tuple[int, int] | None = None  # PORT_RANGE
+    fixed_port: int | None = None  # first worker port: FLAGS_START_PORT or FLAGS_FIXED_PORT
+    loopback_interface: str | None = "lo"
+    sort_ip: bool = False
+    enable_gpu_log: bool = True
+    run_direct: bool = False  # the script is an executable of its own, not a Python file
+    environment_limit: int = 48000  # longest value that goes into a child's environment (PADDLE_ENV_LIMIT_LEN)
+    # elastic
+    is_elastic: bool = False
+    elastic_server: str | None = None
+    elastic_scale: int = 0
+    elastic_force: bool = False
+    elastic_pre_hook: str | None = None
+    elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +116,10 @@ class ProcessSpec:
     environment: Mapping[str, str]
     log_path: Path
     echo: bool = False  # copied to the launcher's standard output as well
+    removed: tuple[str, ...] = ()  # inherited variables the process does not get
+    overflow: Mapping[str, str] = field(default_factory=dict)  # too long for the environment: backup file only
+    backup_path: Path | None = None  # where backup_environment() of ``_texts`` is to be written
+    environment_log_path: Path | None = None  # where environment_log() of ``_texts`` is to be written
 
 
 @dataclass(frozen=True, kw_only=True)
