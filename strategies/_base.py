@@ -6,9 +6,9 @@ The plan applies strategies from the user's objects outwards:
 - ``MODULE`` rewrites parts of the user's module (sync_batch_norm, recompute): data parallel and sharding must see
   the final modules, because they register hooks on them.
 - ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, localsgd's local training).
+- ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
 - ``COMPILE`` hands the result to the compiler, which must see the exchange to overlap it.
 - ``UPDATE`` replaces the update rule (lars, lamb): the innermost optimizer.
-- ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
 - ``STEP`` decides whether a call of ``step()`` becomes an update (amp skips, gradient_merge waits, localsgd averages):
   outermost, because it must see the user's calls.
 """
@@ -32,9 +32,9 @@ class Stage(IntEnum):
 
     MODULE = 0
     SHARD = 1
-    COMPILE = 2
-    UPDATE = 3
-    COMM = 4
+    COMM = 2
+    COMPILE = 3
+    UPDATE = 4
     STEP = 5
 
 

@@ -1,0 +1,77 @@
+"""GradientExchange: what happens to a bucket of gradients between two workers, in one communication hook.
+
+DistributedDataParallel takes a single hook, while several options change the exchange (the type on the wire, the
+division, later the route). Each option sets its field here; the hook is registered at the first field that differs
+from what DistributedDataParallel does by itself.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class GradientExchange:
+    """The exchange of one DistributedDataParallel module.
+
+    Attributes:
+        average: divide the sum by the number of workers.
+        wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.average = True
+        self.wire_dtype: torch.dtype | None = None
+        self._module = module
+        self._registered = False
+
+    def change(self, *, average: bool | None = None, wire_dtype: torch.dtype | None = None) -> None:
+        """Sets the given fields and makes sure that the hook is registered."""
+        if average is not None:
+            self.average = average
+        if wire_dtype is not None:
+            self.wire_dtype = wire_dtype
+        if not self._registered:
+            self._module.register_comm_hook(None, self._hook)
+            self._registered = True
+
+    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        group = self._module.process_group
+        compress = self.wire_dtype is not None and gradients.dtype == torch.float32
+        sent = gradients.to(self.wire_dtype) if compress else gradients
+        if self.average:
+            # Before the sum, not after it: a float16 sum over many workers overflows first.
+            sent = sent.div_(group.size())
+        future = dist.all_reduce(sent, group=group, async_op=True).get_future()
+
+        def restore(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            received = done.value()[0]
+            return gradients.copy_(received) if compress else received
+
+        return cast("torch.futures.Future[torch.Tensor]", future.then(restore))
+
+
+def exchange_of(model: nn.Module) -> GradientExchange:
+    """Returns the exchange of the data-parallel module in ``model``, making it at the first call."""
+    module = data_parallel_in(model)
+    if module is None:
+        raise AssertionError("a strategy of the COMM stage was applied to a model without data parallel")
+    exchange = module.__dict__.get("fleet_exchange")
+    if exchange is None:
+        exchange = module.__dict__["fleet_exchange"] = GradientExchange(module)
+    return cast(GradientExchange, exchange)
+
+
+def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel module that ``model`` is or wraps, or ``None``."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = model.__dict__.get("_orig_mod") or model._modules.get("_orig_mod")
+        if inner is None:
+            return None
+        model = inner
+    return model

@@ -1,0 +1,108 @@
+"""OptimizerWrapper: an optimizer around an optimizer, for strategies that change what ``step()`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class OptimizerWrapper(Optimizer):
+    """Forwards everything to the optimizer inside; a subclass overrides what it changes.
+
+    It is a ``torch.optim.Optimizer``, so learning-rate schedulers, gradient scalers and ``isinstance`` checks accept
+    it. Parameter groups and state are those of the optimizer inside, the same objects.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Optimizer.__init__ would build parameter groups and state of its own.
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Steps the optimizer inside."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of every parameter."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the optimizer inside."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state that :meth:`state_dict` returned."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the optimizer inside."""
+        self.optimizer.add_param_group(param_group)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Returns every parameter of every group, in order."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("optimizer")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(inner, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A scheduler leaves its bound wrapper of step() on the instance; it cannot be pickled and is made anew.
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def _forward_hooks() -> None:
+    """Makes the hook methods of Optimizer act on the optimizer inside, where step() really happens."""
+    for name in (
+        "register_step_pre_hook",
+        "register_step_post_hook",
+        "register_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+    ):
+
+        def forward(self: OptimizerWrapper, *args: Any, _name: str = name, **kwargs: Any) -> Any:
+            return getattr(self.optimizer, _name)(*args, **kwargs)
+
+        setattr(OptimizerWrapper, name, forward)
+
+
+_forward_hooks()

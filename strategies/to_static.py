@@ -1,0 +1,43 @@
+"""to_static: compile the model, our counterpart of Fleet's static-graph mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._config import Config, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToStaticConfig(Config, option="to_static_configs"):
+    """How the model is compiled; the keys are those of ``torch.compile``."""
+
+    mode: str = setting(
+        "default",
+        "what the compiler spends its time on; 'reduce-overhead' records CUDA graphs",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
+    fullgraph: bool = setting(False, "raise at the first piece of Python that cannot be compiled, and do not split")
+    dynamic: bool = setting(False, "compile once for all shapes; False compiles again for each new shape")
+
+
+class ToStatic(Strategy):
+    """Runs the wrapped module through ``torch.compile``."""
+
+    name = "to_static"
+    meaning = "Compile the model with torch.compile, the counterpart of Fleet's static graph."
+    stage = Stage.COMPILE
+    Config = ToStaticConfig
+    model_effect = "compiles the wrapped module with torch.compile at its first call"
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns the compiled module; it is compiled at the first call with each shape."""
+        config: ToStaticConfig = self.config
+        # None lets the compiler notice by itself which sizes vary; False would compile anew for each batch size.
+        dynamic: Any = True if config.dynamic else None
+        mode = None if config.mode == "default" else config.mode
+        return cast(nn.Module, torch.compile(model, mode=mode, fullgraph=config.fullgraph, dynamic=dynamic))
