@@ -1,0 +1,107 @@
+"""Markers, and the rule that a test leaves nothing behind: no variable, no process, no process group."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+
+_ALLOWED = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers of this project."""
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds; the quick run leaves it out")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips GPU tests where torch sees no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    variables, children, grouped = dict(os.environ), _children(), _group_is_up()
+    yield
+    left = []
+    if _group_is_up() and not grouped:
+        import torch
+
+        torch.distributed.destroy_process_group()
+        left.append("an initialised process group")
+    changed = sorted(
+        name
+        for name in {*variables, *os.environ} - _ALLOWED
+        if variables.get(name) != os.environ.get(name)
+    )
+    if changed:
+        for name in changed:
+            _restore(name, variables.get(name))
+        left.append(f"environment variables {changed}")
+    deadline = time.monotonic() + 2.0
+    while (new := _children() - children - _servers()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if new:
+        left.append(f"child processes {sorted(map(_describe, new))}")
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+def _group_is_up() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _servers() -> set[int]:
+    """The standard library's own two processes, which end with the test run."""
+    known = (
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+    )
+    return {pid for pid in known if pid is not None}
+
+
+def _children() -> set[int]:
+    """The running children of this process; those that have ended and wait to be collected do not count."""
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(int(pid) for pid in path.read_text().split())
+        except OSError:
+            continue
+    return {pid for pid in found if _state(pid) not in ("", "Z")}
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _describe(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        command = "ended"
+    return f"{pid}: {command.strip()[:120]}"
