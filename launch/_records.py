@@ -141,3 +141,5 @@ class GroupResult:
     exit_code: int
     first_failure: ProcessExit | None = None
     stop_signal: int | None = None  # the signal that ended the launcher, when one did
+    interrupted: bool = False  # the other nodes wanted a stop; ``exit_code`` says nothing then
+    log_start_bytes: int = 0  # where this generation's part of the failed process's log file begins

@@ -1,0 +1,183 @@
+"""The launcher's own lines, the workers' log files, the echo of one of them, and tails for the report.
+
+A worker writes straight into its file, so that a slow terminal never slows training; a thread copies the file of
+the echoed worker to standard output as it grows. Bytes stay bytes: partial lines and binary data pass unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+LOG_MODE = 0o640
+LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+_ECHO_PERIOD_S = 0.05
+_ECHO_BLOCK_BYTES = 1 << 16  # one write is one step of progress; a slow reader must see several in 5 s
+# A reader of standard output that takes nothing for this long is stuck; the log file holds everything anyway.
+_STUCK_READER_S = 5.0
+
+
+class LaunchLog:
+    """Writes ``LAUNCH LEVEL date time,ms text`` to standard error and, once opened, to the pod's own log file.
+
+    Args:
+        level: lines below it are dropped: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+    """
+
+    def __init__(self, level: str = "INFO") -> None:
+        self._threshold = LEVELS.get(level.upper(), LEVELS["INFO"])
+        self._file_fd: int | None = None
+        self._early: list[str] = []
+
+    def open_file(self, path: Path) -> None:
+        """Opens the pod's log file; the lines written before go into it first."""
+        self._file_fd = open_log(path, overwrite=False)
+        for line in self._early:
+            write_all(self._file_fd, line.encode("utf-8", "backslashreplace"))
+        self._early.clear()
+
+    def debug(self, text: str) -> None:
+        """Writes a line that only ``--log_level DEBUG`` shows."""
+        self.write("DEBUG", text)
+
+    def info(self, text: str) -> None:
+        """Writes an ordinary line."""
+        self.write("INFO", text)
+
+    def warning(self, text: str) -> None:
+        """Writes a line about something the user may want to change."""
+        self.write("WARNING", text)
+
+    def error(self, text: str) -> None:
+        """Writes a line about what ended the job."""
+        self.write("ERROR", text)
+
+    def write(self, level: str, text: str) -> None:
+        """Writes ``text`` with the prefix of ``level``; a text of several lines gets one prefix."""
+        if LEVELS[level] >= self._threshold:
+            self._emit(f"LAUNCH {level} {_timestamp()} {text}\n")
+
+    def plain(self, text: str) -> None:
+        """Writes ``text`` without a prefix, whatever the level."""
+        self._emit(f"{text}\n")
+
+    def file_only(self, text: str) -> None:
+        """Writes an INFO line into the pod's log file alone."""
+        self._to_file(f"LAUNCH INFO {_timestamp()} {text}\n")
+
+    def close(self) -> None:
+        """Closes the file; later lines go to standard error only."""
+        if self._file_fd is not None:
+            os.close(self._file_fd)
+            self._file_fd = None
+
+    def _emit(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal must not end a running job
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        self._to_file(line)
+
+    def _to_file(self, line: str) -> None:
+        if self._file_fd is None:
+            self._early.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk must not end a running job; standard error has the line
+            write_all(self._file_fd, line.encode("utf-8", "backslashreplace"))
+
+
+def _timestamp() -> str:
+    now = time.time()
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03d}"
+
+
+def open_log(path: Path, *, overwrite: bool) -> int:
+    """Opens ``path`` for appending with mode 0640, emptied first when ``overwrite``; returns the descriptor.
+
+    Appending holds in both cases, because data-loader children write to the same file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if overwrite else 0)
+    return os.open(path, flags, LOG_MODE)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes every byte of ``data`` to ``fd``."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_tail(path: Path, *, from_bytes: int = 0, limit_bytes: int = 65536) -> str:
+    """Returns the end of ``path`` as text: what lies after ``from_bytes``, at most ``limit_bytes`` of it.
+
+    ``from_bytes`` keeps the lines of an earlier run out of the report when the file is appended to. Bytes that are
+    not UTF-8 come back escaped; a missing file gives an empty string.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(min(from_bytes, size), size - limit_bytes))
+            return file.read(limit_bytes).decode("utf-8", "backslashreplace")
+    except OSError:
+        return ""
+
+
+class LogEcho:
+    """Copies what is appended to ``path`` to ``output_fd`` until :meth:`finish`, from a thread of its own.
+
+    Args:
+        path: the log file of the echoed worker; it must exist.
+        from_bytes: where to begin; what an earlier run left before it is not shown again.
+        output_fd: where the bytes go; the launcher's standard output.
+    """
+
+    def __init__(self, path: Path, *, from_bytes: int, output_fd: int = 1) -> None:
+        self._source_fd = os.open(path, os.O_RDONLY)
+        os.lseek(self._source_fd, from_bytes, os.SEEK_SET)
+        self._output_fd = output_fd
+        self._stopping = threading.Event()
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="log-echo", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> LogEcho:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Returns once the last byte of the file has been copied, or the reader took nothing for 5 s."""
+        self._stopping.set()
+        self._progress_at = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() - self._progress_at < _STUCK_READER_S:
+            self._thread.join(0.1)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                last_round = self._stopping.is_set()  # read before the copy, so that nothing written earlier is missed
+                if not self._copy_new_bytes() or last_round:
+                    return
+                self._stopping.wait(_ECHO_PERIOD_S)
+        finally:
+            os.close(self._source_fd)
+
+    def _copy_new_bytes(self) -> bool:
+        """Copies to the current end of the file; returns False when nobody reads the output any more."""
+        while data := os.read(self._source_fd, _ECHO_BLOCK_BYTES):
+            view = memoryview(data)
+            while view:
+                try:
+                    view = view[os.write(self._output_fd, view) :]
+                    self._progress_at = time.monotonic()
+                except BlockingIOError:
+                    time.sleep(0.01)  # the terminal was left in non-blocking mode by another program
+                except OSError:
+                    return False
+        return True

@@ -1,0 +1,171 @@
+"""The report of a failed job: which process failed first, how, and its last words, in at most 30 lines.
+
+When one rank dies, the others soon fail as well, with connection errors or an abort inside a collective. The report
+names the cause, not the victims: the earliest failure, unless its log shows that it lost a peer and another process
+failed on its own at nearly the same moment.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from fleet.launch._logs import read_tail
+from fleet.launch._records import ProcessExit
+
+# Six lines stand around the tail, one may be a hint; "Exit code" follows. 30 lines in all.
+MAX_TAIL_LINES = 20
+_MAX_LINE_CHARACTERS = 400
+_MAX_COMMAND_CHARACTERS = 300
+_PEER_LOSS = (
+    "connection reset by peer",
+    "connection closed by peer",
+    "connection refused",
+    "connection aborted",
+    "broken pipe",
+    "remote end closed",
+    "socket closed",
+    "ncclremoteerror",
+    "watchdog caught collective operation timeout",
+)
+_SIGABRT_CODE = 134
+_SIGKILL_CODE = 137
+
+
+def looks_like_victim(ended: ProcessExit, log_start_bytes: int = 0) -> bool:
+    """Returns whether the process failed because a peer was gone: an abort, or a lost connection in its last lines."""
+    if ended.exit_code == _SIGABRT_CODE:
+        return True
+    if ended.signal_name is not None:
+        return False
+    tail = read_tail(ended.spec.log_path, from_bytes=log_start_bytes, limit_bytes=4096).lower()
+    return any(phrase in tail for phrase in _PEER_LOSS)
+
+
+def choose_first_failure(failures: Sequence[ProcessExit], log_starts: dict[int, int] | None = None) -> ProcessExit:
+    """Returns the failure to name; ``failures`` stand in the order in which they happened.
+
+    Args:
+        failures: at least one process that ended with a code other than 0, before anything was stopped.
+        log_starts: by process id, the size of the log file when the process started.
+    """
+    starts = log_starts or {}
+    own = [ended for ended in failures if not looks_like_victim(ended, starts.get(ended.pid, 0))]
+    return own[0] if own else failures[0]
+
+
+def last_words(text: str, max_lines: int = MAX_TAIL_LINES) -> list[str]:
+    """Returns the last traceback in ``text`` with what follows it, or the last lines when there is none.
+
+    A long traceback keeps its first line and its end. Control characters are escaped, so that a log cannot drive the
+    terminal.
+    """
+    lines = [_printable(line) for line in text.splitlines()]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if starts:
+        lines = lines[_chained_start(lines, starts) :]
+    if len(lines) <= max_lines:
+        return lines
+    if starts:
+        return [lines[0], f"  ... {len(lines) - max_lines + 2} lines left out ...", *lines[-(max_lines - 2) :]]
+    return lines[-max_lines:]
+
+
+def _chained_start(lines: list[str], starts: list[int]) -> int:
+    """Returns where the last chain of tracebacks begins: a cause stands before the error it led to."""
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        between = " ".join(lines[start:first])
+        if "direct cause of the following" in between or "During handling of the above" in between:
+            first = start
+        else:
+            break
+    return first
+
+
+def _printable(line: str) -> str:
+    shown = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in line[:_MAX_LINE_CHARACTERS])
+    return shown + (" ..." if len(line) > _MAX_LINE_CHARACTERS else "")
+
+
+def describe_end(ended: ProcessExit) -> str:
+    """Returns how a process ended in words: ``exit code 7`` or ``signal SIGKILL (exit code 137)``."""
+    if ended.signal_name is None:
+        return f"exit code {ended.exit_code}"
+    return f"signal {ended.signal_name} (exit code {ended.exit_code})"
+
+
+def first_failure_line(ended: ProcessExit, *, role_size: int, host: str) -> str:
+    """Returns the one sentence that names the process which failed first."""
+    return (
+        f"{ended.spec.role.capitalize()} {ended.spec.index} of {role_size} (host {host}, pid {ended.pid}) was the "
+        f"first to fail: {describe_end(ended)} after {ended.lifetime_s:.1f} s. "
+        f"Its last lines are in {ended.spec.log_path}."
+    )
+
+
+def hint_line(ended: ProcessExit, oom_kills: int = 0) -> str | None:
+    """Returns what a SIGKILL most likely means; ``oom_kills`` counts the kernel's kills for memory during the job."""
+    if ended.exit_code != _SIGKILL_CODE:
+        return None
+    if oom_kills:
+        return (
+            f"The kernel ended {oom_kills} process(es) of this control group for lack of memory during the job. "
+            "Lower the batch size or the number of data-loader workers, or raise the memory limit."
+        )
+    return (
+        "SIGKILL comes from outside the process: often the kernel for lack of memory (see dmesg), a memory limit "
+        "of the container or scheduler, or a person."
+    )
+
+
+def failure_report(
+    ended: ProcessExit, *, role_size: int, host: str, log_start_bytes: int = 0, oom_kills: int = 0
+) -> list[tuple[str, str]]:
+    """Returns the report as (level, text) pairs for the launcher's log; at most 29 lines, ``Exit code`` follows.
+
+    Args:
+        ended: the process that failed first.
+        role_size: how many processes of its role the whole job has.
+        host: the name of this node.
+        log_start_bytes: where this run's part of the log file begins.
+        oom_kills: how many processes the kernel ended for lack of memory during the job.
+    """
+    command = shlex.join(ended.spec.command)
+    if len(command) > _MAX_COMMAND_CHARACTERS:
+        command = command[:_MAX_COMMAND_CHARACTERS] + " ..."
+    container = (
+        "Container failed !!!\n"
+        f"Container rank {ended.spec.index} status failed cmd {command} code {ended.exit_code} "
+        f"log {ended.spec.log_path}"
+    )
+    lines = [("INFO", "Pod failed"), ("ERROR", _one_line_each(container))]
+    lines.append(("ERROR", first_failure_line(ended, role_size=role_size, host=host)))
+    hint = hint_line(ended, oom_kills)
+    if hint:
+        lines.append(("ERROR", hint))
+    words = last_words(read_tail(ended.spec.log_path, from_bytes=log_start_bytes))
+    if words:
+        lines.append(("INFO", "------------------------- ERROR LOG DETAIL -------------------------"))
+        lines += [("", word) for word in words]
+    return lines
+
+
+def _one_line_each(text: str) -> str:
+    return "\n".join(_printable(line) for line in text.split("\n"))
+
+
+def oom_kill_count() -> int:
+    """Returns how often the kernel has killed in this control group for lack of memory; 0 where it cannot be read."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii", errors="replace") as file:
+            path = next((line[3:].strip() for line in file if line.startswith("0::")), None)
+        if path is None:
+            return 0
+        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="ascii") as file:
+            counts = dict(line.split() for line in file)
+        return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0

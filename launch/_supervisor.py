@@ -1,0 +1,285 @@
+"""Starts the processes of one generation on this node, watches them, and leaves none behind.
+
+The watch is event-driven: one selector waits for the ends of the processes (pidfd), for signals to the launcher and
+for news from the other nodes. ``epoll`` hands the ends over in the order in which they happened, which is what makes
+the first failure the first.
+
+Who the peers are is not known here. :class:`PeerNews` is all that supervision sees of the membership.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from fleet.launch._guardian import Guardian, kill_group, kill_marked
+from fleet.launch._logs import LaunchLog, LogEcho
+from fleet.launch._process import Process
+from fleet.launch._records import GroupResult, ProcessExit, ProcessSpec
+from fleet.launch._report import choose_first_failure, looks_like_victim
+from fleet.launch._signals import SignalInbox
+
+# After a failure the others may sit in a collective that nobody will join: they get this long, not the user's grace.
+FAILURE_GRACE_S = 0.3
+# How long servers may take to return from run_server() once the last worker has said goodbye.
+SERVER_RETURN_S = 3.0
+_SETTLE_S = 0.03
+_DYING_S = 0.1
+_VICTIM_S = 0.2
+_POLL_S = 0.02
+# A killed process that is still there after this long waits in the kernel for a device; nobody can end it.
+_UNKILLABLE_S = 5.0
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """What the other nodes want of this one: ``stop`` its processes within ``grace_s``, or end its ``servers``."""
+
+    kind: str  # "stop" or "servers"
+    grace_s: float = FAILURE_GRACE_S
+
+
+class PeerNews(Protocol):
+    """What supervision sees of the membership: a descriptor to wait on, events, and who has to hear of the end."""
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable while :meth:`take` has something."""
+
+    def take(self) -> PeerEvent | None:
+        """Returns the next event, or None."""
+
+    def workers_done(self) -> None:
+        """Says that every worker of this node has exited with 0; an event "servers" answers when all nodes said so."""
+
+
+class ProcessGroup:
+    """The processes of one generation; leaving the ``with`` block kills and reaps whatever is left of them."""
+
+    def __init__(
+        self,
+        *,
+        mark: str,
+        inherited: Mapping[str, str],
+        guardian: Guardian,
+        signals: SignalInbox,
+        news: PeerNews | None = None,
+        output_fd: int = 1,
+    ) -> None:
+        self._mark, self._inherited, self._guardian, self._signals = mark, inherited, guardian, signals
+        self._news, self._output_fd = news, output_fd
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        if news is not None:
+            self._selector.register(news, selectors.EVENT_READ)
+        self._echoes: list[LogEcho] = []
+        self.processes: list[Process] = []
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.kill()
+        self._selector.close()
+
+    def start(self, spec: ProcessSpec, *, overwrite_log: bool) -> Process:
+        """Starts one process; its end is watched from now on."""
+        process = Process(spec, self._inherited, mark=self._mark, overwrite_log=overwrite_log)
+        self._guardian.add_group(process.pid)
+        self.processes.append(process)
+        if process.pidfd is not None:
+            self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+        if spec.echo:
+            echo = LogEcho(spec.log_path, from_bytes=process.log_start_bytes, output_fd=self._output_fd)
+            self._echoes.append(echo)
+        return process
+
+    def running(self, role: str | None = None) -> list[Process]:
+        """Returns the processes, of ``role`` or all, whose end has not been seen."""
+        return [p for p in self.processes if p.ended is None and role in (None, p.spec.role)]
+
+    def wait(self, timeout_s: float | None = None) -> list[ProcessExit]:
+        """Waits for something to happen; returns the ends it saw, in the order in which they happened.
+
+        It returns an empty list on a signal, on news and at the timeout.
+        """
+        polled = [p for p in self.running() if p.pidfd is None]
+        if polled:
+            timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
+        ends = []
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, Process) and (ended := key.data.poll()) is not None:
+                self._selector.unregister(key.fileobj)
+                ends.append(ended)
+        ends += [ended for p in polled if (ended := p.poll()) is not None]
+        return ends
+
+    def stop(self, grace_s: float) -> None:
+        """Ends every process: SIGTERM to each, SIGKILL to its group after ``grace_s``, and a sweep by mark.
+
+        A signal to the launcher meanwhile cuts the grace short.
+        """
+        for process in self.running():
+            process.terminate()
+        deadline = time.monotonic() + grace_s
+        while self.running() and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
+            if self._signals.take():
+                break
+            if self._news is not None:
+                self._news.take()  # whatever the peers want now, this node is stopping already
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills what is left of the group, wherever it has moved, finishes the echo and gives the ids back."""
+        for process in self.processes:
+            kill_group(process.pid)
+        deadline = time.monotonic() + _UNKILLABLE_S
+        while self.running() and time.monotonic() < deadline:
+            self.wait(_POLL_S)
+            self._signals.take()
+        if self.processes:
+            kill_marked(self._mark)
+        for echo in self._echoes:
+            echo.finish()
+        for process in self.processes:
+            self._guardian.remove_group(process.pid)
+            if process.ended is not None:
+                process.reap()
+        self.processes, self._echoes = [], []
+
+
+class Supervisor:
+    """Runs groups of processes, one generation after the other, and says how each ended.
+
+    Args:
+        log: where the launcher's lines go.
+        signals: the signals to the launcher; one of them ends the group with its code.
+        guardian: kills what is left should the launcher itself be killed.
+        mark: the job's ``FLEET_POD``.
+        inherited: the environment the processes start from.
+        grace_s: how long a process has between SIGTERM and SIGKILL when the job is stopped by a signal.
+        output_fd: where the log of the echoed process is copied to.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: LaunchLog,
+        signals: SignalInbox,
+        guardian: Guardian,
+        mark: str,
+        inherited: Mapping[str, str],
+        grace_s: float,
+        output_fd: int = 1,
+    ) -> None:
+        self._log, self._signals, self._guardian = log, signals, guardian
+        self._mark, self._inherited, self._grace_s, self._output_fd = mark, inherited, grace_s, output_fd
+
+    def run(
+        self,
+        specs: Sequence[ProcessSpec],
+        *,
+        overwrite_logs: bool = False,
+        news: PeerNews | None = None,
+        ends_servers: bool = True,
+        started: Callable[[], None] = lambda: None,
+    ) -> GroupResult:
+        """Runs ``specs`` until all have ended, one has failed, a signal has come, or the peers want a stop.
+
+        Args:
+            specs: the processes, servers first.
+            overwrite_logs: empties the log files first.
+            news: what the other nodes want; None on one node.
+            ends_servers: whether the end of this node's workers is the end of its servers. False when the workers
+                of other nodes use them and no membership tells when those are done: the servers return by themselves.
+            started: called once every process runs.
+        """
+        with self._group(news) as group:
+            for spec in specs:
+                group.start(spec, overwrite_log=overwrite_logs)
+            started()
+            return self._watch(group, news, ends_servers)
+
+    def _group(self, news: PeerNews | None) -> ProcessGroup:
+        return ProcessGroup(
+            mark=self._mark,
+            inherited=self._inherited,
+            guardian=self._guardian,
+            signals=self._signals,
+            news=news,
+            output_fd=self._output_fd,
+        )
+
+    def _watch(self, group: ProcessGroup, news: PeerNews | None, ends_servers: bool) -> GroupResult:
+        workers_told = False
+        servers_may_end = False
+        while True:
+            if signals := self._signals.take():
+                self._log.info(f"Terminating with signal {signals[0]}")
+                group.stop(self._grace_s if len(signals) == 1 else 0.0)
+                return GroupResult(exit_code=128 + signals[0], stop_signal=signals[0])
+            event = news.take() if news is not None else None
+            if event is not None and event.kind == "stop":
+                group.stop(event.grace_s)
+                return GroupResult(exit_code=0, interrupted=True)
+            if not group.running("worker") and not workers_told:
+                workers_told = True
+                if news is not None:
+                    news.workers_done()
+                else:
+                    servers_may_end = ends_servers and any(p.spec.role == "worker" for p in group.processes)
+            has_servers = any(p.spec.role == "server" for p in group.processes)
+            servers_may_end = servers_may_end or (event is not None and event.kind == "servers")
+            if has_servers and (servers_may_end or not group.running()):
+                return self._end_servers(group, news)
+            if not group.running():
+                return GroupResult(exit_code=0)
+            if failures := [ended for ended in group.wait() if ended.exit_code]:
+                return self._fail(group, failures)
+
+    def _end_servers(self, group: ProcessGroup, news: PeerNews | None) -> GroupResult:
+        """Gives the servers a moment to return from run_server(), then stops them."""
+        self._log.info("all workers exit, going to finish parameter server and heter_worker.")
+        deadline = time.monotonic() + SERVER_RETURN_S
+        while group.running() and (left_s := deadline - time.monotonic()) > 0:
+            if failures := [ended for ended in group.wait(left_s) if ended.exit_code]:
+                return self._fail(group, failures)
+            if signals := self._signals.take():
+                group.stop(self._grace_s)
+                return GroupResult(exit_code=128 + signals[0], stop_signal=signals[0])
+            if news is not None and (event := news.take()) is not None and event.kind == "stop":
+                group.stop(event.grace_s)
+                return GroupResult(exit_code=0, interrupted=True)
+        group.stop(self._grace_s)
+        self._log.info("all parameter server are killed.")
+        return GroupResult(exit_code=0)
+
+    def _fail(self, group: ProcessGroup, failures: list[ProcessExit]) -> GroupResult:
+        """Names the first failure, and stops the rest without the long grace."""
+        starts = {process.pid: process.log_start_bytes for process in group.processes}
+        self._settle(group, failures, starts)
+        first = choose_first_failure(failures, starts)
+        group.stop(FAILURE_GRACE_S)
+        return GroupResult(exit_code=first.exit_code, first_failure=first, log_start_bytes=starts[first.pid])
+
+    def _settle(self, group: ProcessGroup, failures: list[ProcessExit], starts: Mapping[int, int]) -> None:
+        """Waits for the processes that are failing at this very moment, before a SIGTERM of ours blurs the picture.
+
+        The cause of a failure can end after its victim: its sockets close while the kernel still frees its memory, or
+        while its interpreter still prints the traceback.
+        """
+        began = time.monotonic()
+        while group.running():
+            limit_s = _SETTLE_S
+            if any(process.is_dying() for process in group.running()):
+                limit_s = _DYING_S
+            if all(looks_like_victim(ended, starts[ended.pid]) for ended in failures):
+                limit_s = _VICTIM_S
+            left_s = began + limit_s - time.monotonic()
+            if left_s <= 0:
+                return
+            failures += [ended for ended in group.wait(min(left_s, _POLL_S)) if ended.exit_code]
