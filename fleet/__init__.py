@@ -1,0 +1,125 @@
+"""The ``paddle.distributed.fleet`` programming model on PyTorch.
+
+``import fleet`` and ``from fleet import fleet`` give the same object: this package, whose calls are those of one
+:class:`fleet.facade.Fleet`. Names are resolved at first use, so that the launcher, which lives in ``fleet.launch``,
+starts without torch.
+
+Example:
+    >>> from fleet import fleet
+    >>> fleet.init(is_collective=True)
+    >>> optimizer = fleet.distributed_optimizer(optimizer)
+    >>> model = fleet.distributed_model(model)
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleet.facade import Fleet
+
+__version__ = "0.1.0"
+
+# Where each public name lives; the calls of Fleet come from its one instance.
+_HOMES = {
+    "BuildStrategy": "fleet.options",
+    "DataParallel": "fleet.data_parallel",
+    "DistributedStrategy": "fleet.options",
+    "ExecutionStrategy": "fleet.options",
+    "Fleet": "fleet.facade",
+    "PaddleCloudRoleMaker": "fleet.role_maker",
+    "ParallelEnv": "fleet.parallel",
+    "Role": "fleet.role_maker",
+    "UserDefinedRoleMaker": "fleet.role_maker",
+    "UtilBase": "fleet._util",
+    "get_rank": "fleet.parallel",
+    "get_world_size": "fleet.parallel",
+    "spawn": "fleet.parallel",
+}
+_MODULES = ("base", "env", "errors", "launch", "metrics", "options", "parallel", "role_maker", "strategies", "utils")
+_CALLS = (
+    "all_reduce",
+    "barrier_worker",
+    "clear_grad",
+    "distributed_model",
+    "distributed_optimizer",
+    "distributed_scaler",
+    "explain",
+    "get_log_level_code",
+    "get_log_level_name",
+    "get_lr",
+    "init",
+    "init_parallel_env",
+    "is_coordinator",
+    "is_first_worker",
+    "is_server",
+    "is_worker",
+    "load",
+    "local_device_ids",
+    "local_rank",
+    "minimize",
+    "node_num",
+    "nranks",
+    "prepare_context",
+    "rank",
+    "save",
+    "server_endpoints",
+    "server_index",
+    "server_num",
+    "session",
+    "set_log_level",
+    "set_lr",
+    "set_state_dict",
+    "state_dict",
+    "step",
+    "util",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+    "world_device_ids",
+    "world_size",
+)
+# Names of older releases -> what to use instead.
+_REMOVED = {
+    "main_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
+    "_origin_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
+    "startup_program": "torch has no programs: modules are initialised when they are made "
+    "(Fleet: paddle.static.default_startup_program())",
+    "Distributedstrategy": "write DistributedStrategy",
+}
+
+fleet = sys.modules[__name__]
+
+__all__ = ["fleet", *sorted([*_HOMES, *_MODULES, *_CALLS])]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return import_module(f"fleet.{name}")
+    if name in _CALLS:
+        return getattr(_instance(), name)
+    from fleet.errors import did_you_mean
+
+    if name in _REMOVED:
+        raise AttributeError(f"fleet.{name} does not exist: {_REMOVED[name]}.")
+    raise AttributeError(f"fleet has no {name!r}.{did_you_mean(name, __all__)}")
+
+
+def _instance() -> Fleet:
+    """Returns the one Fleet of this process, made at the first use."""
+    if "_fleet" not in globals():
+        from fleet.facade import Fleet
+
+        globals()["_fleet"] = Fleet()
+    found: Fleet = globals()["_fleet"]
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,12 +5,14 @@ The plan applies strategies from the user's objects outwards:
 
 - ``MODULE`` rewrites parts of the user's module (sync_batch_norm, recompute): data parallel and sharding must see
   the final modules, because they register hooks on them.
-- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, localsgd's local training).
+- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, pipeline).
 - ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
 - ``COMPILE`` hands the result to the compiler, which must see the exchange to overlap it.
-- ``UPDATE`` replaces the update rule (lars, lamb): the innermost optimizer.
+- ``UPDATE`` replaces the update rule (lars, lamb; a_sync, where servers update) or corrects its result (asp): the
+  innermost optimizer.
 - ``STEP`` decides whether a call of ``step()`` becomes an update (amp skips, gradient_merge waits, localsgd averages):
-  outermost, because it must see the user's calls.
+  outermost, because it must see the user's calls. gradient_merge and localsgd stand outside amp: amp may skip an
+  update on one worker and not on another, and their counters must advance on all workers alike.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
+
+
+# The one reason of every option that is described here and not built yet: search for it to find them.
+NOT_YET = "it arrives in a later release of this package and is refused until then, so that nothing is silently ignored"
 
 
 class Stage(IntEnum):
@@ -89,9 +95,10 @@ class Strategy:
 
     A subclass sets ``name`` (the switch users turn on), ``meaning``, ``stage``, and where it applies ``Config`` (the
     ``<name>_configs`` dictionary), ``Settings`` (further top-level options it reads), ``after`` (finer order inside
-    the stage), ``conflicts`` (other switch -> reason shown to the user), ``replaces`` (strategies it stands in for)
-    and ``refused`` (why the option cannot be honoured). ``model_effect`` and ``optimizer_effect`` are what
-    ``fleet.explain`` says it does.
+    the stage), ``conflicts`` (other switch -> reason shown to the user; each pair is written once, in either file),
+    ``replaces`` (strategies it stands in for), ``reads`` (top-level options of those that it honours), the jobs it
+    takes part in, and ``refused`` (why the option cannot be honoured). Reasons are phrases without a full stop.
+    ``model_effect`` and ``optimizer_effect`` are what ``fleet.explain`` says it does.
     """
 
     name: ClassVar[str]
@@ -104,6 +111,10 @@ class Strategy:
     after: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
     replaces: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
+    in_collective_job: ClassVar[bool] = True
+    in_ps_job: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False  # wrap_model changes the module itself, outside the MODULE stage too
     also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # assigning the switch resets these keys
     refused: ClassVar[str | None] = None
     model_effect: ClassVar[str] = ""
@@ -127,8 +138,8 @@ class Strategy:
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns why this strategy cannot run with these options on ``world_size`` workers, or ``None``."""
-        return cls.refused
+        """Returns, in whole sentences, why it cannot run with these options on ``world_size`` workers, or ``None``."""
+        return None
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

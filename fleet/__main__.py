@@ -1,0 +1,45 @@
+"""``python -m fleet COMMAND``: explain a strategy, check the installation, describe the machine, or launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from fleet.errors import FleetError, did_you_mean
+
+COMMANDS = {
+    "env": ("fleet._env_report", "print what to paste into a bug report"),
+    "explain": ("fleet._explain_command", "print what a strategy file does, warns of and refuses"),
+    "launch": ("fleet.launch._cli", "start a job: the same as python -m fleet.launch"),
+    "run_check": ("fleet._run_check_command", "train two small layers on every device of this machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that ``argv`` names and returns its exit status; 2 for an unknown command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"fleet has no command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module = import_module(COMMANDS[name][0])
+    run: Callable[[Sequence[str]], int] = module.main if name == "launch" else module.run
+    try:
+        return run(arguments[1:])
+    except FleetError as error:
+        print(f"fleet {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def usage() -> str:
+    """Returns the list of commands."""
+    rows = "\n".join(f"  {name:10} {meaning}" for name, (_, meaning) in COMMANDS.items())
+    return f"usage: python -m fleet COMMAND [ARGUMENTS]\n\n{rows}\n\nA command prints its own help with --help."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

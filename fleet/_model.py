@@ -1,0 +1,221 @@
+"""FleetModel: what ``fleet.distributed_model`` returns. It looks like the user's module and runs the wrapped one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fleet.errors import ConfigError
+
+# Kept out of the module's own attributes: they belong to the wrapper.
+_OWN = frozenset({"_chain", "_observer", "_forward_methods", "_redirected"})
+
+
+class ModelObserver(Protocol):
+    """What the model tells the session."""
+
+    def before_forward(self) -> None:
+        """Called before each forward."""
+
+    def after_clear(self) -> None:
+        """Called after gradients were cleared through the model."""
+
+
+class FleetModel(nn.Module):
+    """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
+
+    ``module`` is the user's module. Assigning an attribute assigns it there. A method of the user's module that
+    itself runs submodules would bypass the gradient exchange; calling one while gradients are recorded raises, until
+    :meth:`mark_forward_method` names it.
+
+    Args:
+        module: the user's module, after strategies have rewritten parts of it.
+        chain: the wrapped module that calls run; equal to ``module`` when nothing wraps it.
+        observer: told before each forward and after each clear.
+    """
+
+    def __init__(self, module: nn.Module, chain: nn.Module, observer: ModelObserver | None = None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_forward_methods", set())
+        object.__setattr__(self, "_redirected", False)
+        object.__setattr__(self, "_observer", observer)
+        self._modules["module"] = module
+        self.rewrap(chain)
+
+    def rewrap(self, chain: nn.Module) -> None:
+        """Makes calls run ``chain`` from now on."""
+        object.__setattr__(self, "_chain", chain)
+        super().train(self.module.training)
+
+    def replace_module(self, module: nn.Module) -> None:
+        """Makes ``module`` the user's module; names and parameters must be those of the old one."""
+        self._modules["module"] = module
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return cast(nn.Module, self._modules["module"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped module."""
+        if self._observer is not None:
+            self._observer.before_forward()
+        return self._chain(*args, **kwargs)
+
+    def clear_gradients(self) -> None:
+        """Forgets every gradient, as ``zero_grad`` does; Fleet's name."""
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets every gradient."""
+        self.module.zero_grad(set_to_none=set_to_none)
+        if self._observer is not None:
+            self._observer.after_clear()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
+        no_sync = getattr(self._chain, "no_sync", None)
+        return cast("AbstractContextManager[None]", no_sync()) if no_sync is not None else nullcontext()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns ``loss`` unchanged: gradients are averaged in the exchange (Fleet's older loops call this)."""
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """Does nothing: gradients were exchanged during backward (Fleet's older loops call this)."""
+
+    def mark_forward_method(self, name: str) -> None:
+        """Makes ``model.<name>(...)`` run through the wrapped module, like ``model(...)``.
+
+        Raises ConfigError when the user's module has no such method.
+        """
+        if not callable(getattr(self.module, name, None)):
+            raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
+        self._forward_methods.add(name)
+
+    def train(self, mode: bool = True) -> FleetModel:
+        """Sets training mode on the user's module and everything around it."""
+        super().train(mode)
+        self._chain.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the state of the user's module, under the user's names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state of the user's module."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """Loads a state as Fleet does: entries that are not part of the module ('epoch') are left alone.
+
+        Raises RuntimeError when an entry of the module is missing or has another shape.
+        """
+        names = set(self.module.state_dict())
+        return self.module.load_state_dict({name: value for name, value in state_dict.items() if name in names})
+
+    set_dict = set_state_dict
+    load_dict = set_state_dict
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over the parameters under the user's names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Iterates over the buffers under the user's names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterates over the user's modules under the user's names."""
+        return self.module.named_modules(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if "module" not in modules:
+            raise AttributeError(name)
+        try:
+            value = getattr(modules["module"], name)
+        except AttributeError:
+            chain = self.__dict__["_chain"]
+            if chain is not modules["module"] and hasattr(chain, name):
+                return getattr(chain, name)
+            raise AttributeError(f"{type(modules['module']).__name__!r} has no attribute {name!r}") from None
+        return self._guarded(name, value) if self._is_own_method(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name == "training" or name in type(self).__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.module))
+
+    def __getitem__(self, index: Any) -> Any:
+        return cast(Any, self.module)[index]
+
+    def _is_own_method(self, value: Any) -> bool:
+        return getattr(value, "__self__", None) is self.module and self._chain is not self.module
+
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if name in self._forward_methods and not self._redirected:
+            return self._redirect(method)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or self._redirected:
+                return method(*args, **kwargs)
+            with _no_submodule_forward(self.module, name):
+                return method(*args, **kwargs)
+
+        return call
+
+    def _redirect(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``method`` run inside the forward of the wrapped module."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+                # The method may call self(...): that is the user's own forward again.
+                del self.module.__dict__["forward"]
+                return method(*inner_args, **inner_kwargs)
+
+            self.module.__dict__["forward"] = run
+            object.__setattr__(self, "_redirected", True)
+            try:
+                return self(*args, **kwargs)
+            finally:
+                object.__setattr__(self, "_redirected", False)
+                self.module.__dict__.pop("forward", None)
+
+        return call
+
+
+@contextmanager
+def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
+    """Raises ConfigError when a trainable submodule of ``module`` runs inside the context with gradients recorded."""
+    names = {id(sub): name or type(module).__name__ for name, sub in module.named_modules()}
+
+    def check(running: nn.Module, inputs: Any) -> None:
+        if id(running) in names and torch.is_grad_enabled() and any(p.requires_grad for p in running.parameters()):
+            raise ConfigError(
+                f"model.{method}() runs {names[id(running)]!r} outside the wrapped forward, so its gradients would not "
+                f"be exchanged between workers. Call model.mark_forward_method({method!r}) once after "
+                "distributed_model(), or run it under torch.no_grad()."
+            )
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

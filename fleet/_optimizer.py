@@ -1,0 +1,134 @@
+"""FleetOptimizer: what ``fleet.distributed_optimizer`` returns. A torch optimizer with Fleet's calls beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleet.errors import ConfigError
+from fleet.strategies._optimizer import OptimizerWrapper
+
+
+class StepObserver(Protocol):
+    """What the optimizer tells the session."""
+
+    def before_step(self) -> None:
+        """Called before each step of the user."""
+
+
+class FleetOptimizer(OptimizerWrapper):
+    """Steps the optimizer inside, through whatever the strategies put around it.
+
+    Everything of ``torch.optim.Optimizer`` works as before, and Fleet's calls as well: ``minimize``, ``clear_grad``,
+    ``get_lr``, ``set_lr``, ``set_state_dict``.
+    """
+
+    def __init__(self, chain: Optimizer, observer: StepObserver, user_optimizer: Optimizer) -> None:
+        super().__init__(chain)
+        self.user_optimizer = user_optimizer
+        self._observer: StepObserver | None = observer
+        self._cleared: dict[int, tuple[int, int]] = {}
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters; what a step means is up to the strategies that are on."""
+        if self._observer is not None:
+            self._observer.before_step()
+        result = super().step(closure)
+        self.note_gradients()
+        return result
+
+    def minimize(
+        self,
+        loss: Tensor | list[Tensor],
+        startup_program: object = None,
+        parameter_list: Iterable[nn.Parameter] | None = None,
+        no_grad_set: Iterable[nn.Parameter] | None = None,
+    ) -> tuple[list[None], list[tuple[nn.Parameter, Tensor]]]:
+        """Updates the parameters once with the gradients of ``loss``, and leaves the gradients in place.
+
+        Fleet's eager loop calls ``loss.backward()`` first; the static form does not. Both work: when ``loss`` has a
+        graph and no parameter of the optimizer received a gradient since the last step or clear, this call runs
+        ``loss.backward()``; otherwise it uses the gradients that are there.
+
+        Args:
+            loss: the loss, or a list of losses that are added.
+            startup_program: accepted for Fleet's signature; torch has no programs.
+            parameter_list: restricts the update to these parameters.
+            no_grad_set: leaves these parameters out of the update.
+
+        Returns:
+            An empty list (Fleet's operators) and the pairs of parameter and gradient.
+
+        Example:
+            >>> loss.backward(); optimizer.minimize(loss); optimizer.clear_grad()
+        """
+        total = sum(loss[1:], loss[0]) if isinstance(loss, list | tuple) else loss
+        if not isinstance(total, Tensor):
+            raise ConfigError(f"minimize() takes the loss tensor, got {loss!r}.")
+        if total.grad_fn is not None and not self._has_new_gradients():
+            total.backward()
+        only = None if parameter_list is None else {id(p) for p in parameter_list}
+        never = set() if no_grad_set is None else {id(p) for p in no_grad_set}
+        kept: list[tuple[nn.Parameter, Tensor]] = []
+        pairs: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                continue
+            if (only is not None and id(parameter) not in only) or id(parameter) in never:
+                kept.append((parameter, parameter.grad))
+                parameter.grad = None
+            else:
+                pairs.append((parameter, parameter.grad))
+        try:
+            self.step()
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+        return [], pairs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of every parameter."""
+        super().zero_grad(set_to_none=set_to_none)
+        self.note_gradients()
+
+    def clear_grad(self, set_to_zero: bool = False) -> None:
+        """Clears the gradients: forgets them, or with ``set_to_zero`` fills them with zeros."""
+        self.zero_grad(set_to_none=not set_to_zero)
+
+    clear_gradients = clear_grad
+
+    def get_lr(self) -> float:
+        """Returns the learning rate of the first parameter group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, value: float) -> None:
+        """Sets the learning rate of every parameter group; raises ConfigError for a negative or non-number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"set_lr() takes a number of at least 0, got {value!r}.")
+        for group in self.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = float(value)
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state; entries that no optimizer state has ('epoch') are left alone."""
+        known = self.state_dict().keys()
+        self.load_state_dict({name: value for name, value in state_dict.items() if name in known})
+
+    set_dict = set_state_dict
+
+    def _has_new_gradients(self) -> bool:
+        return any(
+            p.grad is not None and self._cleared.get(id(p)) != (id(p.grad), p.grad._version) for p in self.parameters()
+        )
+
+    def note_gradients(self) -> None:
+        """Remembers the gradients that a step has used up or a clear has zeroed, so that only newer ones count."""
+        self._cleared = {id(p): (id(p.grad), p.grad._version) for p in self.parameters() if p.grad is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_observer": None, "_cleared": {}}

@@ -1,0 +1,162 @@
+"""Start of the process group: one store, every rank announces itself, and an absent one is named, not waited for.
+
+[Note: Whose store]
+Under torchrun the agent already serves the store at MASTER_ADDR:MASTER_PORT and every worker is a client. Everywhere
+else rank 0 serves it, on a socket bound to the master's address only. torch's own server listens on all interfaces,
+which is why the socket is made here.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fleet.errors import RendezvousError
+
+_REPORT_EVERY_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where and as whom this process meets the others.
+
+    ``prefix`` keeps generations apart in a store that outlives them. ``agent_store`` is True when the launcher serves
+    the store itself (torchrun). Timeouts are in seconds: ``wait_s`` for the peers to come, ``operation_s`` for every
+    later collective.
+    """
+
+    global_rank: int
+    world_size: int
+    host: str
+    port: int
+    backend: str
+    prefix: str = ""
+    agent_store: bool = False
+    wait_s: float = 900.0
+    operation_s: float = 1800.0
+    device: torch.device | None = None
+
+
+def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.ProcessGroup:
+    """Starts the default process group and returns it; an existing one is returned as it is.
+
+    Raises:
+        RendezvousError: not every rank came within ``meeting.wait_s`` seconds; the message lists the absent ones.
+    """
+    if not dist.is_initialized():
+        store = dist.PrefixStore(f"fleet/{meeting.prefix}", meet(meeting, say))
+        device = meeting.device if meeting.device is not None and meeting.device.type == "cuda" else None
+        dist.init_process_group(
+            meeting.backend,
+            store=store,
+            rank=meeting.global_rank,
+            world_size=meeting.world_size,
+            timeout=timedelta(seconds=meeting.operation_s),
+            device_id=device,
+        )
+    group = dist.group.WORLD
+    if group is None:
+        raise AssertionError("init_process_group left no default group")
+    return group
+
+
+def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
+    """Returns the store after every rank has announced itself in it."""
+    deadline = time.monotonic() + meeting.wait_s
+    serves = meeting.global_rank == 0 and not meeting.agent_store
+    if not serves:
+        _wait_for_server(meeting, deadline, say)
+    store = _open_store(meeting, serves)
+    names = [f"fleet/arrived/{meeting.prefix}/{rank}" for rank in range(meeting.world_size)]
+    store.set(names[meeting.global_rank], "1")
+    _wait_for_ranks(store, names, meeting, deadline, say)
+    return store
+
+
+def _open_store(meeting: Meeting, serves: bool) -> dist.Store:
+    listener = _listen(meeting.host, meeting.port) if serves else None
+    return dist.TCPStore(
+        meeting.host,
+        meeting.port,
+        world_size=None,
+        is_master=serves,
+        timeout=timedelta(seconds=meeting.operation_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        # The store owns and closes the descriptor from here on.
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket bound to the address of ``host``, or to every address if that is not ours.
+
+    A master behind address translation (a Kubernetes service) names an address that no interface holds.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != 99:  # EADDRNOTAVAIL
+                raise
+            listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(
+            f"Rank 0 cannot listen on {host}:{port}: {error.strerror}. "
+            "Another job may use this port; give the launcher another --master or --start_port."
+        ) from error
+    return listener
+
+
+def _wait_for_server(meeting: Meeting, deadline: float, say: Callable[[str], None]) -> None:
+    endpoint = f"{meeting.host}:{meeting.port}"
+    report_at = time.monotonic() + _REPORT_EVERY_S
+    pause_s = 0.01
+    while True:
+        try:
+            socket.create_connection((meeting.host, meeting.port), timeout=2.0).close()
+            return
+        except OSError:
+            now = time.monotonic()
+        if now >= deadline:
+            raise RendezvousError(
+                f"[rank {meeting.global_rank} of {meeting.world_size}] nobody answered at {endpoint} within "
+                f"{meeting.wait_s:g} s. Absent ranks: [0], which serves the meeting point. Is it running, and can this "
+                "host reach it? FLAGS_stop_check_timeout sets the time to wait, in seconds."
+            )
+        if now >= report_at:
+            say(f"server not ready, wait {_REPORT_EVERY_S:g} sec to retry... not ready endpoints:['{endpoint}']")
+            report_at = now + _REPORT_EVERY_S
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.25)
+
+
+def _wait_for_ranks(
+    store: dist.Store, names: list[str], meeting: Meeting, deadline: float, say: Callable[[str], None]
+) -> None:
+    report_at = time.monotonic() + _REPORT_EVERY_S
+    pause_s = 0.002
+    while not store.check(names):
+        now = time.monotonic()
+        if now >= report_at or now >= deadline:
+            absent = [rank for rank, name in enumerate(names) if not store.check([name])]
+            if absent and now >= deadline:
+                raise RendezvousError(
+                    f"[rank {meeting.global_rank} of {meeting.world_size}] absent ranks after {meeting.wait_s:g} s: "
+                    f"{absent}. Look at their logs; FLAGS_stop_check_timeout sets the time to wait, in seconds."
+                )
+            say(f"waiting for {len(absent)} of {meeting.world_size} ranks: not ready ranks {absent}")
+            report_at = now + _REPORT_EVERY_S
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.1)

@@ -1,0 +1,184 @@
+"""Session: everything one ``fleet.init`` set up. It is handed down; nothing else of the project keeps state.
+
+Strategies see it as ``fleet.strategies._base.Workers``.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fleet._model import FleetModel
+from fleet._optimizer import FleetOptimizer
+from fleet.errors import ConfigError, OptionWarning
+from fleet.options import DistributedStrategy
+from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._plan import Plan, plan
+
+if TYPE_CHECKING:
+    from fleet._starters import RoleRecord
+    from fleet.role_maker import RoleMakerBase
+
+
+@dataclass(eq=False, kw_only=True)
+class Session:
+    """One job as this process sees it: its role, its peers, the options, and what was wrapped.
+
+    ``host_group`` can move CPU tensors also where ``process_group`` is NCCL.
+    """
+
+    role_maker: RoleMakerBase
+    record: RoleRecord
+    collective: bool
+    device: torch.device
+    options: DistributedStrategy
+    plan: Plan
+    say: Callable[[str], None]
+    process_group: dist.ProcessGroup | None = None
+    models: list[FleetModel] = field(default_factory=list)
+    optimizers: list[FleetOptimizer] = field(default_factory=list)
+    strategies: list[Strategy] = field(default_factory=list)
+    _host_group: dist.ProcessGroup | None = None
+    _checked: bool = False
+
+    def __post_init__(self) -> None:
+        self._make_strategies()
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker in the job."""
+        return self.record.global_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the job."""
+        return self.record.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker on its node."""
+        return self.record.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of workers on this node."""
+        return self.record.local_world_size
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's module that was wrapped last, or ``None``."""
+        return self.models[-1].module if self.models else None
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """A process group that moves CPU tensors; every worker must ask for it at the same point the first time."""
+        if self._host_group is None and self.process_group is not None:
+            takes_cpu = "gloo" in dist.get_backend_config(self.process_group)
+            self._host_group = self.process_group if takes_cpu else dist.new_group(backend="gloo")
+        return self._host_group
+
+    def adopt(self, options: DistributedStrategy) -> None:
+        """Replaces the options and the plan; models that are wrapped already are wrapped again where possible.
+
+        Raises ConfigError when the new options cannot run, or when a model was already changed in place.
+        """
+        options = copy.deepcopy(options)
+        new_plan = plan(options, self.world_size, collective=self.collective)
+        if self.models and options != self.options:
+            stuck = [step.name for step in self.plan.steps if step.stage == Stage.MODULE or step.in_place]
+            if stuck or self.optimizers:
+                raise ConfigError(
+                    "distributed_optimizer(strategy=...) brings other options than those the model was wrapped with "
+                    f"({self.plan}). Give the strategy to fleet.init(), or call distributed_optimizer() first."
+                )
+        self.options, self.plan = options, new_plan
+        self._make_strategies()
+        for model in self.models:
+            model.rewrap(model.module)  # lets go of the old wrapper, whose hooks go with it
+            module, chain = self._wrapped(model.module)
+            model.replace_module(module)
+            model.rewrap(chain)
+
+    def wrap_model(self, module: nn.Module) -> FleetModel:
+        """Returns ``module`` with every strategy of the plan around it; nothing changes when one refuses it."""
+        if isinstance(module, FleetModel):
+            raise ConfigError("distributed_model() was called with a model that it returned before; pass your module.")
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
+        for strategy in self.strategies:
+            strategy.check_model(module)
+        if self.device.type == "cuda":
+            module.to(self.device)
+        module, chain = self._wrapped(module)
+        model = FleetModel(module, chain, self)
+        self.models.append(model)
+        return model
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:
+        """Returns ``optimizer`` with every strategy of the plan around it; nothing changes when one refuses it."""
+        if isinstance(optimizer, FleetOptimizer):
+            raise ConfigError("distributed_optimizer() was called with an optimizer that it returned before.")
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
+        for strategy in self.strategies:
+            strategy.check_optimizer(optimizer)
+        chain = optimizer
+        for strategy in self.strategies:
+            chain = strategy.wrap_optimizer(chain)
+        wrapped = FleetOptimizer(chain, self, optimizer)
+        self.optimizers.append(wrapped)
+        return wrapped
+
+    def before_step(self) -> None:
+        """Warns once when the optimizer steps although no model exchanges gradients."""
+        if not self._checked and self.world_size > 1 and not self.models:
+            warnings.warn(
+                "fleet.distributed_optimizer() was called without fleet.distributed_model(): the workers do not "
+                "exchange gradients. Call model = fleet.distributed_model(model) as well.",
+                OptionWarning,
+                stacklevel=4,
+            )
+        self._checked = True
+
+    def after_clear(self) -> None:
+        """Lets the optimizers know that the gradients they see are used up."""
+        for optimizer in self.optimizers:
+            optimizer.note_gradients()
+
+    def before_forward(self) -> None:
+        """Raises ConfigError when training starts although an option that acts in the optimizer has none to act in."""
+        if self.optimizers or not torch.is_grad_enabled():
+            return
+        waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
+        if waiting and any(model.training for model in self.models):
+            raise ConfigError(
+                f"{', '.join(waiting)} act in the optimizer, and fleet.distributed_optimizer(optimizer) was not "
+                "called. Call it before training."
+            )
+
+    def _make_strategies(self) -> None:
+        self.strategies = [step(_config_of(step, self.options), self) for step in self.plan.steps]
+
+    def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """Returns the user's module after MODULE-stage strategies, and what all strategies put around it."""
+        names = [name for name, _ in module.named_parameters()]
+        chain = module
+        for strategy in self.strategies:
+            chain = strategy.wrap_model(chain)
+            if strategy.stage == Stage.MODULE:
+                module = chain
+            if [name for name, _ in module.named_parameters()] != names:
+                raise AssertionError(f"strategy {strategy.name!r} renamed parameters")
+        return module, chain
+
+
+def _config_of(step: type[Strategy], options: DistributedStrategy) -> Any:
+    return options[f"{step.name}_configs"] if step.Config is not None else None

@@ -1,0 +1,111 @@
+"""start_session: from a role maker and options to a running session; everything is checked before anything starts."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fleet._log import LOGGER, show_log
+from fleet._process_group import Meeting, start_process_group
+from fleet._session import Session
+from fleet.env import Environment
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.options import DistributedStrategy
+from fleet.role_maker import PaddleCloudRoleMaker
+from fleet.strategies._plan import plan
+
+if TYPE_CHECKING:
+    from fleet._starters import RoleRecord
+    from fleet.role_maker import RoleMakerBase
+
+
+def start_session(role_maker: RoleMakerBase | None, collective: bool, options: DistributedStrategy) -> Session:
+    """Returns the session of this process; its process group runs when there is more than one worker."""
+    role_maker = role_maker if role_maker is not None else PaddleCloudRoleMaker(is_collective=collective)
+    record = role_maker.record
+    check_role(record, collective)
+    made = plan(options, record.world_size, collective=collective)
+    environment = Environment()
+    device = choose_device(record, environment)
+    show_log()
+    for note in made.notes:
+        LOGGER.warning(note)
+    say = LOGGER.info
+    group = None
+    if record.world_size > 1 or dist.is_initialized():
+        group = start_process_group(meeting_of(record, environment, device), say)
+    if record.global_rank == 0:
+        LOGGER.info("fleet: %d worker(s), %s, started by %s; plan: %s", record.world_size, device, record.source, made)
+    return Session(
+        role_maker=role_maker,
+        record=record,
+        collective=collective,
+        device=device,
+        options=options,
+        plan=made,
+        say=say,
+        process_group=group,
+    )
+
+
+def check_role(record: RoleRecord, collective: bool) -> None:
+    """Raises ConfigError when the role cannot run here, and when a job would silently become smaller than asked."""
+    if record.server_endpoints:
+        raise UnsupportedOptionError(
+            f"PADDLE_PSERVERS_IP_PORT_LIST is {','.join(record.server_endpoints)!r}: parameter-server jobs arrive in a "
+            "later release of this package. Use fleet.init(is_collective=True) without that variable."
+        )
+    if record.world_size > 1 and not collective:
+        raise ConfigError(
+            f"fleet.init() was called without is_collective=True, and {record.world_size} workers were started by "
+            f"{record.source} with no parameter server. Call fleet.init(is_collective=True)."
+        )
+    if record.world_size > 1 and platform.system() == "Windows":
+        raise UnsupportedOptionError(
+            f"{record.world_size} workers were started on Windows; distributed training runs on Linux. "
+            "One process works on Windows."
+        )
+
+
+def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
+    """Returns the device of this worker, and makes it the current one: a GPU unless the job runs on gloo.
+
+    Raises ConfigError when the launcher assigned a GPU that torch cannot see.
+    """
+    if record.backend == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    selected = environment.list("FLAGS_selected_gpus")
+    count = torch.cuda.device_count()
+    if selected and not (selected[0].isdigit() and int(selected[0]) < count):
+        raise ConfigError(
+            f"FLAGS_selected_gpus is {selected[0]!r}, and torch sees {count} GPU(s), numbered from 0. "
+            "Check CUDA_VISIBLE_DEVICES and --gpus."
+        )
+    index = int(selected[0]) if selected else record.local_rank % count
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def meeting_of(record: RoleRecord, environment: Environment, device: torch.device) -> Meeting:
+    """Returns where the workers of ``record`` meet."""
+    if record.master_host is None or record.master_port is None:
+        raise ConfigError(
+            f"{record.world_size} workers were started by {record.source}, and nothing says where they meet. "
+            "Set PADDLE_MASTER=host:port, or MASTER_ADDR and MASTER_PORT."
+        )
+    backend = record.backend if record.backend not in (None, "auto") else None
+    return Meeting(
+        global_rank=record.global_rank,
+        world_size=record.world_size,
+        host=record.master_host,
+        port=record.master_port,
+        backend=backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+        prefix=record.generation,
+        agent_store=record.agent_store,
+        wait_s=environment.float("FLAGS_stop_check_timeout"),
+        operation_s=environment.float("PADDLE_PG_TIMEOUT") / 1000,
+        device=device,
+    )
