@@ -59,6 +59,7 @@ class LaunchConfig:
     devices: tuple[int, ...] | None = None  # absolute device indices
     device_type: str = "cpu"  # "cpu" or "gpu", after looking at the machine
     backend: str = "auto"  # what --backend said: auto, gloo or nccl
+    process_group_backend: str = "gloo"  # what it comes to: gloo or nccl
     # parameter server
     server_num: int = 0
     worker_num: int = 0
@@ -81,6 +82,9 @@ class LaunchConfig:
     pod_id: str = ""  # random; marks every process of this node's part of the job (FLEET_POD)
     secret: str = field(default="", repr=False)  # FLEET_JOB_SECRET; empty: the nodes share none
     secret_is_users: bool = False  # it came from the environment, so its text is never printed
+    given: tuple[str, ...] = ()  # names of the flags on the command line
+    scratch_path: Path = Path("/tmp/fleet-pod")  # PADDLE_GLOO_FS_PATH; the running half makes and removes it
+    sets_thread_count: bool = False  # OMP_NUM_THREADS=1 goes to the workers
     is_single_node: bool = True  # everything stays on 127.0.0.1
     static_peers: tuple[Peer, ...] = ()  # every node, when the user or a scheduler listed them: no rendezvous
     local_servers: tuple[int, ...] = ()  # which of ``servers`` this node starts

@@ -1,0 +1,228 @@
+"""Which nodes there are, which one this is, and where they meet: from flags or from a scheduler's environment.
+
+Four ways, in this order: ``--standalone`` or one node; ``--ips`` (everything is known beforehand); the endpoint list
+of a scheduler (known as well); ``--nnodes`` with or without ``--master`` (the nodes meet first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet.env import Environment
+from fleet.errors import ConfigError, did_you_mean
+from fleet.launch._addresses import check_distinct, is_loopback, join_endpoint, split_endpoint, split_list, split_master
+from fleet.launch._machine import Machine
+from fleet.launch._records import Peer
+from fleet.launch._settings import Settings
+
+_TORCHRUN_PORT = 29500
+_NODE_FLAGS = ("nnodes", "master", "ips", "master_addr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of the job, under the names of :class:`LaunchConfig`'s fields."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int = -1
+    master: str | None = None
+    ips: tuple[str, ...] = ()
+    host: str | None = None
+    static_peers: tuple[Peer, ...] = ()
+    is_single_node: bool = True
+    store_port: int | None = None
+
+
+def read_nodes(
+    settings: Settings, environment: Environment, machine: Machine, num_workers: int, devices: tuple[str, ...]
+) -> Nodes:
+    """Returns the nodes of a collective job; raises ConfigError when the flags contradict each other."""
+    settings_ready(settings)
+    ips = split_list(settings.text("ips"))
+    if settings.has("ips") and not ips:
+        raise ConfigError(f"{settings.named('ips')} is {settings.text('ips')!r}; it takes addresses separated by "
+                          "commas.")
+    if settings.has("ips") and _ips_count(settings, ips):
+        return _from_ips(settings, environment, machine, ips, num_workers, devices)
+    pods = scheduled_pods(settings, environment)
+    if len(pods) > 1:
+        return _from_pods(settings, machine, pods, num_workers, devices)
+    return read_meeting(settings, machine)
+
+
+def settings_ready(settings: Settings) -> None:
+    """Folds torchrun's ``--standalone`` and ``--rdzv_backend`` into Fleet's flags; raises ConfigError on a clash."""
+    if settings.values["standalone"]:
+        for name in (*_NODE_FLAGS, "rank"):
+            clash = name in settings.on_command_line and settings.text(name) not in ("1", "1:1", "0")
+            if clash and "standalone" in settings.on_command_line:
+                raise ConfigError(f"--standalone is one node by itself, and {settings.named(name)}="
+                                  f"{settings.text(name)} asks for others. Leave one of them out.")
+            settings.drop(name, "--standalone is one node by itself")
+    kind = settings.text("rdzv_backend")
+    if kind in ("etcd", "etcd-v2"):
+        master = settings.text("master")
+        if master is None:
+            raise ConfigError(f"{settings.named('rdzv_backend')}={kind} needs the address of etcd: --master "
+                              "etcd://ip:port.")
+        if "://" not in master:
+            settings.values["master"] = f"etcd://{master}"
+    elif kind not in (None, "static", "c10d"):
+        raise ConfigError(f"{settings.named('rdzv_backend')} is {kind!r}; it takes static, c10d, etcd or etcd-v2."
+                          f"{did_you_mean(f'{kind}', ('static', 'c10d', 'etcd'))}")
+
+
+def _ips_count(settings: Settings, ips: list[str]) -> bool:
+    """Returns whether ``--ips`` decides; settles it against ``--master``."""
+    if not settings.has("master"):
+        return True
+    if "ips" in settings.on_command_line and "master" in settings.on_command_line:
+        raise ConfigError("--ips lists every node beforehand and --master lets them meet. Use one of them.")
+    loser = "master" if "ips" in settings.on_command_line or "master" not in settings.on_command_line else "ips"
+    settings.drop(loser, f"{settings.named('ips' if loser == 'master' else 'master')} decides")
+    return loser == "master"
+
+
+def read_range(settings: Settings, name: str) -> tuple[int, int]:
+    """Returns MIN and MAX of a flag that takes N or MIN:MAX."""
+    text = settings.text(name) or "1"
+    parts = text.split(":")
+    numbers = [int(part) for part in parts if part.strip().isdigit()]
+    if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
+        raise ConfigError(f"{settings.named(name)} is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with "
+                          "MIN <= MAX, as in 2 or 2:4.")
+    return numbers[0], numbers[-1]
+
+
+def _from_ips(
+    settings: Settings, environment: Environment, machine: Machine, ips: list[str], num_workers: int,
+    devices: tuple[str, ...],
+) -> Nodes:
+    source = f"{settings.named('ips')}={','.join(ips)}"
+    check_distinct(ips, source)
+    if len(ips) > 1 and any(is_loopback(ip) for ip in ips):
+        raise ConfigError(f"{source}: 127.0.0.1 means a different machine on each node. Write the addresses that the "
+                          "nodes reach each other at.")
+    if settings.has("nnodes") and read_range(settings, "nnodes") != (len(ips), len(ips)):
+        raise ConfigError(f"{settings.named('nnodes')}={settings.text('nnodes')} and {source} ({len(ips)} nodes) "
+                          "contradict each other. Leave one of them out.")
+    position = _own_position(settings, machine, ips, source)
+    if len(ips) == 1:
+        return Nodes(host=ips[0], store_port=settings.number("master_port"))
+    first = environment.int("FLAGS_START_PORT") or settings.number("start_port") or 6070
+    ports = tuple(range(first, first + num_workers))
+    peers = tuple(
+        Peer(name=f"node{i}", host=ip, ports=ports, devices=devices, store_port=first, node_rank=i)
+        for i, ip in enumerate(ips)
+    )
+    return Nodes(
+        min_nodes=len(ips), max_nodes=len(ips), node_rank=position, ips=tuple(ips), host=ips[position],
+        static_peers=peers, is_single_node=False,
+    )
+
+
+def _own_position(settings: Settings, machine: Machine, hosts: list[str], source: str) -> int:
+    """Returns the position of this node in ``hosts``; raises ConfigError when it is not there or not certain."""
+    rank, host = settings.number("rank"), settings.text("host")
+    if rank is not None and rank >= 0:
+        if rank >= len(hosts):
+            raise ConfigError(f"{settings.named('rank')} is {rank}, but {source} has {len(hosts)} nodes, counted "
+                              "from 0.")
+        return rank
+    if host is not None:
+        if host not in hosts:
+            raise ConfigError(f"{settings.named('host')}={host} is not in {source}. The list must hold the address of "
+                              "each node, in the same spelling.")
+        return hosts.index(host)
+    own = [i for i, candidate in enumerate(hosts) if machine.owns(candidate)]
+    if not own:
+        raise ConfigError(f"This node ({machine.address}) is not in {source}. Add its address to the list on every "
+                          "node, or name this node with --host.")
+    if len(own) > 1:
+        raise ConfigError(f"{source}: {', '.join(hosts[i] for i in own)} all belong to this machine. Say which node "
+                          "this is with --host or --rank.")
+    return own[0]
+
+
+def scheduled_pods(settings: Settings, environment: Environment) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns host and first ports of each pod that a scheduler listed; empty when it did not or flags decide.
+
+    For a launcher, PADDLE_TRAINER_ENDPOINTS has one entry per pod (its workers count on from that port).
+    DISTRIBUTED_TRAINER_ENDPOINTS has one per worker, so its hosts are the nodes.
+    """
+    if settings.values["standalone"] or any(name in settings.on_command_line for name in _NODE_FLAGS):
+        return []
+    base = environment.int("PADDLE_PORT") or settings.number("start_port") or 6070
+    for name in ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_TRAINERS"):
+        if environment.has(name):
+            listed = [split_endpoint(item, name, base) for item in environment.list(name)]
+            check_distinct([join_endpoint(*item) for item in listed], name)
+            return [(host, (port,)) for host, port in listed]
+    grouped: dict[str, list[int]] = {}
+    for item in environment.list("DISTRIBUTED_TRAINER_ENDPOINTS"):
+        host, port = split_endpoint(item, "DISTRIBUTED_TRAINER_ENDPOINTS", base)
+        grouped.setdefault(host, []).append(port)
+    return [(host, tuple(ports)) for host, ports in grouped.items()]
+
+
+def _from_pods(
+    settings: Settings, machine: Machine, pods: list[tuple[str, tuple[int, ...]]], num_workers: int,
+    devices: tuple[str, ...],
+) -> Nodes:
+    hosts = [host for host, _ in pods]
+    position = _own_position(settings, machine, hosts, f"the scheduler's list {','.join(hosts)}")
+    peers = []
+    for i, (host, listed) in enumerate(pods):
+        ports = listed if len(listed) == num_workers else tuple(range(listed[0], listed[0] + num_workers))
+        peers.append(Peer(name=f"node{i}", host=host, ports=ports, devices=devices, store_port=ports[0], node_rank=i))
+    check_distinct([join_endpoint(p.host, port) for p in peers for port in p.ports], "the scheduler's endpoint list "
+                   f"with {num_workers} processes per pod")
+    return Nodes(
+        min_nodes=len(pods), max_nodes=len(pods), node_rank=position, host=hosts[position], static_peers=tuple(peers),
+        is_single_node=False,
+    )
+
+
+def read_meeting(settings: Settings, machine: Machine) -> Nodes:
+    """Returns one node, or the nodes that meet at a master (given, or to be opened by this node)."""
+    low, high = read_range(settings, "nnodes")
+    master = _master(settings, high)
+    rank = settings.number("rank")
+    rank = -1 if rank is None else rank
+    if rank >= high and high == 1 and settings.named("rank") == "PADDLE_TRAINER_ID":
+        rank = -1  # left over from a worker's environment; one node has no rank to choose
+    if not -1 <= rank < high:
+        raise ConfigError(f"{settings.named('rank')} is {rank}, but there are {high} nodes, counted from 0; "
+                          "-1 takes any place.")
+    scheme = split_master(master, settings.named("master"))[0] if master else ""
+    if high == 1 and scheme != "etcd":
+        return Nodes(store_port=_single_port(settings, master), host=settings.text("host"))
+    host = settings.text("host") or machine.address
+    return Nodes(min_nodes=low, max_nodes=high, node_rank=rank, master=master, host=host, is_single_node=False)
+
+
+def _master(settings: Settings, max_nodes: int) -> str | None:
+    master, addr, port = settings.text("master"), settings.text("master_addr"), settings.number("master_port")
+    if master is not None:
+        if max_nodes == 1 and master.rpartition(":")[2] == "0":
+            return None  # torchrun's "any port"
+        scheme, hosts = split_master(master, settings.named("master"))
+        master = f"etcd://{hosts}" if scheme == "etcd" else hosts
+    if addr is None or max_nodes == 1:
+        return master
+    joined = join_endpoint(addr, port or _TORCHRUN_PORT)
+    if master is not None and master != joined:
+        raise ConfigError(f"{settings.named('master')}={master} and {settings.named('master_addr')}={addr} name "
+                          "different places. Use one of them.")
+    return joined
+
+
+def _single_port(settings: Settings, master: str | None) -> int | None:
+    """Returns the port of the store on one node: ``--master_port``, or that of a ``--master`` not needed for more."""
+    port = settings.number("master_port")
+    if port is not None and not 0 <= port < 65536:
+        raise ConfigError(f"{settings.named('master_port')} is {port}; it takes a port from 1 to 65535, or 0 for any.")
+    if port:
+        return port
+    return split_endpoint(master, settings.named("master"))[1] if master else None
