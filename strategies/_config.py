@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import typing
@@ -40,6 +41,7 @@ class Rule:
     above: float | None = None
     below: float | None = None
     choices: tuple[Any, ...] | None = None
+    enum: Mapping[str, int] | None = None  # names of the numbers, for the protobuf text form
     no_meaning: str | None = None
     refused: str | None = None
 
@@ -50,16 +52,23 @@ class Rule:
 
     def check(self, label: str, value: Any) -> None:
         """Raises ConfigError when ``value`` is outside the bounds or not among the choices."""
-        if self.choices is not None and value not in self.choices:
-            names = ", ".join(repr(choice) for choice in self.choices)
-            raise ConfigError(f"{label} is {value!r}; it takes one of {names}.")
+        choices = tuple(self.enum.values()) if self.enum is not None else self.choices
+        if choices is not None:
+            self._check_choice(label, choices, value)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not isinstance(number, bool):
                 self._check_number(label, number)
 
+    @staticmethod
+    def _check_choice(label: str, choices: tuple[Any, ...], value: Any) -> None:
+        for item in value if isinstance(value, tuple) else (value,):
+            if item not in choices:
+                names = ", ".join(repr(choice) for choice in choices)
+                raise ConfigError(f"{label} is {item!r}; it takes one of {names}.")
+
     def _check_number(self, label: str, number: float) -> None:
-        if math.isnan(number):
-            raise ConfigError(f"{label} is {number!r}; it takes a number.")
+        if not math.isfinite(number):
+            raise ConfigError(f"{label} is {number!r}; it takes a finite number.")
         bounds = [
             (self.at_least is not None and number < (self.at_least or 0), f"at least {self.at_least}"),
             (self.at_most is not None and number > (self.at_most or 0), f"at most {self.at_most}"),
@@ -103,6 +112,11 @@ class Config:
             self.rule(key).check(self.label(key), value)
 
     @classmethod
+    def problem(cls, options: Any, world_size: int) -> str | None:
+        """Returns why a group of top-level options cannot be honoured on ``world_size`` workers, or ``None``."""
+        return None
+
+    @classmethod
     def rule(cls, key: str) -> Rule:
         """Returns the rule of ``key``."""
         rule: Rule = cls.__dataclass_fields__[key].metadata["rule"]
@@ -132,6 +146,8 @@ class Config:
                 raise UnknownOptionError(f"{self.option} has no key {key!r}.{near} Keys: {', '.join(self.keys())}.")
             current = getattr(self, key)
             nested = isinstance(current, Config) and not isinstance(value, Config)
+            if isinstance(current, dict) and isinstance(value, Mapping):
+                value = {**current, **value}
             merged[key] = current.updated(value) if nested else value
         return dataclasses.replace(self, **merged)
 
@@ -164,7 +180,7 @@ def type_name(kind: Any) -> str:
         return f"list of {type_name(typing.get_args(kind)[0])}"
     if isinstance(kind, type) and issubclass(kind, Config):
         return "dict"
-    return {bool: "bool", int: "int", float: "float", str: "str", dict: "dict"}.get(kind, str(kind))
+    return "dict" if typing.get_origin(kind) is dict else str(getattr(kind, "__name__", kind))
 
 
 def converted(label: str, kind: Any, value: Any) -> Any:
@@ -181,10 +197,29 @@ def converted(label: str, kind: Any, value: Any) -> Any:
         return float(value)
     is_bool_for_number = isinstance(value, bool) and kind in (int, float)
     bare = dict if typing.get_origin(kind) is dict else kind
-    if kind is not Any and (is_bool_for_number or not isinstance(value, bare)):
-        article = {"int": "a whole number", "float": "a number", "str": "a string", "dict": "a dictionary"}
-        raise ConfigError(f"{label} takes {article.get(bare.__name__, bare.__name__)}, got {value!r}.")
-    return value
+    if is_bool_for_number or not isinstance(value, bare):
+        raise ConfigError(f"{label} takes {_TYPE_WORDS[bare]}, got {value!r}.")
+    if bare is dict:
+        _check_plain(label, value)
+        return copy.deepcopy(value)
+    return bare(value)  # an IntEnum becomes its number
+
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", dict: "a dictionary", bool: "True or False"}
+
+
+def _check_plain(label: str, value: Any) -> None:
+    """Raises ConfigError unless ``value`` consists of dictionaries, lists, strings, finite numbers and booleans."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{label} has the key {key!r}; its keys are strings.")
+            _check_plain(f"{label}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            _check_plain(f"{label}[{place}]", item)
+    elif type(value) not in (bool, int, float, str) or (type(value) is float and not math.isfinite(value)):
+        raise ConfigError(f"{label} is {value!r}; it takes strings, finite numbers, booleans, lists and dictionaries.")
 
 
 def _converted_list(label: str, kind: Any, value: Any) -> tuple[Any, ...]:

@@ -44,42 +44,89 @@ def plan(options: Values, world_size: int, *, collective: bool = True) -> Plan:
     if found:
         raise found[0]
     steps = ordered(chosen_strategies(options, world_size, collective=collective))
-    return Plan(steps, tuple(remarks(options, steps, world_size)), world_size)
+    return Plan(steps, tuple(remarks(options, steps, world_size, collective=collective)), world_size)
 
 
-def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int) -> list[str]:
+def remarks(
+    options: Values, steps: Sequence[type[Strategy]], world_size: int, *, collective: bool = True
+) -> list[str]:
     """Returns what the user should know: settings that change nothing with this plan, each with its reason."""
     names = [step.name for step in steps]
     found = [note for step in steps for note in step.notes(options, world_size)]
     for name, strategy in REGISTRY.items():
-        if strategy.Config is not None and name not in names and options.is_set(f"{name}_configs"):
-            found.append(f"{name}_configs was set and changes nothing while '{name}' is off.")
+        if name in names:
+            continue
+        unused = [key for key in settings_of(strategy) if options.is_set(key)]
+        elsewhere = foreign(strategy, collective=collective)
+        if elsewhere is not None:
+            switched = not strategy.always and options.is_set(name) and (options[name] or strategy.default)
+            unused = [name, *unused] if switched else unused
+            why = elsewhere
+        elif strategy.always:
+            # With one worker there is nothing to exchange, and every script that runs alone would be told so.
+            standing_in = [step for step in steps if name in step.replaces]
+            honoured = [key for step in standing_in for key in step.reads]
+            unused = [key for key in unused if standing_in and key not in honoured]
+            why = f"'{standing_in[0].name}' takes the place of {name}" if standing_in else ""
+        else:
+            why = f"'{name}' is off"
+        found += [f"{key} was set and changes nothing: {why}." for key in unused]
     return found
 
 
+def settings_of(strategy: type[Strategy]) -> list[str]:
+    """Returns the top-level options that only ``strategy`` reads, apart from its switch and those without meaning."""
+    keys = [f"{strategy.name}_configs"] if strategy.Config is not None else []
+    group = strategy.Settings
+    return keys + [key for key in (group.keys() if group else ()) if group and not group.rule(key).no_meaning]
+
+
+def foreign(strategy: type[Strategy], *, collective: bool) -> str | None:
+    """Returns why ``strategy`` takes no part in this kind of job, or ``None`` when it does."""
+    if collective and not strategy.in_collective_job:
+        return "this is a collective job, and the option belongs to the parameter server"
+    if not collective and not strategy.in_ps_job:
+        return "this is a parameter-server job, and the option belongs to collective training"
+    return None
+
+
 def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> list[type[Strategy]]:
-    """Returns the strategies that the options switch on, and those that are always on, in registry order."""
-    chosen = [strategy for strategy in REGISTRY.values() if not strategy.always and strategy.chosen(options)]
+    """Returns the strategies that the options switch on, and those that are always on, by stage and name."""
+    able = [s for s in REGISTRY.values() if foreign(s, collective=collective) is None]
+    chosen = [strategy for strategy in able if not strategy.always and strategy.chosen(options)]
     replaced = {name for strategy in chosen for name in strategy.replaces}
-    if collective and world_size > 1:
-        chosen += [s for s in REGISTRY.values() if s.always and s.name not in replaced]
+    if world_size > 1:
+        chosen += [s for s in able if s.always and s.name not in replaced]
     return sorted(chosen, key=lambda s: (s.stage, s.name))
 
 
 def problems(options: Values, world_size: int, *, collective: bool = True) -> list[ConfigError]:
-    """Returns every reason why the options cannot run on ``world_size`` workers; an empty list when they can."""
+    """Returns every reason why the options cannot run on ``world_size`` workers; an empty list when they can.
+
+    First what the user can repair (conflicts, wrong combinations), then what cannot be honoured.
+    """
     chosen = chosen_strategies(options, world_size, collective=collective)
-    names = [strategy.name for strategy in chosen]
-    found: list[ConfigError] = []
-    for strategy in chosen:
-        for other, reason in strategy.conflicts.items():
-            if other in names:
-                found.append(StrategyConflictError(strategy.name, other, reason))
-    for strategy in chosen:
-        reason = strategy.problem(options, world_size)
+    found: list[ConfigError] = [*conflicts_among(chosen)]
+    rules = [*chosen, *GROUPS] if collective else chosen
+    for rule in rules:
+        reason = rule.problem(options, world_size)
         if reason is not None:
-            found.append(UnsupportedOptionError(f"{strategy.name}: {reason}"))
+            found.append(ConfigError(reason))
+    for strategy in chosen:
+        if strategy.refused is not None:
+            found.append(UnsupportedOptionError(f"'{strategy.name}' cannot be honoured: {strategy.refused}."))
     return found + refused_settings(options, chosen)
+
+
+def conflicts_among(chosen: Sequence[type[Strategy]]) -> list[StrategyConflictError]:
+    """Returns an error for every pair of ``chosen`` that excludes each other."""
+    names = [strategy.name for strategy in chosen]
+    return [
+        StrategyConflictError(strategy.name, other, reason)
+        for strategy in chosen
+        for other, reason in strategy.conflicts.items()
+        if other in names
+    ]
 
 
 def refused_settings(options: Values, chosen: Sequence[type[Strategy]]) -> list[ConfigError]:
@@ -100,11 +147,14 @@ def refused_settings(options: Values, chosen: Sequence[type[Strategy]]) -> list[
 def _refused(owner: type[Config], key: str, value: object, default: object) -> list[ConfigError]:
     rule = owner.rule(key)
     if isinstance(value, Config):
-        return [error for inner in value.keys()
-                for error in _refused(type(value), inner, getattr(value, inner), getattr(default, inner))]
+        return [
+            error
+            for inner in value.keys()
+            for error in _refused(type(value), inner, getattr(value, inner), getattr(default, inner))
+        ]
     if rule.refused is None or value == default:
         return []
-    return [UnsupportedOptionError(f"{owner.label(key)} = {value!r} cannot be honoured: {rule.refused}")]
+    return [UnsupportedOptionError(f"{owner.label(key)} = {value!r} cannot be honoured: {rule.refused}.")]
 
 
 def ordered(chosen: Sequence[type[Strategy]]) -> tuple[type[Strategy], ...]:

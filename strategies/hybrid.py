@@ -1,0 +1,98 @@
+"""hybrid_configs: how many workers stand along each axis of the mesh, and the settings of each axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fleet.errors import ConfigError
+from fleet.strategies._base import NOT_YET, top_level
+from fleet.strategies._config import Config, setting
+from fleet.strategies._degrees import AXES, plan_degrees
+from fleet.strategies._hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
+from fleet.strategies._nccl import NcclAndCheckConfig, NcclOnlyConfig, NcclTwiceConfig
+
+_WITHOUT_TIMERS = "torch.profiler shows the same; nothing here measures by itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(Config, option="hybrid_configs"):
+    """Degrees by axis and the settings of each axis; the product of the degrees is the number of workers."""
+
+    dp_degree: int = setting(-1, "copies of the model; -1 takes what the other degrees leave", at_least=-1)
+    mp_degree: int = setting(1, "workers that share the weights of a layer", at_least=1, refused=NOT_YET)
+    pp_degree: int = setting(1, "stages of the pipeline", at_least=1, refused=NOT_YET)
+    sharding_degree: int = setting(1, "workers that share one copy of the state; above 1 turns sharding on", at_least=1)
+    sep_degree: int = setting(1, "workers that share a sequence by segments", at_least=1, refused=NOT_YET)
+    cp_degree: int = setting(1, "workers that share a sequence's context", at_least=1, refused=NOT_YET)
+    ep_degree: int = setting(1, "workers that share the experts of a layer", at_least=1, refused=NOT_YET)
+    moe_sharding_degree: int = setting(1, "workers that share the state of experts", at_least=1, refused=NOT_YET)
+    cp_sharding_degree: int = setting(1, "sharding over the context axis", at_least=1, refused=NOT_YET)
+    enable_optimizer_timer: bool = setting(False, "measure the phases of step()", no_meaning=_WITHOUT_TIMERS)
+    split_norm_comm: bool = setting(
+        False,
+        "sum the gradient norm group by group",
+        no_meaning="it only splits one small all-reduce of the gradient norm into several",
+    )
+    order: tuple[str, ...] = setting([], "axes from the outermost to the innermost; [] means hybrid_parallel_order")
+    mp_configs: HybridMpConfig = setting(HybridMpConfig, "settings of the tensor-parallel axis")
+    pp_configs: HybridPpConfig = setting(HybridPpConfig, "settings of the pipeline axis")
+    sharding_configs: HybridShardingConfig = setting(HybridShardingConfig, "settings of the sharding axis")
+    default_comm_group_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of the default group")
+    dp_configs: NcclAndCheckConfig = setting(NcclAndCheckConfig, "NCCL settings of the data-parallel axis")
+    sep_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of the segment axis")
+    dp_sep_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of data-parallel and segment axis")
+    pp_tp_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of pipeline and tensor-parallel axis")
+    ep_configs: NcclTwiceConfig = setting(NcclTwiceConfig, "NCCL settings of the expert axis")
+    moe_sharding_configs: NcclAndCheckConfig = setting(NcclAndCheckConfig, "NCCL settings of the expert sharding axis")
+    cp_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of the context axis")
+    cp_sharding_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of context and sharding axis")
+    dp_cp_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of data-parallel and context axis")
+    cp_mp_configs: NcclOnlyConfig = setting(NcclOnlyConfig, "NCCL settings of context and tensor-parallel axis")
+
+    def __post_init__(self) -> None:
+        """Checks each key, that dp_degree is -1 or positive, and that the order names every axis once."""
+        super().__post_init__()
+        if self.dp_degree == 0:
+            raise ConfigError("hybrid_configs['dp_degree'] is 0; it must be -1 or at least 1.")
+        if self.order:
+            check_order("hybrid_configs['order']", self.order)
+
+
+@top_level
+@dataclass(frozen=True, kw_only=True)
+class HybridSettings(Config):
+    """The options that lay the workers out as a mesh."""
+
+    hybrid_configs: HybridConfig = setting(HybridConfig, "Number of workers along each axis of the mesh.")
+    hybrid_parallel_order: tuple[str, ...] = setting(
+        list(AXES), "Axes of the mesh from the outermost to the innermost; ranks are neighbours along the last."
+    )
+
+    def __post_init__(self) -> None:
+        """Checks each option, and that the order names every axis once."""
+        super().__post_init__()
+        check_order("DistributedStrategy.hybrid_parallel_order", self.hybrid_parallel_order)
+
+    @classmethod
+    def problem(cls, options: Any, world_size: int) -> str | None:
+        """Returns the reason when the degrees do not multiply to ``world_size``, or two orders disagree."""
+        config: HybridConfig = options["hybrid_configs"]
+        order = options["hybrid_parallel_order"]
+        if config.order and options.is_set("hybrid_parallel_order") and config.order != order:
+            return (
+                f"hybrid_configs['order'] is {list(config.order)!r} and hybrid_parallel_order is {list(order)!r}. "
+                f"Set one of them."
+            )
+        try:
+            plan_degrees("hybrid_configs", {axis: getattr(config, f"{axis}_degree") for axis in AXES}, world_size)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+
+def check_order(label: str, order: tuple[str, ...]) -> None:
+    """Raises ConfigError unless ``order`` names every axis exactly once; 'cp' may be left out."""
+    if sorted(order) not in (sorted(AXES), sorted(set(AXES) - {"cp"})):
+        names = ", ".join(AXES)
+        raise ConfigError(f"{label} is {list(order)!r}; it names each of {names} once ('cp' may be left out).")

@@ -1,0 +1,49 @@
+"""localsgd: every worker trains by itself, and the parameters are averaged every k steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from fleet.strategies._config import Config, setting
+from fleet.strategies._local_training import local_training_notes
+from fleet.strategies._optimizer_kinds import check_sgd
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalsgdConfig(Config, option="localsgd_configs"):
+    """When the parameters are averaged."""
+
+    k_steps: int = setting(1, "steps between two averages", at_least=1)
+    begin_step: int = setting(1, "last step of the start, in which every step averages", at_least=0)
+
+
+class Localsgd(Strategy):
+    """Averages parameters every k steps; gradients are not exchanged."""
+
+    name = "localsgd"
+    meaning = "Train each worker by itself and average the parameters every k steps."
+    stage = Stage.STEP
+    Config = LocalsgdConfig
+    after = ("amp",)
+    replaces = ("data_parallel",)
+    conflicts = {
+        "adaptive_localsgd": "both decide at which step the parameters are averaged",
+        "gradient_merge": "both decide which of the user's steps count, and no definition says which one counts first",
+        "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
+        "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
+    }
+    refused = NOT_YET
+    model_effect = "starts from rank 0's parameters and exchanges no gradients"
+    optimizer_effect = "averages the parameters of all workers every k_steps steps; momentum stays local"
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns remarks on settings that have nothing to act on while gradients stay local."""
+        return local_training_notes(cls.name, options, world_size)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigError unless the optimizer is SGD."""
+        check_sgd(self.name, optimizer)

@@ -1,0 +1,48 @@
+"""tensor_parallel: the weights of large layers are divided among workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from fleet.strategies._config import Config, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelConfig(Config, option="tensor_parallel_configs"):
+    """How many workers share a layer, and their random numbers."""
+
+    tensor_parallel_degree: int = setting(1, "workers that share the weights of a layer", at_least=1)
+    tensor_init_seed: int = setting(-1, "seed of the shared layers; -1 takes one from the clock", at_least=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelSettings(Config):
+    """Which parameters the workers of a layer keep equal."""
+
+    sync_param_name: tuple[str, ...] = setting(
+        ["embedding", "layer_norm", ".b_"],
+        "parameters whose names contain one of these are kept equal when hybrid_configs['mp_configs'] asks for it",
+    )
+
+
+class TensorParallel(Strategy):
+    """Divides the weights of layers among workers."""
+
+    name = "tensor_parallel"
+    meaning = "Divide the weights of large layers among workers."
+    stage = Stage.MODULE
+    Config = TensorParallelConfig
+    Settings = TensorParallelSettings
+    conflicts = {
+        "localsgd": "localsgd averages whole models, and these workers hold different parts of one",
+        "adaptive_localsgd": "adaptive_localsgd averages whole models, and these workers hold different parts of one",
+        "dgc": "dgc exchanges gradients of whole models, and these workers hold different parts of one",
+    }
+    refused = NOT_YET
+    model_effect = "keeps this worker's part of each divided layer"
+
+    @classmethod
+    def chosen(cls, options: Values) -> bool:
+        """Returns whether the switch is on or a tensor-parallel degree is above 1."""
+        return bool(options["tensor_parallel"] or options["hybrid_configs"].mp_degree > 1)
