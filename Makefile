@@ -1,0 +1,60 @@
+# Every target sets up what it needs first; all it takes is make and python3 (3.10 or newer) with its venv module.
+#   make demo        train the ResNet example on two processes and plot its curves
+#   make test        the quick tests            make test-slow   the slow ones
+#   make lint        style and types            make docs        rewrite the generated parts of the documentation
+#   make bench       the benchmarks             make dist        source archive and wheel in dist/
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+# Nothing that a caller exported may decide which modules or which worker identity a target sees.
+unexport PYTHONPATH PYTHONHOME
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
+
+.PHONY: install demo test test-slow lint docs bench dist clean
+.DEFAULT_GOAL := install
+
+install: $(READY)
+
+# The stamp is written last: an installation that was interrupted, or that is older than what it was made from, is
+# made again. torch goes in alone and first, from its own pinned line; once it is there, no later requirement can
+# pull another build of it.
+$(READY): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11" % sys.version_info[:2])'
+	@rm -f $@
+	@$(PY) -c '' 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } \
+		|| { echo 'make: $(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv.' >&2; exit 1; }
+	@echo 'Installing into $(VENV) (the first time this takes a few minutes)'
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) --constraint constraints.txt --editable '.[dev,examples]'
+	@touch $@
+
+demo: $(READY)
+	@mkdir -p output/demo
+	$(PY) -m fleet.launch --gpus=0,1 --log_dir output/demo/log \
+		examples/resnet/train_fleet_dygraph.py --history output/demo/history.jsonl
+	$(PY) examples/resnet/plot.py output/demo/history.jsonl output/demo/resnet.png
+
+test: $(READY)
+	$(PY) -m pytest
+
+test-slow: $(READY)
+	$(PY) -m pytest -m slow
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+docs: $(READY)
+	$(PY) -m tests.helpers.generated_text
+
+bench: $(READY)
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) "$$script"; done
+
+dist: $(READY)
+	$(PY) -m build
+
+clean:
+	rm -rf build dist output *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

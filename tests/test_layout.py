@@ -1,0 +1,219 @@
+"""The rules of the tree that a reader may rely on: sizes, directions of imports, tests beside code, plain text."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sources import (
+    PACKAGES,
+    ROOT,
+    Import,
+    dotted,
+    imports_of,
+    module_name,
+    project_files,
+    python_files,
+    syntax_tree,
+)
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+USUAL_FUNCTION_LINES = 40
+MAX_LONG_FUNCTIONS = 8
+
+# Modules whose tests stand in another module's test file, and where.
+TESTED_ELSEWHERE: dict[str, str] = {}
+
+# Python files that hold characters outside ASCII because they are the data.
+NOT_ASCII: set[str] = set()
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Yields name and number of lines, decorators not counted, of every function of a file."""
+    for node in ast.walk(syntax_tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {path.parts[0] for path in python_files()} >= {"fleet", "strategies", "launch", "tests", "examples"}
+    assert len(python_files("fleet", "strategies", "launch")) > 30
+
+
+@pytest.mark.parametrize("folder", ["strategies", "launch"])
+def test_the_folders_on_top_are_reached_through_links(folder: str) -> None:
+    link = ROOT / "fleet" / folder
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", folder)
+
+
+def test_files_are_short() -> None:
+    sizes = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in python_files()}
+    assert {name: size for name, size in sizes.items() if size >= MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    sizes = dict(entry for path in python_files() for entry in functions(path))
+    assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION_LINES} == {}
+    longer = {name: size for name, size in sizes.items() if size > USUAL_FUNCTION_LINES}
+    assert len(longer) <= MAX_LONG_FUNCTIONS, longer
+
+
+# Top folder (or folder inside fleet) -> what its modules may import beside the standard library and themselves.
+DIRECTIONS = {
+    "launch": ("fleet.env", "fleet.errors", "fleet._env_table", "etcd3gw"),
+    "strategies": ("fleet.env", "fleet.errors", "torch"),
+    "fleet/ps": ("fleet.errors", "numpy", "numba", "torch"),
+}
+
+
+def wrong_imports(folder: str) -> list[str]:
+    """Returns every import in ``folder`` that points against the direction."""
+    top = folder.split("/")[0]
+    inside = folder.replace(top, PACKAGES[top], 1).replace("/", ".")
+    return [
+        str(found)
+        for path in python_files(top)
+        if path.as_posix().startswith(f"{folder}/")
+        for found in imports_of(path)
+        if found.target.split(".")[0] not in sys.stdlib_module_names and not found.within(inside, *DIRECTIONS[folder])
+    ]
+
+
+@pytest.mark.parametrize("folder", list(DIRECTIONS))
+def test_imports_point_one_way(folder: str) -> None:
+    assert wrong_imports(folder) == []
+
+
+def test_the_error_and_environment_modules_import_nothing_of_the_project() -> None:
+    allowed = {
+        "fleet/errors.py": (),
+        "fleet/_env_table.py": (),
+        "fleet/env.py": ("fleet._env_table", "fleet.errors"),
+    }
+    for name, targets in allowed.items():
+        for found in imports_of(Path(name)):
+            root = found.target.split(".")[0]
+            assert root in sys.stdlib_module_names or found.within(*targets), str(found)
+
+
+def public_strategies() -> list[Path]:
+    """Returns the files of strategies/ that are one option each."""
+    return [path for path in python_files("strategies") if not path.stem.startswith("_")]
+
+
+def test_strategies_do_not_know_each_other() -> None:
+    siblings = {module_name(path) for path in public_strategies()}
+    wrong = [str(found) for path in python_files("strategies") for found in imports_of(path) if found.within(*siblings)]
+    assert wrong == []
+
+
+def test_only_etcd_code_imports_the_etcd_client() -> None:
+    """The launcher starts without any package that is not in the standard library."""
+    users = {
+        path.as_posix() for path in python_files("launch") for found in imports_of(path) if found.within("etcd3gw")
+    }
+    assert all("etcd" in Path(user).stem for user in users), users
+
+
+def test_everything_is_imported_through_the_package() -> None:
+    """``import strategies`` would make a second registry; relative imports hide which package a file belongs to."""
+    wrong = [
+        str(found)
+        for path in python_files()
+        for found in imports_of(path)
+        if found.within("strategies", "launch") or found.target.startswith(".")
+    ]
+    assert wrong == []
+
+
+def environment_uses(path: Path) -> Iterator[str]:
+    """Yields where a file touches the process environment."""
+    names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+    for node in ast.walk(syntax_tree(path)):
+        if isinstance(node, ast.Attribute) and dotted(node) in names:
+            yield f"{path}:{node.lineno} {dotted(node)}"
+    for found in imports_of(path):
+        if found.target in names:
+            yield f"{path}:{found.line} {found.target}"
+
+
+def test_one_reader_of_the_environment() -> None:
+    assert list(environment_uses(Path("fleet/env.py"))) != []
+    others = [path for path in python_files("fleet", "strategies", "launch") if path != Path("fleet/env.py")]
+    assert [use for path in others for use in environment_uses(path)] == []
+
+
+def expected_test(path: Path) -> str:
+    """Returns the test file that belongs to a module: ``launch/_plan.py`` gives ``tests/launch/test_plan.py``."""
+    return f"tests/{path.parent.as_posix()}/test_{path.stem.strip('_')}.py"
+
+
+def test_every_module_has_a_test_file() -> None:
+    modules = [path for path in python_files("fleet", "strategies", "launch") if path.stem != "__init__"]
+    files = {path.as_posix() for path in python_files("tests")}
+    expected = {path.as_posix(): TESTED_ELSEWHERE.get(path.as_posix(), expected_test(path)) for path in modules}
+    assert {module: test for module, test in expected.items() if test not in files} == {}
+    assert set(TESTED_ELSEWHERE) <= set(expected), "an entry of TESTED_ELSEWHERE names a module that is gone"
+
+
+def test_package_code_is_ascii() -> None:
+    kept = {"Makefile", ".ci/run", "pyproject.toml", "constraints.txt"}
+    paths = [p.as_posix() for p in project_files() if p.suffix == ".py" or p.as_posix() in kept]
+    found = {path for path in paths if not (ROOT / path).is_dir() and not (ROOT / path).read_bytes().isascii()}
+    assert found - NOT_ASCII == set()
+    assert NOT_ASCII <= found, "an entry of NOT_ASCII is not needed any more"
+
+
+# Written with a class of one character so that this file does not find itself.
+MACHINE_PATHS = re.compile(r"(?<![\w.~}])/(?:[w]ork|[r]oot|[h]ome|[U]sers|[o]pt/wheels|[m]nt/data)(?=/|\b)")
+HOSTS = re.compile(r"\w+://(?:[^/@\s]*@)?\[?([\w.-]+)")
+# Hosts a text may name: this machine, names reserved for examples, and where the licence is published.
+ALLOWED_HOSTS = re.compile(r"(127\.\d+\.\d+\.\d+|localhost|(\w+\.)*example(\.com|\.org)?|www\.apache\.org)")
+
+
+def texts() -> Iterator[tuple[str, int, str]]:
+    """Yields file, line number and line of everything in the project that is text."""
+    for path in project_files():
+        data = b"" if (ROOT / path).is_symlink() else (ROOT / path).read_bytes()
+        if b"\0" in data:
+            continue
+        for number, line in enumerate(data.decode("utf-8").splitlines(), start=1):
+            yield path.as_posix(), number, line
+
+
+def test_no_file_names_a_machine() -> None:
+    assert [f"{path}:{number} {line.strip()}" for path, number, line in texts() if MACHINE_PATHS.search(line)] == []
+
+
+def test_no_file_names_a_host() -> None:
+    found = [
+        f"{path}:{number} {host}"
+        for path, number, line in texts()
+        for host in HOSTS.findall(line)
+        if "." in host and not ALLOWED_HOSTS.fullmatch(host)
+    ]
+    assert found == []
+
+
+def test_text_files_end_with_one_newline() -> None:
+    wrong = []
+    for path in project_files():
+        data = b"" if (ROOT / path).is_symlink() else (ROOT / path).read_bytes()
+        if data and b"\0" not in data and (not data.endswith(b"\n") or data.endswith(b"\n\n")):
+            wrong.append(path.as_posix())
+    assert wrong == []
+
+
+def test_an_import_knows_what_it_lies_in() -> None:
+    found = Import("fleet.errors.ConfigError", Path("x.py"), 3)
+    assert found.within("fleet.errors")
+    assert not found.within("fleet.err")
+    assert str(found) == "x.py:3 imports fleet.errors.ConfigError"
