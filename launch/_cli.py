@@ -12,6 +12,7 @@ from fleet.launch._config import PROGRAM, read_config
 from fleet.launch._elastic import refuse_elastic
 from fleet.launch._machine import Machine, read_machine
 from fleet.launch._parser import UsageError
+from fleet.launch._redact import redact
 
 USAGE_ERROR = 2
 
@@ -51,7 +52,7 @@ def main(
 
 
 def _report(program: str, error: Exception, exit_code: int) -> int:
-    print(f"{program}: error: {error}", file=sys.stderr)
+    print(f"{program}: error: {redact(f'{error}')}", file=sys.stderr)
     return exit_code
 
 

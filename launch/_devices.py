@@ -6,6 +6,7 @@ the cards that CUDA_VISIBLE_DEVICES leaves visible, because that is how torch co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
@@ -66,7 +67,7 @@ def choose_devices(settings: Settings, machine: Machine, visible: str | None) ->
         return _without_request(settings, machine, usable, asked)
     if machine.num_gpus == 0:
         settings.warn(f"{_device_flag(settings)}: this machine has no GPU; the workers run on the CPU, with gloo.")
-        return _on_cpu(settings, asked or len(requested))
+        return _on_cpu(settings, asked or len(requested), requested)
     cards = _find(settings, machine, requested, usable, visible)
     return _on_gpus(settings, cards, asked, joined=True)
 
@@ -178,11 +179,13 @@ def _on_gpus(settings: Settings, cards: list[Card], asked: int | None, *, joined
     )
 
 
-def _on_cpu(settings: Settings, count: int) -> DeviceChoice:
+def _on_cpu(settings: Settings, count: int, numbers: Sequence[int] = ()) -> DeviceChoice:
+    """Returns CPU workers; ``numbers`` are the cards asked for on a machine without any, still handed on by number."""
     if _backend(settings) == "nccl":
         raise ConfigError(f"{settings.named('backend')}=nccl needs GPUs, and this job runs on the CPU. "
                           "Use --backend=gloo or leave it out.")
-    return DeviceChoice(device_type="cpu", num_workers=count)
+    selected = tuple(f"{numbers[i % len(numbers)]}" for i in range(count)) if numbers else ()
+    return DeviceChoice(device_type="cpu", num_workers=count, worker_devices=selected)
 
 
 def _backend(settings: Settings) -> str:

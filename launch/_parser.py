@@ -125,12 +125,12 @@ def _cut(argv: list[str]) -> tuple[list[str], list[str]]:
         if flag is None:
             raise UsageError(_unrecognized(word, name))
         if not equals:
-            value, at = _value_of(flag, name, argv, at)
+            value, at = value_of(flag, name, argv, at)
         tokens.append(f"--{flag.name}={value}")
     return tokens, []
 
 
-def _value_of(flag: Flag, name: str, argv: list[str], at: int) -> tuple[str, int]:
+def value_of(flag: Flag, name: str, argv: list[str], at: int) -> tuple[str, int]:
     """Returns the value that follows flag ``name`` and the position behind it."""
     following = argv[at] if at < len(argv) else None
     if flag.kind == "switch":

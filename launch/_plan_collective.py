@@ -66,7 +66,7 @@ def _own_variables(
         "PADDLE_RANK_IN_NODE": f"{local_rank}",
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
     }
-    if config.device_type == "gpu":
+    if config.worker_devices:
         variables["FLAGS_selected_gpus"] = config.worker_devices[local_rank]
         variables["PADDLE_LOCAL_DEVICE_IDS"] = config.worker_devices[local_rank]
     return variables

@@ -13,6 +13,7 @@ from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch._flags import FLAGS, REFUSED, WARNED, Flag
 from fleet.launch._parser import CommandLine
 from fleet.launch._records import Note
+from fleet.launch._redact import redact
 
 Value = str | int | float | bool | None
 _TRUE = {"1", "true", "yes", "on"}
@@ -57,7 +58,7 @@ class Settings:
 
     def note(self, level: str, text: str) -> None:
         """Keeps a line that the launcher logs once, before it starts."""
-        self.notes.append(Note(level=level, text=text))
+        self.notes.append(Note(level=level, text=redact(text)))
 
     def warn(self, text: str) -> None:
         """Keeps a warning."""

@@ -1,0 +1,10 @@
+"""``python -m fleet.launch_ps``: the oldest launcher's command, kept for scripts that use it."""
+
+from __future__ import annotations
+
+import sys
+
+from fleet.launch._launch_ps import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A :class:`Peer` as the plain record that travels between nodes, and back with every field checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from fleet.errors import LaunchError
+from fleet.launch._records import Peer
+
+_MAX_PROCESSES = 4096
+_MAX_TEXT = 253  # the longest host name
+
+
+def peer_to_record(peer: Peer) -> dict[str, object]:
+    """Returns ``peer`` as values that JSON holds."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(peer).items()}
+
+
+def peer_from_record(record: Mapping[str, object]) -> Peer:
+    """Returns the peer that another node published; raises LaunchError for anything but the expected fields.
+
+    Fields this version does not know are left aside, so that a newer launcher can add some.
+    """
+    return Peer(
+        name=_text(record, "name"),
+        host=_text(record, "host"),
+        ports=_ports(record, "ports"),
+        server_ports=_ports(record, "server_ports"),
+        devices=_devices(record),
+        store_port=_number(record, "store_port", 0, 65535),
+        http_port=_number(record, "http_port", 0, 65535),
+        node_rank=_number(record, "node_rank", -1, _MAX_PROCESSES),
+    )
+
+
+def _wrong(name: str, value: object, rule: str) -> LaunchError:
+    return LaunchError(f"Another node published {name}={str(value)[:80]!r}; {rule}. Run the same version of the "
+                       "launcher on every node.")
+
+
+def _text(record: Mapping[str, object], name: str) -> str:
+    value = record.get(name)
+    valid = isinstance(value, str) and 0 < len(value) <= _MAX_TEXT and value.isprintable()
+    if not isinstance(value, str) or not valid or set(value) & set(" ,/"):
+        raise _wrong(name, value, "it has to be a name without spaces, commas and slashes")
+    return value
+
+
+def _number(record: Mapping[str, object], name: str, low: int, high: int) -> int:
+    value = record.get(name, low)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(name, value, f"it has to be a whole number from {low} to {high}")
+    return value
+
+
+def _list(record: Mapping[str, object], name: str) -> list[object]:
+    value = record.get(name, [])
+    if not isinstance(value, list | tuple) or len(value) > _MAX_PROCESSES:
+        raise _wrong(name, value, f"it has to be a list of at most {_MAX_PROCESSES}")
+    return list(value)
+
+
+def _ports(record: Mapping[str, object], name: str) -> tuple[int, ...]:
+    return tuple(_number({name: port}, name, 1, 65535) for port in _list(record, name))
+
+
+def _devices(record: Mapping[str, object]) -> tuple[str, ...]:
+    devices = _list(record, "devices")
+    for device in devices:
+        if not isinstance(device, str) or not all(c.isdigit() or c == "," for c in device):
+            raise _wrong("devices", device, "it has to be device numbers")
+    return tuple(f"{device}" for device in devices)
