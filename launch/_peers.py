@@ -12,12 +12,12 @@ _MAX_PROCESSES = 4096
 _MAX_TEXT = 253  # the longest host name
 
 
-def peer_to_record(peer: Peer) -> dict[str, object]:
+def peer_to_json(peer: Peer) -> dict[str, object]:
     """Returns ``peer`` as values that JSON holds."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(peer).items()}
 
 
-def peer_from_record(record: Mapping[str, object]) -> Peer:
+def peer_from_json(record: Mapping[str, object]) -> Peer:
     """Returns the peer that another node published; raises LaunchError for anything but the expected fields.
 
     Fields this version does not know are left aside, so that a newer launcher can add some.

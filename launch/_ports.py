@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fleet.errors import LaunchError
+from fleet.launch._addresses import split_endpoint
 from fleet.launch._records import LaunchConfig, Peer
 
 _RANGE = (35100, 64000)
@@ -97,10 +98,10 @@ def make_peer(config: LaunchConfig) -> Peer:
         ports = fixed_ports(config.fixed_port, num_workers, host)
     else:
         ports = free_ports(num_workers, host, config.port_range)
-    own = [*(config.servers[i] for i in config.local_servers), *(config.workers[i] for i in config.local_workers)]
-    for endpoint in own:
-        listed, _, port = endpoint.rpartition(":")
-        check_ports(listed, (int(port),))
+    listed = [*(config.servers[i] for i in config.local_servers), *(config.workers[i] for i in config.local_workers)]
+    for endpoint in listed:
+        address, port = split_endpoint(endpoint, "the endpoint list")
+        check_ports(address, (port,))
     others = free_ports(num_servers + 2, host, config.port_range, ports)
     return Peer(
         name=config.pod_name,

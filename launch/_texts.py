@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
+from fleet.launch._logs import LaunchLog
 from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
 from fleet.launch._records import LaunchConfig, ProcessSpec
 from fleet.launch._redact import is_secret_name, redact, redact_arguments
@@ -32,6 +33,16 @@ _NODE_FLAGS = ("rank", "host", "log_dir")
 _RULE = "-" * 80
 
 
+def announce(config: LaunchConfig, log: LaunchLog) -> None:
+    """Writes what will run: the configuration in the asked style, then every note on how it was read."""
+    for line in fleetrun_lines(config):
+        log.plain(line)
+    for line in configuration_lines(config):
+        log.info(line)
+    for note in config.notes:
+        log.write(note.level, note.text)
+
+
 def configuration_lines(config: LaunchConfig) -> list[str]:
     """Returns the configuration block, one log line each, names in alphabetical order; None means not given."""
     names = sorted({*_LAUNCH_NAMES, *config.given} & set(config.arguments))
@@ -43,7 +54,7 @@ def configuration_lines(config: LaunchConfig) -> list[str]:
 
 
 def fleetrun_lines(config: LaunchConfig) -> list[str]:
-    """Returns fleetrun's argument block, for standard output; empty unless the style is fleetrun."""
+    """Returns fleetrun's argument block, without a prefix; empty unless the style is fleetrun."""
     if config.log_style != "fleetrun":
         return []
     values = dict(config.arguments)
