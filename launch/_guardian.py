@@ -22,10 +22,10 @@ _SCAN_PERIOD_S = 0.02
 _EMPTY_SCANS = 2
 
 
-def make_mark(outer: str | None) -> str:
-    """Returns a fresh mark, appended to ``outer`` when the launcher itself runs inside another job."""
-    fresh = os.urandom(8).hex()
-    return f"{outer},{fresh}" if outer else fresh
+def make_mark(pod_id: str, outer: str | None) -> str:
+    """Returns ``pod_id``, appended to ``outer`` when the launcher itself runs inside another job."""
+    own = pod_id or os.urandom(8).hex()
+    return f"{outer},{own}" if outer else own
 
 
 def marked_processes(mark: str) -> list[int]:

@@ -12,33 +12,20 @@ import selectors
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from fleet.errors import LaunchError, RendezvousError
+from fleet.errors import RendezvousError
 from fleet.launch import _world
 from fleet.launch._kv_client import KeyValueClient, StoreLostError, View
 from fleet.launch._logs import LaunchLog
+from fleet.launch._membership import Generation, StoppedBySignalError
 from fleet.launch._signals import SignalInbox
 from fleet.launch._supervisor import PeerEvent
 from fleet.launch._world import Node, Reason, Rules, World
 
 _NOTICE_PERIOD_S = 5.0
 _LOOK_S = 0.5
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A fixed world as this node sees it: its number, every node's peer record in rank order, and our place."""
-
-    number: int
-    peers: tuple[Mapping[str, Any], ...]
-    node_rank: int
-    restarts: int
-
-
-class StoppedBySignalError(LaunchError):
-    """A signal came while the launcher waited for the other nodes."""
 
 
 class ViewWatch:
@@ -125,7 +112,7 @@ class Rendezvous:
         log: LaunchLog,
         signals: SignalInbox,
     ) -> None:
-        self._client, self._name, self._node, self._rules = client, name, node, rules
+        self._client, self.name, self._node, self._rules = client, name, node, rules
         self._max_restarts, self._wait_limit_s = max_restarts, wait_limit_s
         self._log, self._signals = log, signals
         self._watch = ViewWatch(client)
@@ -169,28 +156,28 @@ class Rendezvous:
         coming = _world.next_world(nodes, world, self._rules, time.monotonic() - self._members[1])
         if coming is not None:
             return coming if self._swap(view, coming) else None
-        if world is not None and world.state == _world.PROPOSED and self._name in world.nodes:
+        if world is not None and world.state == _world.PROPOSED and self.name in world.nodes:
             self._acknowledge(nodes, world)
         return world
 
     def _acknowledge(self, nodes: Mapping[str, Node], world: World) -> None:
-        own = nodes.get(self._name)
+        own = nodes.get(self.name)
         if world.generation <= self._generation:
             return  # an old view of the generation we are in
         if own is not None and (own.phase, own.generation) != (_world.READY, world.generation):
             self._publish(replace(self._node, phase=_world.READY, generation=world.generation))
 
     def _is_ours(self, world: World) -> bool:
-        return world.state == _world.FIXED and self._name in world.nodes and world.generation > self._generation
+        return world.state == _world.FIXED and self.name in world.nodes and world.generation > self._generation
 
     def _enter(self, world: World) -> Generation:
         self._generation = world.generation
         self._set_phase(_world.RUNNING)
-        return Generation(world.generation, world.peers, world.nodes.index(self._name), world.restarts)
+        return Generation(world.generation - 1, world.peers, world.nodes.index(self.name), world.restarts)
 
     def _check_rank(self, view: View, began: float, now: float) -> None:
         # A node that was replaced keeps its rank until its lease ends, so the conflict must outlast a lease.
-        if now - began > self._client.ttl_s + 1 and self._name in _world.rank_conflicts(_world.read_nodes(view)):
+        if now - began > self._client.ttl_s + 1 and self.name in _world.rank_conflicts(_world.read_nodes(view)):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
 
     def _census(self, view: View) -> str:
@@ -245,24 +232,24 @@ class Rendezvous:
     def fail(self, code: int, text: str) -> Reason:
         """Declares the generation over because of this node's process; returns the reason that came first."""
         restarts = self._restarts()
-        reason = Reason(kind="failed", code=code, node=self._name, text=text, restart=restarts < self._max_restarts)
+        reason = Reason(kind="failed", code=code, node=self.name, text=text, restart=restarts < self._max_restarts)
         return self._declare_over(reason)
 
     def stop(self, code: int, text: str) -> Reason:
         """Declares the generation over because this launcher was told to stop."""
-        return self._declare_over(Reason(kind="stopped", code=code, node=self._name, text=text))
+        return self._declare_over(Reason(kind="stopped", code=code, node=self.name, text=text))
 
     def reason(self) -> Reason:
         """Returns why the generation is over, after "stop" has come."""
         if self._lost is not None:
-            return Reason(kind="lost", code=1, node=self._name, text=f"{self._lost}")
+            return Reason(kind="lost", code=1, node=self.name, text=f"{self._lost}")
         try:
             world = _world.read_world(self._client.read())
         except StoreLostError as error:
-            return Reason(kind="lost", code=1, node=self._name, text=f"{error}")
+            return Reason(kind="lost", code=1, node=self.name, text=f"{error}")
         if world is not None and world.generation == self._generation and world.reason is not None:
             return world.reason
-        return Reason(kind="lost", code=1, node=self._name, text="The other nodes went on without this one.")
+        return Reason(kind="lost", code=1, node=self.name, text="The other nodes went on without this one.")
 
     def finish(self) -> Reason | None:
         """Publishes that this node is done and waits for the others; returns None when all are, or why it is over.
@@ -280,7 +267,7 @@ class Rendezvous:
                     return None
                 self._wait_for_news()
         except StoreLostError as error:
-            return Reason(kind="lost", code=1, node=self._name, text=f"{error}")
+            return Reason(kind="lost", code=1, node=self.name, text=f"{error}")
 
     def close(self) -> None:
         """Leaves the job: this node's key is gone when it returns."""
@@ -316,7 +303,7 @@ class Rendezvous:
 
     def _publish(self, node: Node) -> None:
         self._node = node
-        self._client.put(_world.NODE_PREFIX + self._name, _world.to_json(node), leased=True)
+        self._client.put(_world.NODE_PREFIX + self.name, _world.to_json(node), leased=True)
 
     def _wait_for_news(self) -> None:
         """Returns at the next change of the store, or soon after; raises StoppedBySignalError on a signal."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from fleet.launch._logs import read_tail
 from fleet.launch._records import ProcessExit
+from fleet.launch._redact import redact_arguments
 
 # Six lines stand around the tail, one may be a hint; "Exit code" follows. 30 lines in all.
 MAX_TAIL_LINES = 20
@@ -133,7 +134,7 @@ def failure_report(
         log_start_bytes: where this run's part of the log file begins.
         oom_kills: how many processes the kernel ended for lack of memory during the job.
     """
-    command = shlex.join(ended.spec.command)
+    command = shlex.join(redact_arguments(ended.spec.command))
     if len(command) > _MAX_COMMAND_CHARACTERS:
         command = command[:_MAX_COMMAND_CHARACTERS] + " ..."
     container = (

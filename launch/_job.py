@@ -1,0 +1,253 @@
+"""The whole life of a job on this node: say what will run, meet the others, run, restart, exit code.
+
+The loop is the same on one node and on many::
+
+    generation = membership.join(...)      who are the peers, and which of them are we
+    specs      = plan_processes(...)       what this node starts
+    result     = supervisor.run(specs)     how it ended here
+    outcome    = membership.settle(result) what that means for the job
+
+Everything that must not outlive the launcher is opened in :func:`run`, in the order in which it has to close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+
+from fleet.env import Environment
+from fleet.errors import FleetError, LaunchError
+from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
+from fleet.launch._job_files import write_job_files
+from fleet.launch._logs import LaunchLog
+from fleet.launch._membership import Alone, Generation, Membership, Outcome, StoppedBySignalError
+from fleet.launch._peers import peer_from_record, peer_to_record
+from fleet.launch._plan import plan_processes
+from fleet.launch._port_hold import hold_ports
+from fleet.launch._ports import make_peer
+from fleet.launch._records import GroupResult, LaunchConfig, Peer, ProcessSpec
+from fleet.launch._report import failure_report, first_failure_line, oom_kill_count
+from fleet.launch._signals import SignalInbox
+from fleet.launch._supervisor import Supervisor
+from fleet.launch._texts import (
+    configuration_lines,
+    copy_command_lines,
+    fleetrun_lines,
+    job_line,
+    node_line,
+    run_pod_line,
+    start_messages,
+    watching_pod_line,
+)
+
+
+def run(config: LaunchConfig, environment: Environment) -> int:
+    """Runs the job of ``config`` on this node and returns the launcher's exit code.
+
+    Args:
+        config: what the user asked for, validated.
+        environment: what the processes inherit.
+
+    Returns:
+        0 when every worker of the job ended with 0; the exit code of the process that failed first; 128 + the signal
+        when one ended the launcher.
+    """
+    _open_standard_descriptors()
+    mark = make_mark(config.pod_id, environment.inherited().get(MARK_VARIABLE))
+    guardian = Guardian.start(mark)
+    try:
+        with SignalInbox() as signals, _launch_log(config) as log, _scratch_folder(config):
+            supervisor = Supervisor(
+                log=log,
+                signals=signals,
+                guardian=guardian,
+                mark=mark,
+                inherited=environment.inherited(),
+                grace_s=config.grace_s,
+            )
+            return _run_logged(config, environment, log, signals, supervisor)
+    finally:
+        guardian.dismiss()
+
+
+def _open_standard_descriptors() -> None:
+    """Fills closed standard descriptors, so that no pipe or socket of ours becomes somebody's standard output."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def _launch_log(config: LaunchConfig) -> Iterator[LaunchLog]:
+    log = LaunchLog(config.log_level)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+@contextlib.contextmanager
+def _scratch_folder(config: LaunchConfig) -> Iterator[None]:
+    if config.mode != "ps":
+        yield
+        return
+    config.scratch_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(config.scratch_path, ignore_errors=True)
+
+
+def _run_logged(
+    config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox, supervisor: Supervisor
+) -> int:
+    """Runs the job; whatever ends it is said in the log, with the exit code as the last line."""
+    try:
+        log.open_file(config.log_dir / f"{config.job_id}.{config.pod_name}.log")
+    except OSError as error:
+        raise LaunchError(f"--log_dir {config.log_dir}: {error.strerror}. Choose a folder that can be written.") from error
+    _print(fleetrun_lines(config))
+    for line in configuration_lines(config):
+        log.info(line)
+    for note in config.notes:
+        log.write(note.level, note.text)
+    try:
+        config, membership = _open_membership(config, log, signals)
+        try:
+            code = JobLoop(config, environment, log, signals, supervisor, membership).run()
+        finally:
+            membership.close()
+    except StoppedBySignalError as error:
+        log.info(f"{error}")
+        code = error.exit_code
+    except FleetError as error:
+        log.error(f"{error}")
+        code = error.exit_code if isinstance(error, LaunchError) else 1
+    log.info(f"Exit code {code}")
+    return code
+
+
+def _open_membership(
+    config: LaunchConfig, log: LaunchLog, signals: SignalInbox
+) -> tuple[LaunchConfig, Membership]:
+    if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
+        peers = tuple(peer_to_record(peer) for peer in config.static_peers)
+        alone = Alone(max_restarts=config.max_restart, peers=peers, node_rank=max(config.node_rank, 0))
+        return config, alone
+    from fleet.launch._meeting import meeting_config, open_meeting
+
+    config = meeting_config(config)
+    meeting, master = open_meeting(config, log, signals)
+    if config.master is None:
+        _print(copy_command_lines(config, master))
+    return config, meeting
+
+
+def _print(lines: Sequence[str]) -> None:
+    """Prints for the terminal alone: the copy command holds the job's secret, which belongs in no file."""
+    if lines:
+        print("\n".join(lines), flush=True)
+
+
+class JobLoop:
+    """Runs one generation after the other until the membership gives the exit code."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        environment: Environment,
+        log: LaunchLog,
+        signals: SignalInbox,
+        supervisor: Supervisor,
+        membership: Membership,
+    ) -> None:
+        self._config, self._environment, self._log, self._signals = config, environment, log, signals
+        self._supervisor, self._membership = supervisor, membership
+        self._oom_kills_before = oom_kill_count()
+
+    def run(self) -> int:
+        """Returns the exit code of the job."""
+        is_first = True
+        while True:
+            outcome = self._run_generation(is_first)
+            if self._signals.received:  # it came while the processes were being stopped for another reason
+                return 128 + self._signals.received[0]
+            if not outcome.restart:
+                return outcome.exit_code
+            is_first = False
+
+    def _run_generation(self, is_first: bool) -> Outcome:
+        config = self._config
+        own = make_peer(config)
+        with hold_ports(own) as held:
+            generation = self._membership.join(peer_to_record(own))
+            peers = [peer_from_record(data) for data in generation.peers]
+            specs = plan_processes(config, peers, generation.node_rank, generation.restarts, self._environment)
+            self._announce_pod(generation, peers, specs, is_first)
+            held.release()
+            result = self._supervisor.run(
+                specs,
+                overwrite_logs=is_first and (config.log_overwrite or config.log_style == "fleetrun"),
+                news=self._membership.news,
+                ends_servers=not self._has_unknown_workers(),
+                started=lambda: self._log.info(watching_pod_line(config, specs)),
+            )
+        return self._settle(result, peers[generation.node_rank])
+
+    def _announce_pod(
+        self, generation: Generation, peers: Sequence[Peer], specs: Sequence[ProcessSpec], is_first: bool
+    ) -> None:
+        config, own = self._config, peers[generation.node_rank]
+        if is_first:
+            self._log.info(job_line(config, len(peers)))
+            self._log.file_only(node_line(config, own.host, generation.node_rank))
+            _print(start_messages(config, specs))
+        else:
+            self._log.info(f"Restart {generation.restarts} of {config.max_restart}")
+        write_job_files(config.log_dir, specs)
+        self._log.info(run_pod_line(config, specs))
+
+    def _has_unknown_workers(self) -> bool:
+        """Whether workers of other launchers use this node's servers, and nobody tells when those are done."""
+        return self._membership.news is None and not self._config.is_single_node
+
+    def _settle(self, result: GroupResult, own: Peer) -> Outcome:
+        failure = ""
+        if result.first_failure is not None:
+            size = _role_size(result.first_failure.spec)
+            failure = first_failure_line(result.first_failure, role_size=size, host=own.host)
+        outcome = self._membership.settle(result, failure)
+        if result.first_failure is not None:
+            self._report(result, own, failure, outcome)
+        elif result.exit_code == 0 and outcome.exit_code == 0 and not result.interrupted:
+            self._log.info("Pod completed")
+        return outcome
+
+    def _report(self, result: GroupResult, own: Peer, failure: str, outcome: Outcome) -> None:
+        assert result.first_failure is not None
+        if outcome.restart:
+            self._log.warning(failure)
+            return
+        report = failure_report(
+            result.first_failure,
+            role_size=_role_size(result.first_failure.spec),
+            host=own.host,
+            log_start_bytes=result.log_start_bytes,
+            oom_kills=oom_kill_count() - self._oom_kills_before,
+        )
+        for level, text in report:
+            if level:
+                self._log.write(level, text)
+            else:
+                self._log.plain(text)
+
+
+def _role_size(spec: ProcessSpec) -> int:
+    """Returns how many processes of the role of ``spec`` the whole job has."""
+    if spec.role == "worker":
+        return int(spec.environment.get("PADDLE_TRAINERS_NUM", "1"))
+    listed = {**spec.overflow, **spec.environment}.get("PADDLE_PSERVERS_IP_PORT_LIST", "")
+    return len([endpoint for endpoint in listed.split(",") if endpoint]) or 1
+

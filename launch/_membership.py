@@ -1,0 +1,87 @@
+"""Who the peers of each generation are, and what the end of this node's processes means for the job.
+
+Supervision knows nothing of this, and this knows nothing of processes: the loop in ``_job`` asks for the next
+generation, runs it, and hands the result back. Three memberships: a node alone (or with peers that were listed
+beforehand), and nodes that met at the key-value service. A membership on etcd fits the same protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fleet.errors import LaunchError
+from fleet.launch._records import GroupResult
+from fleet.launch._supervisor import PeerNews
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One start of the job: its number from 0, every node's published record in rank order, and our place."""
+
+    number: int
+    peers: tuple[Mapping[str, Any], ...]
+    node_rank: int
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows from the end of a generation: another one, or the launcher's exit code."""
+
+    exit_code: int
+    restart: bool = False
+
+
+class StoppedBySignalError(LaunchError):
+    """A signal came while the launcher waited for the other nodes; ``exit_code`` is 128 + its number."""
+
+
+class Membership(Protocol):
+    """What the job's loop asks of a membership."""
+
+    @property
+    def news(self) -> PeerNews | None:
+        """What the other nodes want while a generation runs; None when no news can come."""
+
+    def join(self, peer: Mapping[str, Any]) -> Generation:
+        """Publishes this node's record and returns the next generation once all its nodes agree on it."""
+
+    def settle(self, result: GroupResult, failure: str) -> Outcome:
+        """Returns what the end of this node's group means; ``failure`` is the sentence about its first failure."""
+
+    def close(self) -> None:
+        """Leaves the job."""
+
+
+class Alone:
+    """The membership of a node that asks nobody: it is alone, or its peers were listed beforehand.
+
+    Args:
+        peers: every node's record when they were listed; empty for a node alone.
+        node_rank: this node's place in ``peers``.
+        max_restarts: how often failed workers start a new generation.
+    """
+
+    def __init__(self, *, max_restarts: int, peers: tuple[Mapping[str, Any], ...], node_rank: int) -> None:
+        self._max_restarts, self._peers, self._node_rank = max_restarts, peers, node_rank
+        self._number = -1
+
+    @property
+    def news(self) -> PeerNews | None:
+        """None: nobody sends any."""
+        return None
+
+    def join(self, peer: Mapping[str, Any]) -> Generation:
+        """Returns the next generation at once."""
+        self._number += 1
+        return Generation(self._number, self._peers or (peer,), self._node_rank if self._peers else 0, self._number)
+
+    def settle(self, result: GroupResult, failure: str) -> Outcome:
+        """Restarts after a failure while restarts are left; otherwise the group's code is the launcher's."""
+        restart = result.first_failure is not None and self._number < self._max_restarts
+        return Outcome(result.exit_code, restart)
+
+    def close(self) -> None:
+        """Has nothing to leave."""

@@ -1,0 +1,215 @@
+"""The rules of agreement: 000-05/06, MIN:MAX, node ranks, no split brain (reliability study 2.2)."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from fleet.launch._kv_client import View
+from fleet.launch._world import (
+    COMPLETE,
+    DONE,
+    FIXED,
+    NODE_PREFIX,
+    OVER,
+    PROPOSED,
+    READY,
+    RUNNING,
+    WAITING,
+    WORLD_KEY,
+    Node,
+    Reason,
+    Rules,
+    World,
+    absent_ranks,
+    next_world,
+    rank_conflicts,
+    rank_order,
+    read_nodes,
+    read_world,
+    to_json,
+)
+
+TWO = Rules(min_nodes=2, max_nodes=2)
+
+
+def node(**fields: object) -> Node:
+    return Node(**{"host": "10.0.0.1", **fields})  # type: ignore[arg-type]
+
+
+def test_waits_until_all_nodes_are_there() -> None:
+    assert next_world({"a": node()}, None, TWO, 1e9) is None
+
+
+def test_proposes_fixes_and_completes() -> None:
+    nodes = {"a": node(created=1, peer={"n": "a"}), "b": node(created=2, peer={"n": "b"})}
+    proposed = next_world(nodes, None, TWO, 0)
+    assert proposed is not None
+    assert (proposed.state, proposed.generation, proposed.nodes) == (PROPOSED, 1, ("a", "b"))
+    assert proposed.peers == ({"n": "a"}, {"n": "b"})
+    assert next_world({**nodes, "a": node(phase=READY, generation=1)}, proposed, TWO, 0) is None, "b has not agreed"
+    ready = {name: node(phase=READY, generation=1) for name in nodes}
+    fixed = next_world(ready, proposed, TWO, 0)
+    assert fixed is not None
+    assert fixed.state == FIXED
+    done = {name: node(phase=DONE, generation=1) for name in nodes}
+    assert next_world({**done, "b": node(phase=RUNNING, generation=1)}, fixed, TWO, 0) is None
+    complete = next_world(done, fixed, TWO, 0)
+    assert complete is not None
+    assert complete.state == COMPLETE
+
+
+def test_acknowledgement_of_an_older_generation_does_not_count() -> None:
+    world = World(generation=3, state=PROPOSED, nodes=("a", "b"), peers=({}, {}))
+    nodes = {"a": node(phase=READY, generation=3), "b": node(phase=READY, generation=2)}
+    assert next_world(nodes, world, TWO, 0) is None
+
+
+def test_range_waits_for_quiet_then_goes_on_with_fewer() -> None:
+    """000-21: MIN:MAX waits elastic_timeout after the last change."""
+    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=30)
+    nodes = {"a": node(created=1), "b": node(created=2)}
+    assert next_world(nodes, None, rules, 29.9) is None
+    world = next_world(nodes, None, rules, 30.0)
+    assert world is not None
+    assert world.nodes == ("a", "b")
+    full = next_world({**nodes, "c": node(created=3)}, None, rules, 0.0)
+    assert full is not None
+    assert full.nodes == ("a", "b", "c")
+
+
+def test_member_gone_before_the_start_is_proposed_again_without_it() -> None:
+    rules = Rules(min_nodes=1, max_nodes=2, quiet_s=5)
+    world = World(generation=1, state=PROPOSED, nodes=("a", "b"), peers=({}, {}))
+    again = next_world({"a": node(phase=READY, generation=1)}, world, rules, 6)
+    assert again is not None
+    assert (again.generation, again.state, again.nodes) == (2, PROPOSED, ("a",))
+
+
+def test_member_gone_while_running_ends_the_generation_and_is_named() -> None:
+    world = World(generation=1, state=FIXED, nodes=("a", "b"), peers=({}, {"host": "10.0.0.9"}))
+    over = next_world({"a": node(phase=RUNNING, generation=1)}, world, TWO, 0)
+    assert over is not None
+    assert over.state == OVER
+    assert over.reason is not None
+    assert over.reason.kind == "lost"
+    assert "10.0.0.9" in over.reason.text
+
+
+def test_restart_waits_until_every_member_has_stopped() -> None:
+    reason = Reason(kind="failed", code=7, node="a", text="", restart=True)
+    world = World(generation=1, state=OVER, nodes=("a", "b"), peers=({}, {}), reason=reason)
+    nodes = {"a": node(generation=1), "b": node(phase=RUNNING, generation=1)}
+    assert next_world(nodes, world, TWO, 1e9) is None
+    nodes["b"] = node(generation=1)
+    again = next_world(nodes, world, TWO, 0)
+    assert again is not None
+    assert (again.generation, again.restarts) == (2, 1)
+
+
+def test_a_new_job_under_the_same_id_counts_its_restarts_from_zero() -> None:
+    world = World(generation=5, state=COMPLETE, nodes=("x", "y"), peers=({}, {}), restarts=3)
+    again = next_world({"a": node(), "b": node()}, world, TWO, 0)
+    assert again is not None
+    assert (again.generation, again.restarts) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ({"a": node(created=1), "b": node(created=2, serves=True)}, ["b", "a"]),
+        ({"a": node(created=2), "b": node(created=1)}, ["b", "a"]),
+        ({"a": node(created=1, rank=1), "b": node(created=2)}, ["b", "a"]),
+        ({"a": node(created=1, serves=True), "b": node(created=2, rank=0)}, ["b", "a"]),
+    ],
+)
+def test_rank_order(nodes: dict[str, Node], expected: list[str]) -> None:
+    """C.5: an explicit rank wins, then the master's node, then the order of arrival."""
+    assert rank_order(nodes, TWO) == expected
+
+
+def test_rank_order_by_address_is_numeric() -> None:
+    """--sort_ip."""
+    nodes = {name: node(host=f"10.0.0.{last}", created=i) for i, (name, last) in enumerate([("a", 10), ("b", 9)])}
+    assert rank_order(nodes, replace(TWO, sort_ip=True)) == ["b", "a"]
+
+
+def test_absent_ranks_and_conflicts() -> None:
+    """003-36: which ranks are absent."""
+    rules = Rules(min_nodes=4, max_nodes=4)
+    assert list(absent_ranks({"a": node(rank=2), "b": node()}, rules)) == [1, 3]
+    assert rank_conflicts({"a": node(rank=1, created=1), "b": node(rank=1, created=2)}) == ["b"]
+
+
+class FakeStore:
+    """Compare-and-set over a dictionary, as the service does it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.created: dict[str, int] = {}
+        self.revision = 0
+
+    def view(self) -> View:
+        values = {key: json.loads(text) for key, text in self.texts.items()}
+        return View(self.revision, values, dict(self.texts), dict(self.created))
+
+    def put(self, key: str, record: Node | World | None) -> None:
+        self.revision += 1
+        if record is None:
+            self.texts.pop(key, None)
+            self.created.pop(key, None)
+            return
+        self.texts[key] = json.dumps(to_json(record), sort_keys=True)
+        self.created.setdefault(key, self.revision)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_interleaving_splits_the_world(seed: int) -> None:
+    """Split brain of the study: nodes act on stale views in any order, join late, vanish; worlds that start agree."""
+    chance = random.Random(seed)
+    store = FakeStore()
+    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=3)
+    views: dict[str, View] = {}
+    acknowledged: dict[str, int] = {}
+    started: dict[int, set[tuple[str, ...]]] = {}
+    running: dict[str, int] = {}
+    for step in range(400):
+        name = chance.choice("abc")
+        if name not in views and step > chance.randrange(60):
+            store.put(NODE_PREFIX + name, node())
+            views[name] = store.view()
+            continue
+        if name not in views:
+            continue
+        if chance.random() < 0.01 and name not in running:
+            store.put(NODE_PREFIX + name, None)
+            del views[name]
+            continue
+        if chance.random() < 0.6:
+            views[name] = store.view()
+        view = views[name]
+        nodes, world = read_nodes(view), read_world(view)
+        coming = next_world(nodes, world, rules, chance.choice([0.0, 5.0]))
+        if coming is not None:
+            if store.texts.get(WORLD_KEY) == view.texts.get(WORLD_KEY):
+                store.put(WORLD_KEY, coming)
+        elif world is not None and name in world.nodes and world.generation > acknowledged.get(name, 0):
+            if world.state == PROPOSED and name not in running:
+                acknowledged[name] = world.generation
+                store.put(NODE_PREFIX + name, node(phase=READY, generation=world.generation))
+        if world is not None and world.state == FIXED and name in world.nodes and name not in running:
+            running[name] = world.generation
+            started.setdefault(world.generation, set()).add(world.nodes)
+            store.put(NODE_PREFIX + name, node(phase=RUNNING, generation=world.generation))
+    assert all(len(worlds) == 1 for worlds in started.values())
+    final = read_world(store.view())
+    if final is not None and final.state == FIXED:
+        late = {name for name in final.nodes if running.get(name) not in (None, final.generation)}
+        assert not late, "a node of a fixed world runs in another"
+
+
+def test_waiting_phase_is_the_default() -> None:
+    assert node().phase == WAITING
