@@ -1,0 +1,154 @@
+"""RoleRecord: who this process is in the job, as one immutable value; what it says is consistent.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from fleet.errors import ConfigError
+
+SINGLE = "single process"
+USER = "user defined"
+
+
+class Role(IntEnum):
+    """What a process does in the job; the numbers are Fleet's."""
+
+    WORKER = 1
+    SERVER = 2
+    HETER_WORKER = 3
+    ALL = 4
+    COORDINATOR = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRecord:
+    """Who this process is, who the others are, and where they meet.
+
+    ``global_rank`` counts within the role: on a parameter server it is the index among the servers. ``world_size`` is
+    the number of workers for every role. ``master`` is the host:port where the workers meet, ``None`` in a single
+    process. ``agent_store`` says that the starter serves the store there already (torchrun); otherwise rank 0 does.
+    ``generation`` counts restarts of the job. ``source`` names the starter: "fleet launcher", "torchrun", "kubeflow",
+    "torch variables" (RANK and WORLD_SIZE set by someone else), "srun", "mpirun", "user defined" (a role maker with
+    given values) or "single process".
+    """
+
+    kind: Role = Role.WORKER
+    global_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    worker_endpoints: tuple[str, ...] = ()
+    server_endpoints: tuple[str, ...] = ()
+    num_nodes: int = 1
+    local_device_ids: tuple[int, ...] = ()
+    world_device_ids: tuple[int, ...] = ()
+    backend: str | None = None
+    master: str | None = None
+    source: str = SINGLE
+    agent_store: bool = False
+    generation: int = 0
+    with_gloo: int = 0  # parameter server: 0 none, 1 workers, 2 workers and servers exchange host arrays
+    gloo_path: str | None = None  # shared folder where they meet instead of at ``master``
+
+    @property
+    def master_host(self) -> str:
+        """Host part of ``master``; loopback in a single process."""
+        return split_endpoint(self.master, "master")[0] if self.master else "127.0.0.1"
+
+    @property
+    def master_port(self) -> int:
+        """Port of ``master``; 0 in a single process."""
+        return split_endpoint(self.master, "master")[1] if self.master else 0
+
+
+def split_endpoint(text: str, name: str) -> tuple[str, int]:
+    """Returns host and port of ``host:port``; ``name`` is the variable or option for the message.
+
+    Raises ConfigError when the text is anything else.
+
+    Example:
+        >>> split_endpoint("[::1]:6170", "PADDLE_MASTER")
+        ('::1', 6170)
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536 or "/" in host:
+        raise ConfigError(f"{name} holds {text!r}; an address has the form host:port, with a port of 1 to 65535.")
+    return host.strip("[]"), int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Returns ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def read_hosts(endpoints: tuple[str, ...], name: str) -> list[str]:
+    """Returns the host of each endpoint, in order; raises ConfigError for a malformed one."""
+    return [split_endpoint(endpoint, name)[0] for endpoint in endpoints]
+
+
+def place_by_endpoints(record: RoleRecord, name: str) -> RoleRecord:
+    """Returns ``record`` with local rank, local size and node count counted from its worker endpoints."""
+    hosts = read_hosts(record.worker_endpoints, name)
+    own = hosts[record.global_rank]
+    return replace(
+        record,
+        local_rank=hosts[: record.global_rank].count(own),
+        local_world_size=hosts.count(own),
+        num_nodes=len(set(hosts)),
+    )
+
+
+def place_by_numbers(record: RoleRecord, local: tuple[int | None, int | None], names: tuple[str, str]) -> RoleRecord:
+    """Returns ``record`` with local rank, local size and node count where no endpoint list tells them.
+
+    ``local`` is what the starter said, ``names`` its two variables. When it said nothing, the workers are all on this
+    node if they meet at a loopback address, and one on each node if not.
+
+    Raises ConfigError when only one of the two is known, or when they do not fit.
+    """
+    local_rank, local_size = local
+    if local_size is None:
+        if record.world_size == 1 or is_loopback(record.master_host):
+            local_size = record.world_size
+            local_rank = record.global_rank if local_rank is None else local_rank
+        elif local_rank is None:
+            local_rank, local_size = 0, 1
+    if local_rank is None or local_size is None:
+        known, missing = names if local_rank is not None else names[::-1]
+        raise ConfigError(f"{known} is set and {missing} is not; the place on the node takes both. Set {missing}.")
+    check_rank(local_rank, local_size, *names)
+    if local_size > record.world_size:
+        raise ConfigError(
+            f"{names[1]} is {local_size!r} and the job has {record.world_size!r} workers; a node cannot hold more "
+            "workers than the job."
+        )
+    num_nodes = -(-record.world_size // local_size)
+    return replace(record, local_rank=local_rank, local_world_size=local_size, num_nodes=num_nodes)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether ``host`` can only be this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> None:
+    """Raises ConfigError unless ``0 <= rank < world_size``; the names are those the user can change."""
+    if world_size < 1:
+        raise ConfigError(f"{world_name} is {world_size!r}; a job has at least one process.")
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"{rank_name} is {rank!r} and {world_name} is {world_size!r}; a rank lies between 0 and {world_size - 1}. "
+            "Start every process of the job with the same number of processes."
+        )
+
+
+def check_endpoints(endpoints: tuple[str, ...], name: str) -> None:
+    """Raises ConfigError for a malformed endpoint or one that stands twice."""
+    read_hosts(endpoints, name)
+    twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
+    if twice:
+        raise ConfigError(f"{name} holds {twice!r} more than once; every process has an address of its own.")

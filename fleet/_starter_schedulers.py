@@ -1,0 +1,211 @@
+"""srun and mpirun: the variables they give each process, and a meeting point worked out from them.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from itertools import product
+
+from fleet._role_record import RoleRecord, check_rank, join_endpoint
+from fleet.env import Environment
+from fleet.errors import ConfigError
+
+_DEFAULT_PORT = 29500  # torch's
+_FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the range from which systems hand out free ports
+
+
+def is_slurm_task(env: Environment) -> bool:
+    """Returns whether srun started this process; a batch or salloc shell has no step."""
+    return env.has("SLURM_PROCID") and (env.has("SLURM_STEP_ID") or env.has("SLURM_STEP_NUM_TASKS"))
+
+
+def is_mpi_process(env: Environment) -> bool:
+    """Returns whether mpirun started this process.
+
+    srun can set PMI_RANK as well. Then there is a step, and MPICH's and Intel's MPI_LOCALRANKID is absent.
+    """
+    if env.has("OMPI_COMM_WORLD_RANK"):
+        return True
+    return env.has("PMI_RANK") and (env.has("MPI_LOCALRANKID") or not is_slurm_task(env))
+
+
+def read_slurm(env: Environment) -> RoleRecord:
+    """Returns the record of a task of an srun step.
+
+    The workers meet at MASTER_ADDR and MASTER_PORT where set; otherwise on the first node of the step (loopback when
+    there is one node), at a port worked out from the numbers of job and step.
+    """
+    world_name = "SLURM_STEP_NUM_TASKS" if env.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    rank, world_size = _need_int(env, "SLURM_PROCID"), _need_int(env, world_name)
+    check_rank(rank, world_size, "SLURM_PROCID", world_name)
+    for name, value in (("PMI_RANK", rank), ("PMI_SIZE", world_size), ("WORLD_SIZE", world_size)):
+        if env.has(name) and env.int(name) != value:
+            raise ConfigError(
+                f"{name} is {env.raw(name)!r} and srun says {value} (SLURM_PROCID {rank}, {world_name} {world_size}). "
+                f"Unset {name}, or start the processes with one starter only."
+            )
+    name = "SLURM_STEP_NODELIST" if env.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    hosts = expand_hosts(env.str(name), name)
+    num_nodes = env.int("SLURM_STEP_NUM_NODES") or len(hosts) or 1
+    local_rank, local_world_size = _slurm_local(env, world_size, num_nodes)
+    return RoleRecord(
+        global_rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        num_nodes=num_nodes,
+        backend=env.raw("PADDLE_DISTRI_BACKEND"),
+        master=_slurm_master(env, hosts, num_nodes) if world_size > 1 else None,
+        source="srun",
+    )
+
+
+def read_mpi(env: Environment) -> RoleRecord:
+    """Returns the record of a process of Open MPI's, MPICH's or Intel MPI's mpirun.
+
+    The workers meet at MASTER_ADDR, or on loopback when all of them are on this node. The port is MASTER_PORT, or
+    worked out from Open MPI's name of the job, or 29500.
+    """
+    if env.has("OMPI_COMM_WORLD_RANK"):
+        rank_name, world_name = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+        local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK")
+        local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+    else:
+        rank_name, world_name = "PMI_RANK", "PMI_SIZE"
+        local_rank_names, local_size_names = ("MPI_LOCALRANKID", "LOCAL_RANK"), ("MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
+    rank, world_size = _need_int(env, rank_name), _need_int(env, world_name)
+    check_rank(rank, world_size, rank_name, world_name)
+    if env.has("WORLD_SIZE") and env.int("WORLD_SIZE") != world_size:
+        raise ConfigError(
+            f"WORLD_SIZE is {env.raw('WORLD_SIZE')!r} and {world_name} is {world_size!r}. Unset WORLD_SIZE."
+        )
+    local_rank, local_world_size = 0, 1
+    if world_size > 1:
+        local_rank = _first_int(env, local_rank_names)
+        local_world_size = _first_int(env, local_size_names)
+    check_rank(local_rank, local_world_size, local_rank_names[0], local_size_names[0])
+    return RoleRecord(
+        global_rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        num_nodes=-(-world_size // local_world_size),
+        backend=env.raw("PADDLE_DISTRI_BACKEND"),
+        master=_mpi_master(env, world_size, local_world_size) if world_size > 1 else None,
+        source="mpirun",
+    )
+
+
+def expand_hosts(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
+    """Returns the hosts of a Slurm node list, in order.
+
+    Example:
+        >>> expand_hosts("gpu[01-03,7]-ib,login")
+        ['gpu01-ib', 'gpu02-ib', 'gpu03-ib', 'gpu7-ib', 'login']
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
+        pieces = re.split(r"(\[[^\]]*\])", item.strip())
+        choices = [_expand_range(piece[1:-1], text, name) if piece.startswith("[") else [piece] for piece in pieces]
+        hosts.extend("".join(parts) for parts in product(*choices))
+    if re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
+        raise ConfigError(f"{name} is {text!r}; its brackets do not match.")
+    return hosts
+
+
+def task_counts(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
+    """Returns the tasks of each node of Slurm's short form.
+
+    Example:
+        >>> task_counts("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
+        if match is None:
+            raise ConfigError(f"{name} is {text!r}; it has the form '2(x3),1'.")
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return counts
+
+
+def _expand_range(text: str, whole: str, name: str) -> list[str]:
+    numbers: list[str] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        if match is None:
+            raise ConfigError(f"{name} is {whole!r}; between its brackets stand numbers and ranges such as [1-3,7].")
+        first, last = match[1], match[2] or match[1]
+        numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return numbers
+
+
+def _slurm_local(env: Environment, world_size: int, num_nodes: int) -> tuple[int, int]:
+    local_rank = _need_int(env, "SLURM_LOCALID") if world_size > 1 else 0
+    if num_nodes == 1:
+        return local_rank, world_size
+    counts = task_counts(_need(env, "SLURM_STEP_TASKS_PER_NODE"))
+    node = _need_int(env, "SLURM_NODEID")
+    check_rank(node, len(counts), "SLURM_NODEID", "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
+    check_rank(local_rank, counts[node], "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE on this node")
+    return local_rank, counts[node]
+
+
+def _slurm_master(env: Environment, hosts: list[str], num_nodes: int) -> str:
+    address = env.raw("MASTER_ADDR")
+    if address is None:
+        if num_nodes > 1 and not hosts:
+            raise ConfigError("SLURM_STEP_NODELIST is not set and the step has several nodes. Set MASTER_ADDR.")
+        address = hosts[0] if num_nodes > 1 else "127.0.0.1"
+    if env.has("MASTER_PORT"):
+        return join_endpoint(address.strip(), env.int("MASTER_PORT"))
+    job, step = env.raw("SLURM_JOB_ID"), env.raw("SLURM_STEP_ID")
+    if job is None:
+        raise ConfigError("SLURM_JOB_ID is not set, from which the port of rank 0 is worked out. Set MASTER_PORT.")
+    return join_endpoint(address.strip(), _port_from(f"{job}.{step}"))
+
+
+def _mpi_master(env: Environment, world_size: int, local_world_size: int) -> str:
+    address = env.raw("MASTER_ADDR")
+    if address is None:
+        if local_world_size < world_size:
+            raise ConfigError(
+                f"mpirun started {world_size} processes, {local_world_size} of them on this node, and MASTER_ADDR is "
+                "not set: mpirun does not say where rank 0 is. Set MASTER_ADDR to the host of rank 0 "
+                "(mpirun -x MASTER_ADDR=..., or -genv MASTER_ADDR ...)."
+            )
+        address = "127.0.0.1"
+    if env.has("MASTER_PORT"):
+        return join_endpoint(address.strip(), env.int("MASTER_PORT"))
+    job = env.raw("PMIX_NAMESPACE")
+    return join_endpoint(address.strip(), _port_from(job) if job else _DEFAULT_PORT)
+
+
+def _port_from(text: str) -> int:
+    """A port that differs between jobs and is the same in all processes of one (``hash`` differs per process)."""
+    return _FIRST_PORT + zlib.crc32(text.encode()) % _NUM_PORTS
+
+
+def _need(env: Environment, name: str) -> str:
+    value = env.raw(name)
+    if value is None:
+        raise ConfigError(f"{name} is not set, although its starter's other variables are. Set it.")
+    return value
+
+
+def _need_int(env: Environment, name: str) -> int:
+    _need(env, name)
+    return env.int(name)
+
+
+def _first_int(env: Environment, names: tuple[str, ...]) -> int:
+    name = next((name for name in names if env.has(name)), None)
+    if name is None:
+        raise ConfigError(
+            f"{' and '.join(names)} are not set: this mpirun does not say where a process stands on its node. "
+            f"Set {names[-1]}, or start the script with torchrun or python -m fleet.launch."
+        )
+    return env.int(name)

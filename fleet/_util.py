@@ -1,0 +1,301 @@
+"""UtilBase: what ``fleet.util`` is. Collective operations on host arrays, file shards, printing on one rank.
+
+[Note: Headers]
+Before any data, the processes exchange one fixed-size header each: operation, dtype and shape. Thus a call that does
+not match the others' raises on every rank and names the ranks, where a bare gloo call would hang or abort; and
+nothing needs pickle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from fleet.role_maker import RoleMakerBase
+
+HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | np.generic"
+
+_OPERATIONS = ("barrier", "all_gather", "sum", "min", "max")
+_REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_KINDS = "biufcSU"
+_MAX_DIMS = 16
+_SIGN = np.uint64(1 << 63)
+
+
+class Peers(Protocol):
+    """What UtilBase asks of the session."""
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker in the job."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the job."""
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Process group that moves CPU tensors; ``None`` in a single process."""
+
+
+class UtilBase:
+    """Collective operations on host arrays among the workers, file shards, and printing on one rank.
+
+    Args:
+        session: the running session; ``fleet.util`` passes its own.
+
+    Example:
+        >>> fleet.util.all_reduce(np.array([1.0, 2.0]), "sum")
+    """
+
+    def __init__(self, session: Peers | None = None) -> None:
+        self._peers: Any = session
+        self.fs_client: object = None
+
+    def _set_role_maker(self, role_maker: RoleMakerBase) -> None:
+        """Takes rank and size from a role maker where no session runs (Fleet's own way to make a UtilBase)."""
+        record = role_maker.record
+        self._peers = SimpleNamespace(
+            global_rank=record.global_rank, world_size=record.world_size, host_group=None, record=record
+        )
+
+    def set_file_system(self, fs_client: object) -> None:
+        """Keeps a file-system client (``fleet.utils.fs``) as ``fs_client`` for the program's own use."""
+        self.fs_client = fs_client
+
+    def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> HostArray:
+        """Returns the sum, minimum or maximum of ``input`` over all workers.
+
+        Shape and dtype are those of ``input``, a number gives a numpy number; int64 and float64 are exact. The sum of
+        bool arrays counts, as int64. float16 is summed in float32.
+
+        Args:
+            input: number, array or tensor; the same shape and dtype on every worker.
+            mode: "sum", "min" or "max".
+            comm_world: "worker"; "all" is the same in a job without parameter servers.
+
+        Raises:
+            ConfigError: wrong mode or dtype, or the workers' inputs differ in shape or dtype.
+        """
+        if mode not in _REDUCE:
+            raise ConfigError(f"all_reduce(mode={mode!r}) takes 'sum', 'min' or 'max'.")
+        array = _as_array(input, "all_reduce")
+        if array.dtype.kind in "SU" or (array.dtype.kind == "c" and mode != "sum"):
+            raise ConfigError(f"all_reduce(mode={mode!r}) cannot reduce an array of dtype {array.dtype}.")
+        if array.dtype.kind == "b" and mode == "sum":
+            array = array.astype(np.int64)
+        group = self._group("all_reduce", comm_world)
+        if group is None:
+            return _number_or_array(array.copy())
+        _check_headers(_exchange_headers(mode, array, group), self._peers.global_rank)
+        return _number_or_array(_reduce(array, mode, group))
+
+    def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
+        """Returns the ``input`` of every worker, in rank order; numbers, texts or arrays, whose shapes may differ.
+
+        Raises:
+            ConfigError: a dtype that cannot travel, or a worker that calls something else.
+        """
+        array = _as_array(input, "all_gather")
+        group = self._group("all_gather", comm_world)
+        if group is None:
+            return [_number_or_array(array.copy())]
+        headers = _exchange_headers("all_gather", array, group)
+        _check_operations(headers)
+        return [_number_or_array(found) for found in _gather(array, headers, group)]
+
+    def barrier(self, comm_world: str = "worker") -> None:
+        """Returns when every worker has called it.
+
+        Raises:
+            ConfigError: a worker calls something else.
+        """
+        group = self._group("barrier", comm_world)
+        if group is not None:
+            _check_operations(_exchange_headers("barrier", np.zeros((), np.int8), group))
+
+    def get_file_shard(self, files: Sequence[str]) -> list[str]:
+        """Returns this worker's part of ``files``: a contiguous run; the first workers take one more if need be.
+
+        With fewer files than workers the last workers get an empty list. Every worker must pass the same list.
+
+        Raises:
+            ConfigError: ``files`` is not a list, or this process is a parameter server.
+
+        Example:
+            >>> fleet.util.get_file_shard(["a", "b", "c"])  # worker 0 of 2
+            ['a', 'b']
+        """
+        if not isinstance(files, list):
+            raise ConfigError(f"get_file_shard(files) takes a list of file names, got {files!r}.")
+        peers = self._need_peers("get_file_shard")
+        if _is_server(peers):
+            raise ConfigError("get_file_shard() is for workers; this process is a parameter server.")
+        return split_files(files, peers.global_rank, peers.world_size)
+
+    def print_on_rank(self, message: object, rank_id: int) -> None:
+        """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError when there is none."""
+        peers = self._need_peers("print_on_rank")
+        if type(rank_id) is not int or not 0 <= rank_id < peers.world_size:
+            raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {peers.world_size - 1}.")
+        if peers.global_rank == rank_id and not _is_server(peers):
+            print(message, flush=True)
+
+    def _need_peers(self, call: str) -> Any:
+        if self._peers is None:
+            raise NotInitializedError(f"fleet.util.{call} needs fleet.init() first.")
+        return self._peers
+
+    def _group(self, call: str, comm_world: str) -> dist.ProcessGroup | None:
+        """Returns the group to use, ``None`` for a single process."""
+        peers = self._need_peers(call)
+        if comm_world not in ("worker", "server", "all"):
+            raise ConfigError(f"{call}(comm_world={comm_world!r}) takes 'worker', 'server' or 'all'.")
+        crosses = comm_world == "server" or (comm_world == "all" and _has_servers(peers))
+        if crosses or _is_server(peers):
+            raise UnsupportedOptionError(
+                f"{call}(comm_world={comm_world!r}): host arrays travel among workers only. Use comm_world='worker' "
+                "on the workers."
+            )
+        if peers.world_size == 1:
+            return None
+        group: dist.ProcessGroup | None = peers.host_group
+        if group is None:
+            raise NotInitializedError(f"fleet.util.{call} needs the process group that fleet.init() starts.")
+        return group
+
+
+def split_files(files: Sequence[str], index: int, count: int) -> list[str]:
+    """Returns part ``index`` of ``count`` contiguous parts; the first ``len(files) % count`` hold one more."""
+    each, more = divmod(len(files), count)
+    begin = index * each + min(index, more)
+    return list(files[begin : begin + each + (index < more)])
+
+
+def _is_server(peers: Any) -> bool:
+    kind = getattr(getattr(peers, "record", None), "kind", None)
+    return kind is not None and kind.name == "SERVER"
+
+
+def _has_servers(peers: Any) -> bool:
+    return bool(getattr(getattr(peers, "record", None), "server_endpoints", ()))
+
+
+def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ConfigError(f"{call}() takes a number or a regular array, got {value!r}: {error}.") from error
+    if array.dtype.kind not in _KINDS or array.dtype.itemsize == 0 or array.dtype == np.longdouble:
+        if array.dtype.kind in "SU":
+            return array.astype(f"{array.dtype.kind}1")
+        raise ConfigError(f"{call}() cannot move dtype {array.dtype}; it takes numbers, texts and arrays of them.")
+    if array.ndim > _MAX_DIMS:
+        raise ConfigError(f"{call}() takes arrays of at most {_MAX_DIMS} dimensions, got {array.ndim}.")
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def _number_or_array(array: np.ndarray[Any, np.dtype[Any]]) -> HostArray:
+    return array[()] if array.ndim == 0 else array
+
+
+def _exchange_headers(
+    operation: str, array: np.ndarray[Any, np.dtype[Any]], group: dist.ProcessGroup
+) -> list[list[int]]:
+    """Returns every rank's header: operation, dtype kind, item size in bytes, number of dimensions, dimensions."""
+    values = [_OPERATIONS.index(operation), _KINDS.index(array.dtype.kind), array.dtype.itemsize, array.ndim]
+    values += [*array.shape, *[0] * (_MAX_DIMS - array.ndim)]
+    own = torch.tensor(values, dtype=torch.int64)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    return [[int(value) for value in header.tolist()] for header in found]
+
+
+def _check_operations(headers: list[list[int]]) -> None:
+    calls = {rank: _OPERATIONS[header[0]] for rank, header in enumerate(headers)}
+    if len(set(calls.values())) > 1:
+        raise ConfigError(
+            f"The workers called different operations of fleet.util at the same point: {calls!r} (rank: operation). "
+            "Every worker makes the same calls in the same order."
+        )
+
+
+def _check_headers(headers: list[list[int]], rank: int) -> None:
+    _check_operations(headers)
+    own = headers[rank]
+    other = [index for index, header in enumerate(headers) if header != own]
+    if other:
+        raise ConfigError(
+            f"all_reduce: rank {rank} has {_describe(own)} and rank {other[0]} has {_describe(headers[other[0]])}; "
+            "shape and dtype must be the same on every worker."
+        )
+
+
+def _dtype(header: list[int]) -> np.dtype[Any]:
+    kind, size = _KINDS[header[1]], header[2]
+    return np.dtype(f"{kind}{size // 4 if kind == 'U' else size}")
+
+
+def _describe(header: list[int]) -> str:
+    return f"shape {tuple(header[4 : 4 + header[3]])} of {_dtype(header)}"
+
+
+def _reduce(
+    array: np.ndarray[Any, np.dtype[Any]], mode: str, group: dist.ProcessGroup
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """All-reduces in a dtype gloo knows, chosen so that the result in ``array.dtype`` is exact for integers."""
+    dtype, shape = array.dtype, array.shape
+    flat = array.reshape(-1)
+    if dtype.kind == "c":
+        moved = flat.view(np.float32 if dtype.itemsize == 8 else np.float64)
+    elif dtype.kind == "b":
+        moved = flat.view(np.uint8)
+    elif dtype == np.uint64:  # a sum wraps alike in both; the order is kept once the sign bit is flipped
+        moved = (flat if mode == "sum" else flat ^ _SIGN).view(np.int64)
+    elif dtype == np.float16:
+        moved = flat.astype(np.float32)
+    elif dtype.kind in "iu" and dtype != np.int64:
+        moved = flat.astype(np.int64)
+    else:
+        moved = flat
+    tensor = torch.from_numpy(np.ascontiguousarray(moved).copy())
+    dist.all_reduce(tensor, op=_REDUCE[mode], group=group)
+    result: np.ndarray[Any, np.dtype[Any]] = tensor.numpy()
+    if dtype.kind in "bc":
+        result = result.view(dtype)
+    elif dtype == np.uint64:
+        result = result.view(np.uint64) if mode == "sum" else result.view(np.uint64) ^ _SIGN
+    result = result.astype(dtype, copy=False)
+    return result.reshape(shape)
+
+
+def _gather(
+    array: np.ndarray[Any, np.dtype[Any]], headers: list[list[int]], group: dist.ProcessGroup
+) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """Moves the arrays as bytes, padded to the longest."""
+    sizes = [int(np.prod(header[4 : 4 + header[3]], dtype=np.int64)) * header[2] for header in headers]
+    longest = max(sizes)
+    if longest == 0:
+        return [np.empty(header[4 : 4 + header[3]], _dtype(header)) for header in headers]
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: array.nbytes] = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
+    found = [torch.empty_like(own) for _ in headers]
+    dist.all_gather(found, own, group=group)
+    return [
+        np.frombuffer(data[:size].numpy().tobytes(), _dtype(header)).reshape(header[4 : 4 + header[3]]).copy()
+        for data, size, header in zip(found, sizes, headers, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Fleet's place for role makers: ``fleet.base.role_maker``."""
