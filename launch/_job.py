@@ -23,7 +23,7 @@ from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
 from fleet.launch._job_files import write_job_files
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Alone, Generation, Membership, Outcome, StoppedBySignalError
-from fleet.launch._peers import peer_from_record, peer_to_record
+from fleet.launch._peers import peer_from_json, peer_to_json
 from fleet.launch._plan import plan_processes
 from fleet.launch._port_hold import hold_ports
 from fleet.launch._ports import make_peer
@@ -32,9 +32,8 @@ from fleet.launch._report import failure_report, first_failure_line, oom_kill_co
 from fleet.launch._signals import SignalInbox
 from fleet.launch._supervisor import Supervisor
 from fleet.launch._texts import (
-    configuration_lines,
+    announce,
     copy_command_lines,
-    fleetrun_lines,
     job_line,
     node_line,
     run_pod_line,
@@ -108,11 +107,7 @@ def _run_logged(
         log.open_file(config.log_dir / f"{config.job_id}.{config.pod_name}.log")
     except OSError as error:
         raise LaunchError(f"--log_dir {config.log_dir}: {error.strerror}. Choose a folder that can be written.") from error
-    _print(fleetrun_lines(config))
-    for line in configuration_lines(config):
-        log.info(line)
-    for note in config.notes:
-        log.write(note.level, note.text)
+    announce(config, log)
     try:
         config, membership = _open_membership(config, log, signals)
         try:
@@ -133,7 +128,7 @@ def _open_membership(
     config: LaunchConfig, log: LaunchLog, signals: SignalInbox
 ) -> tuple[LaunchConfig, Membership]:
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
-        peers = tuple(peer_to_record(peer) for peer in config.static_peers)
+        peers = tuple(peer_to_json(peer) for peer in config.static_peers)
         alone = Alone(max_restarts=config.max_restart, peers=peers, node_rank=max(config.node_rank, 0))
         return config, alone
     from fleet.launch._meeting import meeting_config, open_meeting
@@ -182,8 +177,8 @@ class JobLoop:
         config = self._config
         own = make_peer(config)
         with hold_ports(own) as held:
-            generation = self._membership.join(peer_to_record(own))
-            peers = [peer_from_record(data) for data in generation.peers]
+            generation = self._membership.join(peer_to_json(own))
+            peers = [peer_from_json(data) for data in generation.peers]
             specs = plan_processes(config, peers, generation.node_rank, generation.restarts, self._environment)
             self._announce_pod(generation, peers, specs, is_first)
             held.release()
