@@ -29,6 +29,12 @@ OBJECT_COLLECTIVES = {
 }
 
 
+# Files that may bind to every interface, and why.
+OPEN_SOCKETS = {
+    "fleet/_process_group.py": "rank 0 behind address translation is reached by an address that no interface holds",
+}
+
+
 def keywords(call: ast.Call) -> dict[str, object]:
     """Returns the keyword arguments that are constants; others appear as the text of their expression."""
     return {
@@ -91,7 +97,13 @@ RULES: list[Callable[[Path], Iterator[str]]] = [
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_file_breaks_the_rule(rule: Callable[[Path], Iterator[str]]) -> None:
-    assert [found for path in python_files(*CODE) for found in rule(path)] == []
+    allowed = set(OPEN_SOCKETS) if rule is open_socket else set()
+    paths = [path for path in python_files(*CODE) if path.as_posix() not in allowed]
+    assert [found for path in paths for found in rule(path)] == []
+
+
+def test_each_exception_is_needed() -> None:
+    assert [path for path in OPEN_SOCKETS if not list(open_socket(Path(path)))] == []
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Returns ``a.b.c`` for such an expression; an inner part that is no name is left out, as in ``.c`` of ``f().c``."""
+    """Returns ``a.b.c`` for such an expression; an inner part that is no name is left out: ``f().c`` gives ``.c``."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
