@@ -7,14 +7,18 @@ Nothing here is written per option: names, types, defaults, bounds and meanings 
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
-from fleet.errors import OptionWarning, UnknownOptionError, did_you_mean
-import fleet.strategies  # fills the registry
-from fleet.strategies._base import GROUPS, REGISTRY, switch_rule
+from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, did_you_mean
+from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
+from fleet.strategies._base import switch_rule
 from fleet.strategies._config import Config, Rule, converted, plain, value_types
 
 # Names of older releases -> what replaced them (requirements 003-12 to 003-15).
@@ -37,30 +41,38 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One top-level option: its name, the type of its value, its default, its rule, and who declares it."""
+    """One top-level option: its name, type, default and rule, the strategy that reads it, and the group it is in."""
 
     name: str
     kind: Any
     default: Any
     rule: Rule
     owner: str
+    group: type[Config] | None = None
 
 
-def schema() -> dict[str, Option]:
+def schema() -> Mapping[str, Option]:
     """Returns every option by name: the switches, their ``_configs``, and the groups of further settings."""
+    return _schema(tuple(REGISTRY.values()), tuple(GROUPS))
+
+
+@lru_cache(maxsize=4)  # reading one attribute must not describe all of them anew
+def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], ...]) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
-    for name, strategy in REGISTRY.items():
+    for strategy in strategies:
+        name = strategy.name
         if not strategy.always:
             found[name] = Option(name, bool, strategy.default, switch_rule(strategy), name)
         if strategy.Config is not None:
             key = f"{name}_configs"
             rule = Rule(meaning=f"Settings of '{name}'.")
             found[key] = Option(key, strategy.Config, strategy.Config(), rule, name)
-    owners = {s.Settings: name for name, s in REGISTRY.items() if s.Settings is not None}
-    for group in GROUPS:
+    owners = {s.Settings: s.name for s in strategies if s.Settings is not None}
+    for group in groups:
         default = group()
         for key, kind in value_types(group).items():
-            found[key] = Option(key, kind, getattr(default, key), group.rule(key), owners.get(group, group.__name__))
+            owner = owners.get(group, group.__name__)
+            found[key] = Option(key, kind, getattr(default, key), group.rule(key), owner, group)
     return found
 
 
@@ -93,19 +105,30 @@ class DistributedStrategy:
         if isinstance(value, SettingsObject):
             value = value.config()
         current = self._values[option.name]
+        without_effect: list[tuple[str, str]] = []
         if isinstance(current, Config) and not isinstance(value, Config):
             new: Any = current.updated(value)
-            _warn_about_keys(type(current), value)
+            without_effect += _without_effect(option.name, type(current)(), value)
         else:
-            new = converted(f"DistributedStrategy.{option.name}", option.kind, value)
-            option.rule.check(f"DistributedStrategy.{option.name}", new)
-        strategy = REGISTRY.get(option.name)
+            label = f"DistributedStrategy.{option.name}"
+            new = converted(label, option.kind, value)
+            if option.group is not None:
+                option.group(**{option.name: new})  # raises what the rules of the group say
+            if isinstance(new, dict):
+                new = {**current, **new}
+            if option.rule.no_meaning:
+                without_effect.append((label, option.rule.no_meaning))
+        self._store(option.name, new)
+        _warn(without_effect)
+
+    def _store(self, name: str, new: Any) -> None:
+        strategy = REGISTRY.get(name)
         for other, changes in (strategy.also_sets if strategy else {}).items():
             self._values[other] = self._values[other].updated(changes)
-        if option.rule.no_meaning:
-            _warn(f"DistributedStrategy.{option.name}", option.rule.no_meaning)
-        self._values[option.name] = new
-        self._assigned[option.name] = None
+        self._values[name] = new
+        # The last assignment stands last: a file that is read back assigns in this order.
+        self._assigned.pop(name, None)
+        self._assigned[name] = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_values" not in self.__dict__:
@@ -113,7 +136,7 @@ class DistributedStrategy:
         option = _option(name)
         value = self._values[option.name]
         if isinstance(value, Config) and option.name in SettingsObject.kinds:
-            return SettingsObject.kinds[option.name](value)
+            return SettingsObject.kinds[option.name](value, owner=self)
         return plain(value)
 
     def __getitem__(self, name: str) -> Any:
@@ -148,7 +171,9 @@ class DistributedStrategy:
         return dict(self._values), dict(self._assigned)
 
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, None]]) -> None:
-        object.__setattr__(self, "_values", dict(state[0]))
+        # An object that was stored before an option existed gets its default.
+        defaults = {name: option.default for name, option in schema().items()}
+        object.__setattr__(self, "_values", {**defaults, **state[0]})
         object.__setattr__(self, "_assigned", dict(state[1]))
 
     def __repr__(self) -> str:
@@ -161,39 +186,75 @@ class DistributedStrategy:
         names = self._values if all_options else self._assigned
         return {name: plain(self._values[name]) for name in names}
 
+    def _to_save(self) -> dict[str, Any]:
+        """Returns the assigned options; of their keys, those that a new strategy would not have by itself."""
+        reset = {option: keys for strategy in REGISTRY.values() for option, keys in strategy.also_sets.items()}
+        saved = {}
+        for name in self._assigned:
+            value = self._values[name]
+            if isinstance(value, Config):
+                kept = {key: plain(getattr(value, key)) for key in reset.get(name, ())}
+                saved[name] = {**kept, **value.changes()}
+            else:
+                saved[name] = plain(value)
+        return saved
+
     def update(self, changes: Mapping[str, Any]) -> None:
-        """Assigns every option of ``changes``, or none of them when one is wrong."""
+        """Assigns every option of ``changes``, or none of them when one is wrong.
+
+        The order of ``changes`` does not matter: a switch whose assignment resets keys (``a_sync``) comes first.
+        """
+        self._update([(name, value, "") for name, value in changes.items()])
+
+    def _update(self, entries: list[tuple[str, Any, str]]) -> None:
+        """Assigns entries of name, value and place in a file, or none of them when one is wrong."""
         trial = copy.deepcopy(self)
-        for name, value in changes.items():
-            setattr(trial, name, value)
+        resets = [name for name, strategy in REGISTRY.items() if strategy.also_sets]
+        for name, value, place in sorted(entries, key=lambda entry: entry[0] not in resets):
+            try:
+                setattr(trial, name, value)
+            except ConfigError as error:
+                if not place:
+                    raise
+                raise type(error)(f"{place}: {error}") from error
         self.__setstate__(trial.__getstate__())
 
     @classmethod
-    def load(cls, path: str) -> DistributedStrategy:
-        """Returns the strategy that a YAML file describes; see :meth:`update` for the errors."""
+    def load(cls, path: str | os.PathLike[str]) -> DistributedStrategy:
+        """Returns the strategy that a YAML file describes.
+
+        Raises:
+            ConfigError: the file cannot be read, is not YAML, or an entry is wrong; names the line.
+        """
         from fleet._options_files import read_yaml
 
         strategy = cls()
-        strategy.update(read_yaml(path))
+        strategy._update(read_yaml(path))
         return strategy
 
-    def save(self, path: str) -> None:
-        """Writes the assigned options as YAML."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the assigned options as YAML; the file is replaced as a whole."""
         from fleet._options_files import write_yaml
 
-        write_yaml(path, self.to_dict())
+        write_yaml(path, self._to_save())
 
-    def save_to_prototxt(self, path: str) -> None:
-        """Writes the assigned options in protobuf text format."""
+    def save_to_prototxt(self, path: str | os.PathLike[str]) -> None:
+        """Writes the assigned options in protobuf text format; the file is replaced as a whole."""
         from fleet._options_files import write_prototxt
 
-        write_prototxt(path, self.to_dict())
+        write_prototxt(path, self._to_save(), schema())
 
-    def load_from_prototxt(self, path: str) -> None:
-        """Merges the options of a protobuf text file into this object."""
+    def load_from_prototxt(self, path: str | os.PathLike[str]) -> None:
+        """Merges the options of a protobuf text file into this object.
+
+        Raises:
+            ConfigError: the file cannot be read or an entry is wrong; names the line. Nothing is changed then.
+        """
         from fleet._options_files import read_prototxt
 
-        self.update(read_prototxt(path, self))
+        known = schema()
+        aliases = {alias: known[name] for alias, name in ALIASES.items()}
+        self._update(read_prototxt(path, {**known, **aliases}))
 
 
 class SettingsObject:
@@ -207,8 +268,9 @@ class SettingsObject:
         cls.option = option
         SettingsObject.kinds[option] = cls
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, owner: DistributedStrategy | None = None) -> None:
         object.__setattr__(self, "_config", config if config is not None else schema()[self.option].default)
+        object.__setattr__(self, "_owner", owner)
 
     def config(self) -> Config:
         """Returns the settings as a frozen Config."""
@@ -216,21 +278,56 @@ class SettingsObject:
         return config
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self._check_name(name)
         object.__setattr__(self, "_config", self.config().updated({name: value}))
-        _warn_about_keys(type(self.config()), {name: value})
+        # ``strategy.build_strategy.x = ...`` reaches the strategy; a change of a copy would be lost without a word.
+        owner: DistributedStrategy | None = self.__dict__["_owner"]
+        if owner is not None:
+            owner._store(self.option, self.config())
+        _warn(_without_effect(self.option, type(self.config())(), {name: value}))
 
     def __getattr__(self, name: str) -> Any:
-        config = self.__dict__.get("_config")
-        if config is None or name.startswith("__"):
+        if "_config" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(name)
-        if name not in config.keys():
-            near = did_you_mean(name, config.keys())
-            raise UnknownOptionError(f"{self.option} has no attribute {name!r}.{near}")
-        return plain(getattr(config, name))
+        self._check_name(name)
+        return plain(getattr(self.config(), name))
+
+    def _check_name(self, name: str) -> None:
+        known = self.config().key_names()
+        if name not in known:
+            raise UnknownOptionError(f"{self.option} has no attribute {name!r}.{did_you_mean(name, known)}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self.config().key_names()})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.config() == other.config()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SettingsObject:
+        return type(self)(self.config())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self.config(), "_owner": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        default = type(self.config())()
+        changed = [key for key in default.key_names() if getattr(self.config(), key) != getattr(default, key)]
+        return f"{type(self).__name__}({', '.join(f'{key}={getattr(self, key)!r}' for key in changed)})"
 
 
 class BuildStrategy(SettingsObject, option="build_strategy"):
     """The graph-pass switches of ``strategy.build_strategy``."""
+
+    class ReduceStrategy(IntEnum):
+        """How gradients are summed, for ``reduce_strategy``."""
+
+        AllReduce = 0
+        Reduce = 1
 
 
 class ExecutionStrategy(SettingsObject, option="execution_strategy"):
@@ -247,15 +344,43 @@ def _option(name: str) -> Option:
     raise UnknownOptionError(f"DistributedStrategy has no option {name!r}.{did_you_mean(name, known)}")
 
 
-def _warn_about_keys(config: type[Config], changes: Mapping[str, Any]) -> None:
+def _without_effect(label: str, default: Config, changes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns label and reason of every changed key that has no meaning; keys that keep their default say nothing."""
+    found: list[tuple[str, str]] = []
     for key, value in changes.items():
-        rule = config.rule(key)
-        if rule.no_meaning:
-            _warn(config.label(key), rule.no_meaning)
-        kind = value_types(config)[key]
-        if isinstance(kind, type) and issubclass(kind, Config) and isinstance(value, Mapping):
-            _warn_about_keys(kind, value)
+        inner, place = getattr(default, key), f"{label}[{key!r}]"
+        if isinstance(inner, Config):
+            found += _without_effect(place, inner, value.as_dict() if isinstance(value, Config) else value)
+            continue
+        reason = default.rule(key).no_meaning
+        if reason and plain(inner) != plain(value):
+            found.append((place, reason))
+    return found
 
 
-def _warn(label: str, reason: str) -> None:
-    warnings.warn(f"{label} is accepted and changes nothing: {reason}", OptionWarning, stacklevel=4)
+def without_effect(strategy: DistributedStrategy) -> list[str]:
+    """Returns a sentence for every assigned setting that has no meaning, as the warnings said."""
+    found: list[tuple[str, str]] = []
+    for name, option in schema().items():
+        if not strategy.is_set(name):
+            continue
+        if isinstance(option.default, Config):
+            found += _without_effect(name, option.default, strategy[name].changes())
+        elif option.rule.no_meaning:
+            found.append((name, option.rule.no_meaning))
+    return [f"{label}: {reason}." for label, reason in found]
+
+
+def _warn(settings: list[tuple[str, str]]) -> None:
+    """Warns once, at the user's line, about all the settings of one assignment that change nothing."""
+    if not settings:
+        return
+    if len(settings) == 1:
+        text = f"{settings[0][0]} is accepted and changes nothing: {settings[0][1]}."
+    else:
+        listed = "; ".join(f"{label} ({reason})" for label, reason in settings)
+        text = f"{len(settings)} settings are accepted and change nothing: {listed}."
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, OptionWarning, stacklevel=level)

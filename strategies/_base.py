@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from fleet.strategies._config import Config, Rule
 
@@ -86,6 +86,7 @@ class Workers(Protocol):
         """The user's module, once ``distributed_model`` was called."""
 
 
+ConfigType: TypeAlias = type[Config]
 REGISTRY: dict[str, type[Strategy]] = {}
 GROUPS: list[type[Config]] = []
 
@@ -104,8 +105,8 @@ class Strategy:
     name: ClassVar[str]
     meaning: ClassVar[str]
     stage: ClassVar[Stage]
-    Config: ClassVar[type[Config] | None] = None
-    Settings: ClassVar[type[Config] | None] = None
+    Config: ClassVar[ConfigType | None] = None
+    Settings: ClassVar[ConfigType | None] = None
     default: ClassVar[bool] = False
     always: ClassVar[bool] = False  # on in every collective job of more than one worker; not a switch
     after: ClassVar[tuple[str, ...]] = ()

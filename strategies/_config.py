@@ -123,7 +123,7 @@ class Config:
         return rule
 
     @classmethod
-    def keys(cls) -> tuple[str, ...]:
+    def key_names(cls) -> tuple[str, ...]:
         """Returns the names of the settings in the order they are declared."""
         return tuple(f.name for f in dataclasses.fields(cls))
 
@@ -137,13 +137,14 @@ class Config:
 
         Raises UnknownOptionError for a key that does not exist and ConfigError for a wrong value.
         """
+        known = ", ".join(self.key_names())
         if not isinstance(changes, Mapping):
-            raise ConfigError(f"{self.option} takes a dictionary, got {changes!r}. Keys: {', '.join(self.keys())}.")
+            raise ConfigError(f"{self.option} takes a dictionary, got {changes!r}. Keys: {known}.")
         merged: dict[str, Any] = {}
         for key, value in changes.items():
-            if key not in self.keys():
-                near = did_you_mean(str(key), self.keys())
-                raise UnknownOptionError(f"{self.option} has no key {key!r}.{near} Keys: {', '.join(self.keys())}.")
+            if key not in self.key_names():
+                near = did_you_mean(str(key), self.key_names())
+                raise UnknownOptionError(f"{self.option} has no key {key!r}.{near} Keys: {known}.")
             current = getattr(self, key)
             nested = isinstance(current, Config) and not isinstance(value, Config)
             if isinstance(current, dict) and isinstance(value, Mapping):
@@ -153,14 +154,28 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns a fresh dictionary of every key, nested settings as dictionaries and tuples as lists."""
-        return {key: plain(getattr(self, key)) for key in self.keys()}
+        return {key: plain(getattr(self, key)) for key in self.key_names()}
+
+    def changes(self) -> dict[str, Any]:
+        """Returns, as :meth:`as_dict` does, the keys that do not hold their defaults."""
+        default, found = type(self)(), {}
+        for key in self.key_names():
+            value, usual = getattr(self, key), getattr(default, key)
+            if value != usual:
+                found[key] = value.changes() if isinstance(value, Config) else plain(value)
+        return found
 
 
 @cache
+def _type_hints(config: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
 def value_types(config: type[Config]) -> dict[str, Any]:
     """Returns the annotated type of every setting of ``config``."""
-    hints = typing.get_type_hints(config)
-    return {key: hints[key] for key in config.keys()}
+    group: Any = config  # type checkers take a class whose instances are unhashable for unhashable itself
+    hints = _type_hints(group)
+    return {key: hints[key] for key in config.key_names()}
 
 
 def plain(value: Any) -> Any:

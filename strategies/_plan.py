@@ -78,7 +78,7 @@ def settings_of(strategy: type[Strategy]) -> list[str]:
     """Returns the top-level options that only ``strategy`` reads, apart from its switch and those without meaning."""
     keys = [f"{strategy.name}_configs"] if strategy.Config is not None else []
     group = strategy.Settings
-    return keys + [key for key in (group.keys() if group else ()) if group and not group.rule(key).no_meaning]
+    return keys + [key for key in (group.key_names() if group else ()) if group and not group.rule(key).no_meaning]
 
 
 def foreign(strategy: type[Strategy], *, collective: bool) -> str | None:
@@ -107,7 +107,7 @@ def problems(options: Values, world_size: int, *, collective: bool = True) -> li
     """
     chosen = chosen_strategies(options, world_size, collective=collective)
     found: list[ConfigError] = [*conflicts_among(chosen)]
-    rules = [*chosen, *GROUPS] if collective else chosen
+    rules: list[type[Strategy] | type[Config]] = [*chosen, *(GROUPS if collective else ())]
     for rule in rules:
         reason = rule.problem(options, world_size)
         if reason is not None:
@@ -134,12 +134,12 @@ def refused_settings(options: Values, chosen: Sequence[type[Strategy]]) -> list[
     found: list[ConfigError] = []
     for group in GROUPS:
         default = group()
-        for key in group.keys():
+        for key in group.key_names():
             found += _refused(group, key, options[key], getattr(default, key))
     for strategy in chosen:
         if strategy.Config is not None:
             config, default = options[f"{strategy.name}_configs"], strategy.Config()
-            for key in config.keys():
+            for key in config.key_names():
                 found += _refused(strategy.Config, key, getattr(config, key), getattr(default, key))
     return found
 
@@ -149,7 +149,7 @@ def _refused(owner: type[Config], key: str, value: object, default: object) -> l
     if isinstance(value, Config):
         return [
             error
-            for inner in value.keys()
+            for inner in value.key_names()
             for error in _refused(type(value), inner, getattr(value, inner), getattr(default, inner))
         ]
     if rule.refused is None or value == default:

@@ -61,6 +61,7 @@ class Sharding(Strategy):
         "fp16_allreduce": "sharding reduces gradients to their owners and sums none over all workers",
         "use_hierarchical_allreduce": "sharding reduces gradients to their owners and sums none over all workers",
     }
+    in_place = True
     refused = NOT_YET
     model_effect = "divides what sharding_configs['stage'] says among the workers of the sharding axis"
     optimizer_effect = "updates only the part that this worker owns"

@@ -1,0 +1,55 @@
+"""explain: what a strategy does, in which order, what changes nothing, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from fleet.options import DistributedStrategy, without_effect
+from fleet.strategies._plan import chosen_strategies, ordered, problems, remarks
+
+
+def explain(
+    strategy: DistributedStrategy, world_size: int = 2, file: TextIO | None = None, *, collective: bool = True
+) -> str:
+    """Prints and returns what ``strategy`` does on ``world_size`` workers; a strategy that is refused is shown too.
+
+    Args:
+        strategy: the options.
+        world_size: the number of workers of the job.
+        file: where to print; ``None`` is standard output.
+        collective: False for a parameter-server job.
+
+    Example:
+        >>> strategy = DistributedStrategy()
+        >>> text = explain(strategy, world_size=2)
+        2 workers: data_parallel
+        <BLANKLINE>
+        1. data_parallel
+           model: averages the gradients of all workers in buckets while backward runs; parameters start as rank 0's
+    """
+    text = explanation(strategy, world_size, collective=collective)
+    print(text, file=sys.stdout if file is None else file)
+    return text
+
+
+def explanation(strategy: DistributedStrategy, world_size: int, *, collective: bool = True) -> str:
+    """Returns the text that :func:`explain` prints."""
+    found = problems(strategy, world_size, collective=collective)
+    steps = ordered(chosen_strategies(strategy, world_size, collective=collective))
+    notes = [*remarks(strategy, steps, world_size, collective=collective), *without_effect(strategy)]
+    title = " -> ".join(step.name for step in steps) or "nothing to apply"
+    verdict = " (refused; see below)" if found else ""
+    lines = [f"{world_size} worker{'' if world_size == 1 else 's'}: {title}{verdict}"]
+    if steps:
+        lines.append("")
+    for place, step in enumerate(steps, 1):
+        lines.append(f"{place}. {step.name}")
+        lines += [f"   model: {step.model_effect}"] if step.model_effect else []
+        lines += [f"   optimizer: {step.optimizer_effect}"] if step.optimizer_effect else []
+    for head, items in (("Accepted, changes nothing:", notes), ("Refused:", [str(error) for error in found])):
+        if items:
+            lines += ["", head, *(f"- {item}" for item in items)]
+    return "\n".join(lines)
+
+

@@ -1,0 +1,263 @@
+"""A strategy on disk: YAML, and the protobuf text format of Fleet's own files.
+
+Readers return entries of (option, value, place), the place being ``FILE, line N`` for messages. Writers replace the
+file as a whole, so that a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fleet._prototxt import Entry, Word, format_entries, parse
+from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
+from fleet.strategies._config import Config, Rule, value_types
+
+if TYPE_CHECKING:
+    from fleet.options import Option
+
+PathLike = str | os.PathLike[str]
+Entries = list[tuple[str, Any, str]]
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Replaces ``path`` by a file that holds ``text``; on an error the old file stays."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+        os.chmod(temporary, mode)  # mkstemp makes a file that only its owner can read
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _read_text(path: PathLike) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{os.fspath(path)} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+
+
+# ---- YAML -----------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain data only, takes ``1e-3`` for a number, and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns the mapping of ``node``; raises ConfigError for a repeated key."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"{self.name}, line {line}: {key.value!r} stands twice. Remove one of the two.")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: PathLike) -> Entries:
+    """Returns the options of a YAML file: a mapping of option to value.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping; names the line.
+    """
+    source = os.fspath(path)
+    loader = _Loader(_read_text(path))
+    loader.name = source
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{source}, line {node.start_mark.line + 1}: a mapping of option to value is expected.")
+        values = loader.construct_mapping(node, deep=True)
+        lines = {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{source}, line {line}: this is not YAML: {error.problem}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}.") from error
+    finally:
+        loader.dispose()
+    return [(str(name), value, f"{source}, line {lines.get(name, 1)}") for name, value in values.items()]
+
+
+def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
+    """Replaces ``path`` by a YAML file of ``values``, in their order."""
+    write_text(path, yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=None, allow_unicode=True))
+
+
+# ---- protobuf text format -------------------------------------------------------------------------------------------
+
+
+def write_prototxt(path: PathLike, values: Mapping[str, Any], schema: Mapping[str, Option]) -> None:
+    """Replaces ``path`` by a protobuf text file of ``values``, which ``schema`` describes."""
+    entries: list[Entry] = []
+    for name, value in values.items():
+        entries += _entries_of(name, schema[name].kind, schema[name].rule, value)
+    write_text(path, format_entries(entries))
+
+
+def _entries_of(name: str, kind: Any, rule: Rule, value: Any) -> list[Entry]:
+    if isinstance(kind, type) and issubclass(kind, Config):
+        inner = [
+            entry
+            for key, inner_kind in value_types(kind).items()
+            if key in value
+            for entry in _entries_of(key, inner_kind, kind.rule(key), value[key])
+        ]
+        return [Entry(name, tuple(inner), 0)]
+    if _is_map(kind):
+        return _map_entries(name, value) or [Entry(name, [], 0)]
+    if typing.get_origin(kind) is tuple:
+        if _is_map(typing.get_args(kind)[0]):
+            return [Entry(name, [tuple(_map_entries("entry", item)) for item in value], 0)]
+        return [Entry(name, item, 0) for item in value] or [Entry(name, [], 0)]
+    names = {number: Word(word) for word, number in (rule.enum or {}).items()}
+    return [Entry(name, names.get(value, value), 0)]
+
+
+def _is_map(kind: Any) -> bool:
+    return typing.get_origin(kind) is dict
+
+
+def _map_entries(name: str, value: Mapping[str, Any]) -> list[Entry]:
+    """Returns a free dictionary as protobuf writes maps: one ``name { key: ... value: ... }`` for each key."""
+    return [
+        Entry(name, (Entry("key", key, 0), Entry("value", _free_value(item), 0)), 0) for key, item in value.items()
+    ]
+
+
+def _free_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(_map_entries("entry", value))
+    return [_free_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_prototxt(path: PathLike, schema: Mapping[str, Option]) -> Entries:
+    """Returns the options of a protobuf text file, each with the type that ``schema`` says.
+
+    Raises:
+        ConfigError: the file cannot be read, is not text format, or holds an unknown name or a wrong type; names the
+            line.
+    """
+    source = os.fspath(path)
+    found: Entries = []
+    for name, entries in _grouped(parse(_read_text(path), source)).items():
+        place = f"{source}, line {entries[0].line}"
+        option = schema.get(name)
+        value = _value_of(source, name, option.kind, option.rule, entries) if option is not None else None
+        found.append((name, value, place))  # an unknown name: assigning it says so, and knows the old names
+    return found
+
+
+def _grouped(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def _value_of(source: str, name: str, kind: Any, rule: Rule, entries: list[Entry]) -> Any:
+    place = f"{source}, line {entries[-1].line}"
+    if isinstance(kind, type) and issubclass(kind, Config):
+        return _config_values(source, name, kind, entries)
+    if _is_map(kind):
+        return _map_of(source, name, [entry for entry in entries if entry.value != []])
+    items = [item for entry in entries for item in (entry.value if isinstance(entry.value, list) else [entry.value])]
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)[0]
+        if _is_map(inner):
+            return [_map_of(source, name, [Entry(name, part.value, part.line) for part in item]) for item in items]
+        return [_scalar_of(f"{place}: {name}", inner, rule, item) for item in items]
+    if len(entries) > 1:
+        raise ConfigError(f"{place}: {name} stands twice and takes one value. Remove one of the two.")
+    return _scalar_of(f"{place}: {name}", kind, rule, entries[0].value)
+
+
+def _config_values(source: str, name: str, kind: type[Config], entries: list[Entry]) -> dict[str, Any]:
+    """Returns the values of a block; blocks of the same name are merged, as protobuf does."""
+    inner: list[Entry] = []
+    for entry in entries:
+        if not isinstance(entry.value, tuple):
+            raise ConfigError(f"{source}, line {entry.line}: {name} takes a block, {name} {{ key: value }}.")
+        inner += entry.value
+    kinds = value_types(kind)
+    values: dict[str, Any] = {}
+    for key, found in _grouped(inner).items():
+        if key not in kinds:
+            near = did_you_mean(key, kinds)
+            raise UnknownOptionError(
+                f"{source}, line {found[0].line}: {name} has no key {key!r}.{near} Keys: {', '.join(kinds)}."
+            )
+        values[key] = _value_of(source, key, kinds[key], kind.rule(key), found)
+    return values
+
+
+def _map_of(source: str, name: str, entries: Iterable[Entry]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in entries:
+        parts = {part.name: part for part in entry.value} if isinstance(entry.value, tuple) else {}
+        if list(parts) != ["key", "value"] or not isinstance(parts["key"].value, str):
+            raise ConfigError(f'{source}, line {entry.line}: {name} takes blocks {{ key: "name" value: ... }}.')
+        found[str(parts["key"].value)] = _free_of(source, name, parts["value"])
+    return found
+
+
+def _free_of(source: str, name: str, entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, tuple):
+        return _map_of(source, name, value)
+    if isinstance(value, list):
+        return [_free_of(source, name, Entry("value", item, entry.line)) for item in value]
+    if isinstance(value, Word):
+        return _scalar_of(f"{source}, line {entry.line}: {name}", bool, Rule(), value)
+    return value
+
+
+_TRUE, _FALSE = ("true", "True", "t"), ("false", "False", "f")
+
+
+def _scalar_of(label: str, kind: Any, rule: Rule, value: Any) -> Any:
+    """Returns ``value`` as ``kind``; what the type does not settle is left to the assignment, which explains it."""
+    if isinstance(value, Word):
+        if kind is bool and value in _TRUE + _FALSE:
+            return value in _TRUE
+        if rule.enum is not None and value in rule.enum:
+            return rule.enum[value]
+        if kind is float and value.lstrip("-") in ("inf", "infinity", "nan"):
+            return float(value)
+        expected = {bool: "true or false", str: "a quoted string"}.get(kind, "a number")
+        raise ConfigError(f"{label} is {str(value)!r}; it takes {', '.join(rule.enum) if rule.enum else expected}.")
+    if kind is bool and type(value) is int and value in (0, 1):
+        return bool(value)
+    if isinstance(value, tuple | list):
+        raise ConfigError(f"{label} takes one value, not a {'block' if isinstance(value, tuple) else 'list'}.")
+    return value
