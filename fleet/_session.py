@@ -24,7 +24,7 @@ from fleet.strategies._base import Stage, Strategy
 from fleet.strategies._plan import Plan, plan
 
 if TYPE_CHECKING:
-    from fleet._starters import RoleRecord
+    from fleet._role_record import RoleRecord
     from fleet.role_maker import RoleMakerBase
 
 
@@ -76,6 +76,10 @@ class Session:
     def model(self) -> nn.Module | None:
         """The user's module that was wrapped last, or ``None``."""
         return self.models[-1].module if self.models else None
+
+    def parameter_names(self) -> dict[torch.Tensor, str]:
+        """Returns the qualified name of every parameter of the wrapped models."""
+        return {p: name for model in self.models for name, p in model.named_parameters()}
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:

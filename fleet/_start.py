@@ -18,7 +18,7 @@ from fleet.role_maker import PaddleCloudRoleMaker
 from fleet.strategies._plan import plan
 
 if TYPE_CHECKING:
-    from fleet._starters import RoleRecord
+    from fleet._role_record import RoleRecord
     from fleet.role_maker import RoleMakerBase
 
 
@@ -91,7 +91,7 @@ def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
 
 def meeting_of(record: RoleRecord, environment: Environment, device: torch.device) -> Meeting:
     """Returns where the workers of ``record`` meet."""
-    if record.master_host is None or record.master_port is None:
+    if record.master is None:
         raise ConfigError(
             f"{record.world_size} workers were started by {record.source}, and nothing says where they meet. "
             "Set PADDLE_MASTER=host:port, or MASTER_ADDR and MASTER_PORT."
@@ -103,7 +103,7 @@ def meeting_of(record: RoleRecord, environment: Environment, device: torch.devic
         host=record.master_host,
         port=record.master_port,
         backend=backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
-        prefix=record.generation,
+        prefix=str(record.generation),
         agent_store=record.agent_store,
         wait_s=environment.float("FLAGS_stop_check_timeout"),
         operation_s=environment.float("PADDLE_PG_TIMEOUT") / 1000,

@@ -85,6 +85,9 @@ class Workers(Protocol):
     def model(self) -> nn.Module | None:
         """The user's module, once ``distributed_model`` was called."""
 
+    def parameter_names(self) -> dict[torch.Tensor, str]:
+        """Returns the qualified name of every parameter of the wrapped models."""
+
 
 ConfigType: TypeAlias = type[Config]
 REGISTRY: dict[str, type[Strategy]] = {}

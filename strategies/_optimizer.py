@@ -51,6 +51,10 @@ class OptimizerWrapper(Optimizer):
         """Steps the optimizer inside."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
+    def note_step(self) -> None:
+        """Lets a scheduler that was made on the optimizer inside know of a step that did not call it."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every parameter."""
         self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy
+from fleet.strategies._base import Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
+from fleet.strategies._rule import RuleWrapper, norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +35,57 @@ class Lars(Strategy):
     stage = Stage.UPDATE
     Config = LarsConfig
     conflicts = {"lamb": "both replace the update rule"}
-    refused = NOT_YET
     optimizer_effect = "updates with LARS momentum in place of SGD's rule"
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is SGD with momentum and nothing that LARS lacks."""
         check_momentum(self.name, optimizer)
         check_settings_off(self.name, optimizer, "nesterov", "dampening", "maximize")
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer that updates the same parameter groups with LARS."""
+        excluded: tuple[str, ...] = self.config.exclude_from_weight_decay
+        is_excluded = (lambda name: any(part in name for part in excluded)) if excluded else None
+        return LarsMomentum(optimizer, self.name, self.session, is_excluded, config=self.config)
+
+
+class LarsMomentum(RuleWrapper):
+    """SGD with momentum and layer-wise rates (You, Gitman and Ginsburg, 2017, arXiv 1708.03888, algorithm 1).
+
+    With gradient g (the optimizer's own weight decay included), decay wd and learning rate lr::
+
+        local = lr * coeff * |p| / (|g| + wd * |p| + eps)   if wd > 0 and |p| > 0 and |g| > 0, else lr
+        v = momentum * v + local * (g + wd * p)
+        p = p - v
+
+    The learning rate is inside v, as in Paddle: a change of it scales only what is added from then on.
+    """
+
+    def __init__(self, *args: Any, config: LarsConfig) -> None:
+        super().__init__(*args)
+        self._config = config
+
+    def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Updates the parameters of one group."""
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+        decays = self.decays(parameters, self._config.lars_weight_decay)
+        weight_norms, gradient_norms = norms(parameters), norms(gradients)
+        decay = torch.tensor(decays, device=weight_norms.device)
+        denominator = gradient_norms + decay * weight_norms + self._config.epsilon
+        trusted = (decay > 0) & (weight_norms > 0) & (gradient_norms > 0)
+        scale = torch.where(trusted, self._config.lars_coeff * weight_norms / denominator, 1.0)
+        local = (group["lr"] * scale).unbind()
+        steps = torch._foreach_add(gradients, torch._foreach_mul(parameters, decays))
+        torch._foreach_mul_(steps, [rate.to(step.dtype) for rate, step in zip(local, steps, strict=True)])
+        velocities = [self._velocity(p) for p in parameters]
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, steps)
+        torch._foreach_sub_(parameters, velocities)
+
+    def _velocity(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
