@@ -1,0 +1,51 @@
+"""Launch configurations for tests: a made-up machine and environment, the script is a file that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fleet.env import Environment
+from fleet.launch._config import read_config
+from fleet.launch._machine import Machine
+from fleet.launch._plan import plan_processes
+from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
+
+SCRIPT = __file__  # any Python file that exists
+
+
+def read(
+    *flags: str, script: Sequence[str] = (SCRIPT,), env: Mapping[str, str] | None = None, **machine: Any
+) -> LaunchConfig:
+    """Returns the configuration of ``flags`` in front of ``script`` on a machine with these fields."""
+    return read_config([*flags, *script], Environment(dict(env or {})), Machine(**machine))
+
+
+def notes(config: LaunchConfig, level: str = "WARNING") -> str:
+    """Returns the notes of one level, one a line."""
+    return "\n".join(note.text for note in config.notes if note.level == level)
+
+
+def peer_of(config: LaunchConfig, first: int = 7000, **fields: Any) -> Peer:
+    """Returns a peer with made-up ports for the processes that ``config`` starts."""
+    workers = 0 if config.workers else config.nproc_per_node or 0
+    servers = 0 if config.servers else config.server_num
+    values: dict[str, Any] = {
+        "name": config.pod_name,
+        "host": "127.0.0.1",
+        "ports": tuple(range(first, first + workers)),
+        "server_ports": tuple(range(first + 500, first + 500 + servers)),
+        "devices": config.worker_devices,
+        "store_port": first + 900,
+        "http_port": first + 901,
+    }
+    return Peer(**{**values, **fields})
+
+
+def plan(
+    config: LaunchConfig, peers: Sequence[Peer] = (), node_rank: int = 0, generation: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> list[ProcessSpec]:
+    """Returns the processes of a node; without ``peers`` it is alone, or those of a static list."""
+    chosen = peers or config.static_peers or [peer_of(config)]
+    return plan_processes(config, chosen, node_rank, generation, Environment(dict(env or {})))

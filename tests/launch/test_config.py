@@ -1,0 +1,183 @@
+"""Flags and environment -> configuration: precedence, names, restarts, secrets, platforms."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet.errors import ConfigError, UnsupportedOptionError
+from tests.helpers.launching import SCRIPT, notes, read
+
+KEY = "ab" * 16
+
+
+def test_one_node_without_flags() -> None:
+    """000-08, 000-13: the default is one node, job id ``default``."""
+    config = read()
+    assert (config.mode, config.min_nodes, config.max_nodes, config.is_single_node) == ("collective", 1, 1, True)
+    assert (config.job_id, config.nproc_per_node, config.device_type) == ("default", 1, "cpu")
+    assert config.with_gloo == 0  # G3
+
+
+@pytest.mark.parametrize("system", ["Windows", "Java"])
+def test_windows_is_refused_with_the_way_to_run_one_process(system: str) -> None:
+    """000-04, 000-30."""
+    with pytest.raises(UnsupportedOptionError, match=f"does not run on {system}.*single process.*python .*launching"):
+        read("--gpus=0,1", system=system)
+
+
+def test_linux_and_macos_are_taken() -> None:
+    assert read(system="Linux").loopback_interface == "lo"
+    assert read(system="Darwin").loopback_interface == "lo0"
+
+
+def test_the_command_line_wins_over_the_environment_and_says_so() -> None:
+    config = read("--nproc_per_node=2", env={"PADDLE_NPROC_PER_NODE": "3", "PADDLE_LOG_DIR": "logs"})
+    assert config.nproc_per_node == 2
+    assert "--nproc_per_node=2 on the command line wins over PADDLE_NPROC_PER_NODE=3" in notes(config)
+    assert f"{config.log_dir}" == "logs"
+
+
+def test_equal_values_in_both_places_are_no_news() -> None:
+    assert notes(read("--nproc_per_node=2", env={"PADDLE_NPROC_PER_NODE": "2"})) == ""
+
+
+@pytest.mark.parametrize(
+    ("env", "field", "value"),
+    [
+        ({"PADDLE_JOB_ID": "a"}, "job_id", "a"),
+        ({"PET_RDZV_ID": "a"}, "job_id", "a"),
+        ({"PET_NPROC_PER_NODE": "4"}, "nproc_per_node", 4),
+        ({"PADDLE_LOG_LEVEL": "debug"}, "log_level", "DEBUG"),
+        ({"PADDLE_LOG_OVERWRITE": "1"}, "log_overwrite", True),
+        ({"PET_MAX_RESTARTS": "2"}, "max_restart", 2),
+        ({"PET_LOG_DIR": "there"}, "given", ()),
+        ({"PORT_RANGE": "40000:40010"}, "port_range", (40000, 40010)),
+        ({"FLAGS_START_PORT": "7100"}, "fixed_port", 7100),
+        ({"PADDLE_ENV_LIMIT_LEN": "100"}, "environment_limit", 100),
+    ],
+)
+def test_the_environment_decides_where_no_flag_is_given(env: dict[str, str], field: str, value: object) -> None:
+    assert getattr(read(env=env), field) == value
+
+
+def test_a_launcher_inside_a_worker_ignores_what_the_outer_one_set() -> None:
+    env = {"FLEET_POD": "x", "PADDLE_MASTER": "10.0.0.1:80", "PADDLE_NNODES": "4", "PADDLE_TRAINER_ID": "3",
+           "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1", "PADDLE_NPROC_PER_NODE": "2"}
+    config = read(env=env)
+    assert (config.max_nodes, config.nproc_per_node, config.static_peers) == (1, 2, ())
+
+
+@pytest.mark.parametrize("name", ["../up", "a b", "a/b", "..", "\u00e9"])
+def test_job_ids_that_could_leave_the_log_folder_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="letters, digits"):
+        read(f"--job_id={name}")
+
+
+def test_pod_names_are_six_random_letters() -> None:
+    """000-14."""
+    names = {read().pod_name for _ in range(20)}
+    assert len(names) > 15
+    assert all(len(name) == 6 and name.isascii() and name.islower() and name.isalpha() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("flags", "restarts"),
+    [
+        ((), 0),
+        (("--max_restart=2",), 2),
+        (("--max-restarts=2",), 2),
+        (("--elastic_level=1",), 3),
+        (("--elastic_level=1", "--max_restart=5"), 5),
+        (("--elastic_level=0", "--max_restart=5"), 0),
+    ],
+)
+def test_restarts_happen_when_they_were_asked_for(flags: tuple[str, ...], restarts: int) -> None:
+    """G13: the newer family restarts in place; the block still prints 3 by default."""
+    config = read(*flags)
+    assert config.max_restart == restarts
+    assert ("left aside" in notes(config)) == ("--elastic_level=0" in flags)
+
+
+def test_log_level_is_valid() -> None:
+    """000-18, 003-26, G2: --log_level is a flag, although fleetrun's documentation removed it."""
+    assert read("--log_level=DEBUG").log_level == "DEBUG"
+    with pytest.raises(ConfigError, match="Did you mean 'DEBUG'"):
+        read("--log_level=DEBUGG")
+
+
+@pytest.mark.parametrize(
+    ("flag", "rule"),
+    [
+        ("--with_gloo=3", "0, 1, 2"),
+        ("--elastic_level=2", "-1, 0, 1"),
+        ("--gloo_port=70000", "1 to 65535"),
+        ("--max_restart=-1", "from 0"),
+        ("--elastic_timeout=nan", "seconds"),
+        ("--log_style=paddle", "launch or fleetrun"),
+        ("--start_port=x", "whole number"),
+        ("--sort_ip=maybe", "true or false"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_flag_and_rule(flag: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as caught:
+        read(flag)
+    assert flag.split("=")[0] in str(caught.value)
+
+
+def test_a_wrong_value_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="PADDLE_MAX_RESTART is 'x'"):
+        read(env={"PADDLE_MAX_RESTART": "x"})
+
+
+def test_flags_without_meaning_are_accepted_with_one_warning() -> None:
+    config = read("--auto_tuner_json=a.json", "--legacy")
+    assert notes(config).count("has no effect") == 2
+    assert "auto tuner is not part" in notes(config)
+    assert notes(read("--auto_cluster_config=0")) == ""  # the default changes nothing
+
+
+@pytest.mark.parametrize("flag", ["--heter_worker_num=1", "--heter_workers=a:1", "--coordinator_num=1", "--tee=3",
+                                  "--cluster_topo_path=x"])
+def test_flags_of_absent_features_are_refused_with_the_reason(flag: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"cannot be honoured: .*Leave it out"):
+        read(flag)
+
+
+def test_the_secret_is_new_for_each_job_and_hidden() -> None:
+    first, second = read(), read()
+    assert len(first.secret) == 64
+    assert first.secret != second.secret
+    assert first.secret not in repr(first)
+
+
+def test_the_users_secret_is_taken_and_checked() -> None:
+    config = read(env={"FLEET_JOB_SECRET": KEY})
+    assert (config.secret, config.secret_is_users) == (KEY, True)
+    with pytest.raises(ConfigError, match="32 hexadecimal digits") as caught:
+        read(env={"FLEET_JOB_SECRET": "hunter2hunter2hunter2"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_nodes_that_cannot_agree_on_a_secret_get_none_and_a_warning() -> None:
+    config = read("--nnodes=2", "--master=10.0.0.1:6000")
+    assert config.secret == ""
+    assert "FLEET_JOB_SECRET is not set" in notes(config)
+    assert read("--nnodes=2").secret != ""  # this node prints it in the command for the others
+    assert read("--nnodes=2", "--master=10.0.0.1:6000", env={"FLEET_JOB_SECRET": KEY}).secret == KEY
+
+
+def test_thread_count_is_set_for_several_workers_as_torchrun_does() -> None:
+    config = read("--nproc_per_node=2")
+    assert config.sets_thread_count
+    assert notes(config, "INFO").count("OMP_NUM_THREADS") == 1
+    assert not read("--nproc_per_node=2", env={"OMP_NUM_THREADS": "4"}).sets_thread_count
+    assert not read().sets_thread_count
+
+
+def test_script_arguments_pass_through_untouched() -> None:
+    """001-11: what stands behind the script is the script's, even when it looks like a flag of the launcher."""
+    args = ["--is_cloud=1", "--servers=a:1", "--server_num=2", "--gpus", "9", "--", "-h", "--nnodes=5"]
+    config = read("--gpus=0", script=(SCRIPT, *args))
+    assert config.script_args == tuple(args)
+    assert (config.mode, config.max_nodes, config.nproc_per_node) == ("collective", 1, 1)
+    assert config.original_argv == ("--gpus=0", SCRIPT, *args)
