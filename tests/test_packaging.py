@@ -91,7 +91,8 @@ def new_environment(folder: Path) -> Path:
     venv.create(folder, symlinks=True, with_pip=False)
     python = folder / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Files of this kind are read by name, and the one of an editable install needs the packages of this one.
+    (site / "_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
 
@@ -136,6 +137,12 @@ def test_the_wheel_says_what_it_needs(archives: Path) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "elastic", "examples", "k8s", "metrics"}
     core = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {line.partition(">")[0] for line in core} >= {"torch", "numpy", "pyyaml"}
+
+
+def test_building_leaves_nothing_in_the_checkout(archives: Path, checkout: Path) -> None:
+    """A build folder in the checkout would carry a removed module into the next wheel."""
+    present = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_symlink() or path.is_file()}
+    assert {path for path in present if not (checkout / path.parent).is_symlink()} == set(project_files())
 
 
 def test_the_source_archive_holds_files_and_no_links(archives: Path) -> None:
