@@ -122,7 +122,7 @@ class FleetOptimizer(OptimizerWrapper):
     set_dict = set_state_dict
 
     def _has_new_gradients(self) -> bool:
-        return any(
+        return self.has_new_gradients() or any(
             p.grad is not None and self._cleared.get(id(p)) != (id(p.grad), p.grad._version) for p in self.parameters()
         )
 

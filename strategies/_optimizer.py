@@ -51,6 +51,10 @@ class OptimizerWrapper(Optimizer):
         """Steps the optimizer inside."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
+    def has_new_gradients(self) -> bool:
+        """Returns whether a strategy keeps gradients out of ``.grad`` that came since the last step."""
+        return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.has_new_gradients()
+
     def note_step(self) -> None:
         """Lets a scheduler that was made on the optimizer inside know of a step that did not call it."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
