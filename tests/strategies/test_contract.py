@@ -1,0 +1,155 @@
+"""The contract of every strategy and every group of settings: a new option is under test once it exists."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fleet.strategies
+from fleet.errors import ConfigError
+from fleet.options import DistributedStrategy
+from fleet.strategies import GROUPS, REGISTRY, Stage, Strategy
+from fleet.strategies._config import Config, value_types
+
+STRATEGIES = [pytest.param(strategy, id=name) for name, strategy in REGISTRY.items()]
+
+
+def all_configs() -> Iterator[type[Config]]:
+    def below(config: type[Config]) -> Iterator[type[Config]]:
+        yield config
+        for key in config.key_names():
+            if isinstance(getattr(config(), key), Config):
+                yield from below(type(getattr(config(), key)))
+
+    roots = [strategy.Config for strategy in REGISTRY.values() if strategy.Config is not None]
+    found: dict[type[Config], None] = {}
+    for root in [*roots, *GROUPS]:
+        found.update(dict.fromkeys(below(root)))
+    yield from found
+
+
+CONFIGS = [pytest.param(config, id=config.__name__) for config in all_configs()]
+NUMBERS = [
+    pytest.param(config, key, kind, id=f"{config.__name__}.{key}")
+    for config in all_configs()
+    for key, kind in value_types(config).items()
+    if kind in (int, float) or kind in (tuple[int, ...], tuple[float, ...])
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_defaults_are_valid_and_stable(config: type[Config]) -> None:
+    """Defaults pass their own rules, survive copy and pickle, and equal themselves."""
+    default = config()
+    assert default == config()
+    assert copy.deepcopy(default) == default
+    assert pickle.loads(pickle.dumps(default)) == default
+    assert config().updated(default.as_dict()) == default
+    assert default.changes() == {}
+    assert config.option or config in GROUPS  # a message can name every key
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fields_are_settings(config: type[Config]) -> None:
+    """Every key says what it means, and at most one of 'no meaning' and 'refused' holds."""
+    for key in config.key_names():
+        rule = config.rule(key)
+        assert rule.meaning.strip(), key
+        assert not (rule.no_meaning and rule.refused), key
+        assert rule.outcome in ("implemented", "no meaning", "refused")
+
+
+@pytest.mark.parametrize(("config", "key", "kind"), NUMBERS)
+def test_numbers_reject_bad_values(config: type[Config], key: str, kind: Any) -> None:
+    """003-10: every number has bounds; nan, infinity, text, None and booleans are refused by name."""
+    many = kind not in (int, float)
+    bad: list[Any] = [math.nan, math.inf, "1", None, True, -(10**9)]
+    for value in bad:
+        with pytest.raises(ConfigError, match=key):
+            config(**{key: [value] if many else value})
+    if kind is int:
+        with pytest.raises(ConfigError, match=key):
+            config(**{key: 1.5})
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_unknown_keys_are_refused(config: type[Config]) -> None:
+    """A0.5: a key that does not exist is refused, as AssertionError and as ValueError."""
+    with pytest.raises(AssertionError, match="no key 'no_such_key'"):
+        config().updated({"no_such_key": 1})
+    with pytest.raises(ValueError, match="takes a dictionary"):
+        config().updated(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy_describes_itself(strategy: type[Strategy]) -> None:
+    """Name, meaning, stage and effect are there, and the name is that of the file."""
+    assert strategy.__module__.rpartition(".")[2] == strategy.name
+    assert strategy.meaning.endswith(".")
+    assert isinstance(strategy.stage, Stage)
+    assert strategy.model_effect or strategy.optimizer_effect
+    assert not strategy.model_effect.endswith(".")
+    assert not strategy.optimizer_effect.endswith(".")
+    assert strategy.in_collective_job or strategy.in_ps_job
+    if strategy.Config is not None:
+        assert strategy.Config.option == f"{strategy.name}_configs"
+    if strategy.refused is not None:
+        assert not strategy.refused.endswith(".")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_names_of_others_are_registered(strategy: type[Strategy]) -> None:
+    """A name in after, conflicts, replaces or reads exists, and each conflict has a reason."""
+    assert strategy.name not in strategy.after + strategy.replaces + tuple(strategy.conflicts)
+    for other in strategy.after:
+        assert other in REGISTRY
+        assert REGISTRY[other].stage == strategy.stage, "after orders inside a stage only"
+    for other in strategy.replaces:
+        assert REGISTRY[other].always
+    for other, reason in strategy.conflicts.items():
+        assert other in REGISTRY
+        assert not REGISTRY[other].always
+        assert strategy.name not in REGISTRY[other].conflicts, "each pair is written once"
+        assert len(reason) > 15
+        assert not reason.endswith(".")
+    known = set(DistributedStrategy())
+    assert set(strategy.reads) <= known
+    for option, changes in strategy.also_sets.items():
+        assert DistributedStrategy()[option].updated(changes)
+
+
+def test_after_has_no_cycle() -> None:
+    """The finer order inside the stages is an order."""
+    from fleet.strategies._plan import ordered
+
+    assert len(ordered(list(REGISTRY.values()))) == len(REGISTRY)
+
+
+def test_every_public_module_declares_an_option() -> None:
+    """One public file, one option or one group of options."""
+    folder = Path(fleet.strategies.__file__).parent
+    public = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    declared = {strategy.__module__ for strategy in REGISTRY.values()} | {group.__module__ for group in GROUPS}
+    assert {f"fleet.strategies.{name}" for name in public} == {name for name in declared if "fleet." in name}
+
+
+def test_an_option_cannot_be_defined_twice() -> None:
+    """A second class of the same name is refused when it is declared."""
+    with pytest.raises(TypeError, match="'amp' is defined by both"):
+
+        class Again(Strategy):
+            name = "amp"
+
+
+def test_no_option_is_declared_by_two_groups() -> None:
+    """A top-level name has one owner."""
+    names = [key for group in GROUPS for key in group.key_names()]
+    names += [name for name, strategy in REGISTRY.items() if not strategy.always]
+    names += [f"{name}_configs" for name, strategy in REGISTRY.items() if strategy.Config is not None]
+    assert sorted(names) == sorted(set(names))
