@@ -1,0 +1,4 @@
+"""The launcher: starts the processes of a job on each node, watches them, and says how they ended.
+
+``python -m fleet.launch`` runs it. Standard library only, so that it starts in no time and without torch.
+"""

@@ -94,15 +94,12 @@ def make_peer(config: LaunchConfig) -> Peer:
     host = node_host(config)
     num_workers = 0 if config.workers else config.nproc_per_node or 0
     num_servers = 0 if config.servers else config.server_num
+    listed = _check_listed(config)
     if config.fixed_port is not None:
         ports = fixed_ports(config.fixed_port, num_workers, host)
     else:
-        ports = free_ports(num_workers, host, config.port_range)
-    listed = [*(config.servers[i] for i in config.local_servers), *(config.workers[i] for i in config.local_workers)]
-    for endpoint in listed:
-        address, port = split_endpoint(endpoint, "the endpoint list")
-        check_ports(address, (port,))
-    others = free_ports(num_servers + 2, host, config.port_range, ports)
+        ports = free_ports(num_workers, host, config.port_range, listed)
+    others = free_ports(num_servers + 2, host, config.port_range, {*ports, *listed})
     return Peer(
         name=config.pod_name,
         host=host,
@@ -113,6 +110,15 @@ def make_peer(config: LaunchConfig) -> Peer:
         http_port=_own_or(config.http_port, others[-1], host),
         node_rank=config.node_rank,
     )
+
+
+def _check_listed(config: LaunchConfig) -> set[int]:
+    """Returns the ports of listed endpoints, after a look that this node's own are free."""
+    own = [*(config.servers[i] for i in config.local_servers), *(config.workers[i] for i in config.local_workers)]
+    for endpoint in own:
+        address, port = split_endpoint(endpoint, "the endpoint list")
+        check_ports(address, (port,))
+    return {split_endpoint(endpoint, "the endpoint list")[1] for endpoint in (*config.servers, *config.workers)}
 
 
 def _own_or(fixed: int | None, free: int, host: str) -> int:

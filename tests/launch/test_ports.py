@@ -1,0 +1,80 @@
+"""Ports of this node."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from fleet.errors import LaunchError
+from fleet.launch._ports import check_ports, fixed_ports, free_ports, is_free, make_peer
+from tests.helpers.launching import plan, read
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_free_ports_are_distinct_and_free() -> None:
+    ports = free_ports(50, "127.0.0.1")
+    assert len(set(ports)) == 50
+    assert all(35100 <= port <= 64000 and is_free("127.0.0.1", port) for port in ports)
+
+
+def test_a_range_is_kept_and_its_end_is_an_error(busy: int) -> None:
+    """PORT_RANGE."""
+    assert free_ports(1, "127.0.0.1", (busy, busy + 200))[0] != busy
+    with pytest.raises(LaunchError, match="PORT_RANGE"):
+        free_ports(1, "127.0.0.1", (busy, busy))
+    with pytest.raises(LaunchError, match="has 0"):
+        free_ports(1, "127.0.0.1", (40000, 40001), taken=(40000, 40001))
+
+
+def test_a_busy_port_is_named(busy: int) -> None:
+    """C.3: fails clearly."""
+    assert not is_free("127.0.0.1", busy)
+    with pytest.raises(LaunchError, match=f"Port {busy} on 127.0.0.1 is in use"):
+        fixed_ports(busy, 1, "127.0.0.1")
+    with pytest.raises(LaunchError, match="do not exist|does not exist"):
+        check_ports("127.0.0.1", (65536,))
+
+
+def test_this_nodes_peer() -> None:
+    """002-20, C.3: distinct free ports for every process, the store and the gloo rendezvous."""
+    config = read("--server_num=2", "--worker_num=3")
+    peer = make_peer(config)
+    ports = [*peer.ports, *peer.server_ports, peer.store_port, peer.http_port]
+    assert (len(peer.ports), len(peer.server_ports), len(set(ports))) == (3, 2, 7)
+    assert (peer.host, peer.name) == ("127.0.0.1", config.pod_name)
+    assert len(plan(config, [peer])) == 5
+
+
+def test_fixed_ports_of_the_environment_and_flags() -> None:
+    first = free_ports(1, "127.0.0.1", (61100, 63900))[0]
+    config = read("--nproc_per_node=2", f"--master-port={first + 7}", env={"FLAGS_START_PORT": f"{first}"})
+    peer = make_peer(config)
+    assert (peer.ports, peer.store_port) == ((first, first + 1), first + 7)
+
+
+def test_a_listed_node_keeps_its_ports(busy: int) -> None:
+    flags = ("--ips=127.0.0.2,127.0.0.3", "--host=127.0.0.2")
+    config = read(*flags, "--start_port=61999")
+    assert make_peer(config) is config.static_peers[0]
+    config = read("--servers", f"127.0.0.1:{busy}", "--worker_num=1")
+    with pytest.raises(LaunchError, match="in use"):
+        make_peer(config)
+
+
+def test_counted_processes_stay_clear_of_listed_ones() -> None:
+    config = read("--servers=127.0.0.1:61000", "--worker_num=1", env={"PORT_RANGE": "61000:61040"})
+    peer = make_peer(config)
+    assert 61000 not in (*peer.ports, peer.store_port, peer.http_port)
+
+
+def test_addresses_of_other_machines_are_not_looked_at() -> None:
+    assert is_free("192.0.2.77", 80)

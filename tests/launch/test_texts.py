@@ -1,0 +1,183 @@
+"""The launcher's texts: blocks, tables, lines, the copy command, files."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stderr
+
+import pytest
+
+from fleet.launch import _texts
+from fleet.launch._logs import LaunchLog
+from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
+from tests.helpers.launching import SCRIPT, peer_of, plan, read
+
+SEED_NAMES = ("devices elastic_level elastic_timeout gloo_port host job_id legacy log_dir log_level master max_restart "
+              "nnodes nproc_per_node rank run_mode server_num servers trainer_num trainers training_script "
+              "training_script_args with_gloo").split()
+
+
+def test_the_configuration_block() -> None:
+    """000-10: names in alphabetical order, None or an empty text for what was not given."""
+    head, *lines, foot = _texts.configuration_lines(read("--devices=0,1", script=(SCRIPT, "--lr", "1"), num_gpus=2))
+    assert head == "-----------  Configuration  ----------------------"
+    assert foot == "-" * 50
+    values = dict(line.split(": ", 1) for line in lines)
+    assert list(values) == sorted(values)
+    assert set(SEED_NAMES) <= set(values)
+    assert (values["host"], values["servers"], values["devices"], values["nnodes"]) == ("None", "", "0,1", "1")
+    assert (values["training_script"], values["training_script_args"]) == (SCRIPT, "['--lr', '1']")
+    assert (values["rank"], values["with_gloo"], values["run_mode"]) == ("-1", "0", "collective")
+
+
+def test_fleetruns_block() -> None:
+    """002-11."""
+    head, *lines, foot = _texts.fleetrun_lines(read("--gpus=0,1"))
+    assert (head, foot) == ("-----------  Configuration Arguments -----------", "-" * 48)
+    assert [line.split(": ")[0] for line in lines] == [
+        "gpus", "heter_worker_num", "heter_workers", "http_port", "ips", "log_dir", "nproc_per_node", "server_num",
+        "servers", "training_script", "training_script_args", "worker_num", "workers",
+    ]
+    assert "ips: 127.0.0.1" in lines
+    assert "gpus: 0,1" in lines
+    assert _texts.fleetrun_lines(read("--devices=0")) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "current", "expected"),
+    [
+        ((), None, "Job: default, mode collective, replicas 1[1:1], elastic False"),
+        (("--nnodes=3", "--job_id=J"), 3, "Job: J, mode collective, replicas 3[3:3], elastic False"),
+        (("--nnodes=2:4", "--master=etcd://10.0.0.1:1", "--job_id=J", "--elastic_level=1"), 3,
+         "Job: J, mode collective, replicas 3[2:4], elastic True"),
+        (("--server_num=1", "--worker_num=1"), None, "Job: default, mode ps, replicas 1[1:1], elastic False"),
+    ],
+)
+def test_the_job_line(flags: tuple[str, ...], current: int | None, expected: str) -> None:
+    """000-11, 000-12, 000-13."""
+    assert _texts.job_line(read(*flags), current) == expected
+
+
+def test_the_pod_lines() -> None:
+    """000-11, 000-14, 000-15: replicas of a pod counts its processes."""
+    config = read("--nproc_per_node=3")
+    specs = plan(config)
+    assert re.fullmatch(r"Run Pod: [a-z]{6}, replicas 3, status ready", _texts.run_pod_line(config, specs))
+    assert re.fullmatch(r"Watching Pod: [a-z]{6}, replicas 3, status running", _texts.watching_pod_line(config, specs))
+
+
+def test_the_copy_command_holds_the_original_arguments() -> None:
+    """000-05."""
+    args = ("--nnodes=2", "--gpus", "1, 3")
+    config = read(*args, script=(SCRIPT, "--name", "two words"))
+    sentence, rule, command, end = _texts.copy_command_lines(config, "10.0.0.1:6000")
+    assert sentence == "Copy the following command to other nodes to run."
+    assert rule == end == "-" * 80
+    words = shlex.split(command)
+    assert words[0] == f"FLEET_JOB_SECRET={config.secret}"
+    assert words[1:] == ["python", "-m", "fleet.launch", "--master", "10.0.0.1:6000", *args, SCRIPT, "--name", "two words"]
+
+
+def test_the_copy_command_refers_to_a_secret_of_the_user() -> None:
+    config = read("--nnodes=2", "--rank=0", env={"FLEET_JOB_SECRET": "ab" * 16})
+    lines = _texts.copy_command_lines(config, "10.0.0.1:6000")
+    assert lines[2].startswith('FLEET_JOB_SECRET="$FLEET_JOB_SECRET" python')
+    assert lines[4] == "On each node change what belongs to this one: --rank."
+
+
+def test_the_collective_table_and_messages() -> None:
+    """002-11: five rows, then where to look."""
+    config = read("--gpus=0,1")
+    start, where = _texts.start_messages(config, plan(config))
+    assert start.startswith("Local start 2 processes. First process distributed environment info (Only For Debug): \n")
+    rows = [line for line in start.splitlines() if line.startswith("    |")]
+    assert rows[0] == "    |                        Distributed Envs                      Value                    |"
+    assert len(rows) == 6
+    assert rows[1] == "    |                 PADDLE_CURRENT_ENDPOINT                 127.0.0.1:7000                |"
+    assert {len(line) for line in start.splitlines() if line.startswith("    ")} == {93}
+    assert where == ("details abouts PADDLE_TRAINER_ENDPOINTS can be found in log/endpoints.log, and detail running logs "
+                     "maybe found in log/workerlog.0")
+    config = read("--devices=0,1")
+    assert _texts.start_messages(config, plan(config)) == []
+
+
+def test_the_tables_of_a_parameter_server_job() -> None:
+    """002-20: 11 and 14 rows, exactly the documented names."""
+    config = read("--server_num=1", "--worker_num=2", "--gpus=0,1", num_gpus=2)
+    server, worker, _ = _texts.start_messages(config, plan(config))
+    for text, role, count, names in ((server, "server", 1, SERVER_ROWS), (worker, "worker", 2, WORKER_ROWS)):
+        assert text.startswith(f"Local {role} start {count} processes.")
+        rows = [line.strip(" |").split() for line in text.splitlines() if line.startswith("    |")][1:]
+        assert [row[0] for row in rows] == list(names)
+    assert "..." in worker or "127.0.0.1:7000,127.0.0.1:7001" in worker
+
+
+def test_long_values_keep_their_end() -> None:
+    config = read("--gpus=0,1", "--nproc_per_node=5")
+    text = _texts.start_messages(config, plan(config))[0]
+    assert "... " in text
+    assert "127.0.0.1:7004|" in text
+
+
+def test_endpoints_log() -> None:
+    """002-12."""
+    text = _texts.endpoints_log(plan(read("--gpus=0,1")))
+    assert text == "PADDLE_TRAINER_ENDPOINTS: \n127.0.0.1:7000\n127.0.0.1:7001\n"
+
+
+def test_the_files_hold_only_the_launchers_variables() -> None:
+    """Decision 9."""
+    env = {"MY_OWN": "x", "PADDLE_ENV_LIMIT_LEN": "100"}
+    spec = plan(read("--nproc_per_node=9", env=env), env=env)[1]
+    lines = _texts.environment_log(spec).splitlines()
+    assert lines == sorted(lines)
+    assert "PADDLE_TRAINER_ID=1" in lines
+    data = json.loads(_texts.backup_environment(spec))
+    assert data["PADDLE_TRAINER_ENDPOINTS"].count(":") == 9
+    assert data["PADDLE_TRAINER_ID"] == "1"
+    assert "MY_OWN" not in data
+    assert not any("MY_OWN" in line for line in lines)
+
+
+PLANTED = "s3cr3tPlantedValue"
+
+
+@pytest.mark.parametrize("flags", [
+    ("--gpus=0,1",), ("--server_num=1", "--worker_num=2"), ("--nnodes=2",), ("--devices=0", "--backend=gloo"),
+    ("--nnodes=2", f"--master=etcd://me:{PLANTED}@10.0.0.1:2379"),
+    ("--elastic_server=10.0.0.1:2379", "--np=2", f"--elastic_pre_hook=API_TOKEN={PLANTED} ./hook"),
+    (f"--auto_tuner_json=PASSWORD={PLANTED}", "--log_style=fleetrun"),
+])
+def test_no_text_and_no_file_holds_a_secret(flags: tuple[str, ...]) -> None:
+    """Secrets: planted in the environment, the proxies, the flags and the script's arguments."""
+    env = {"AWS_SECRET_ACCESS_KEY": PLANTED, "WANDB_API_KEY": PLANTED, "http_proxy": f"http://me:{PLANTED}@10.0.0.9:80"}
+    script = (SCRIPT, f"--api_key={PLANTED}", "--hf-token", PLANTED, f"DB_PASSWORD={PLANTED}")
+    config = read(*flags, script=script, env=env)
+    specs = plan(config, [peer_of(config)], env=env)
+    with redirect_stderr(io.StringIO()) as terminal:
+        _texts.announce(config, LaunchLog("DEBUG"))
+    texts = [
+        terminal.getvalue(), *_texts.configuration_lines(config), *_texts.fleetrun_lines(config),
+        *_texts.start_messages(config, specs), _texts.job_line(config), _texts.run_pod_line(config, specs),
+        _texts.watching_pod_line(config, specs), _texts.endpoints_log(specs), repr(config.secret_is_users),
+        _texts.node_line(config, "127.0.0.1", 0),
+    ]
+    for spec in specs:
+        texts += [_texts.environment_log(spec), _texts.backup_environment(spec)]
+        texts.append(_texts.environment_table(spec, sorted(spec.environment)))
+    for text in texts:
+        assert PLANTED not in text
+        assert config.secret not in text or not config.secret
+
+
+def test_announcing_writes_block_and_notes() -> None:
+    """000-10, 002-11: LAUNCH INFO date time,ms in front of each line, the notes after the block."""
+    with redirect_stderr(io.StringIO()) as terminal:
+        _texts.announce(read("--gpus=0,1"), LaunchLog("INFO"))
+    lines = terminal.getvalue().splitlines()
+    assert lines[0] == "-----------  Configuration Arguments -----------"
+    assert re.fullmatch(r"LAUNCH INFO \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} -{11}  Configuration  -{22}", lines[15])
+    assert any(line.startswith("LAUNCH WARNING") and "no GPU" in line for line in lines)
