@@ -1,0 +1,55 @@
+"""What the workers run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleet.errors import ConfigError
+from fleet.launch._script import Script, python_command
+from tests.helpers.launching import read
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "data.txt").touch()
+    (tmp_path / "program").touch(mode=0o755)
+    return tmp_path
+
+
+def kind(*flags: str, script: str) -> tuple[str, bool, bool]:
+    config = read(*flags, script=(script,), env={"PATH": "/bin:/usr/bin"})
+    return config.script, config.is_module, config.run_direct
+
+
+def test_kinds(folder: Path) -> None:
+    """C.1: a .py file, another executable, a module, the word run_check."""
+    assert kind(script="train.py") == ("train.py", False, False)
+    assert kind(script=f"{folder}/train.py") == (f"{folder}/train.py", False, False)
+    assert kind("-m", script="train") == ("train", True, False)
+    assert kind("--module", script="pkg.train") == ("pkg.train", True, False)
+    assert kind(script="sh") == ("sh", False, True)
+    assert kind(script="./program") == ("./program", False, True)
+    assert kind(script="program") == ("./program", False, True)
+    assert kind(script="run_check") == ("fleet", True, False)
+
+
+def test_a_missing_script_is_named_with_the_nearest_file(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'trian.py' does not exist .*Did you mean 'train.py'"):
+        kind(script="trian.py")
+    with pytest.raises(ConfigError, match=r"neither a file here.*put -m before"):
+        kind(script="fleet_train")
+    with pytest.raises(ConfigError, match=r"chmod \+x"):
+        kind(script="data.txt")
+    with pytest.raises(ConfigError, match="neither a .py file nor an executable"):
+        kind("--no_python", script="train.py")
+    with pytest.raises(ConfigError, match="--no_python does not"):
+        kind("-m", "--no_python", script="train")
+
+
+def test_a_command_of_its_own_gets_no_interpreter() -> None:
+    assert python_command("./a", ("b",), is_module=False, run_direct=True) == ("./a", "b")
+    assert Script("a", ()).is_module is False
