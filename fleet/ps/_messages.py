@@ -1,0 +1,354 @@
+"""The messages between workers and parameter servers: a fixed header, table parts, capped JSON. No pickle.
+
+Every message is one 48-byte little-endian header and a body of at most ``max_body_bytes``. The body of a data
+message (pull, push, add, set) is a sequence of parts, one per table; the body of a control message is JSON. All
+functions here are pure: bytes in, values out, and each field is checked before it is used for anything.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import PSError
+
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_CONTROL_BYTES",
+    "Buffer",
+    "Flag",
+    "Header",
+    "MessageError",
+    "Op",
+    "Part",
+    "Status",
+    "body_checksum",
+    "control_body",
+    "decode_control",
+    "decode_header",
+    "decode_parts",
+    "encode_header",
+    "encode_parts",
+    "rows_bytes",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"FLPS"
+VERSION = 1
+MAX_BODY_BYTES = 1 << 28
+MAX_CONTROL_BYTES = 1 << 20
+MAX_TABLES = 1 << 10
+MAX_TABLE_ID = 1 << 16
+MAX_DIM = 1 << 16
+
+_HEADER = struct.Struct("<4sBBHQQQHHIII")
+_PART = struct.Struct("<IIHHIQ")  # table id, n, parts present, reserved, dim, offset
+HEADER_BYTES = _HEADER.size
+PART_BYTES = _PART.size
+assert HEADER_BYTES == 48
+assert PART_BYTES == 24
+
+
+class MessageError(PSError):
+    """The bytes are not a valid message; nothing was changed."""
+
+
+class Op(IntEnum):
+    """What a message asks for."""
+
+    HELLO = 1
+    CREATE = 2
+    PULL = 3
+    PUSH = 4
+    ADD = 5
+    SET_DENSE = 6
+    GEO_PULL = 7
+    BARRIER = 8
+    SAVE = 9
+    LOAD = 10
+    SHRINK = 11
+    STAT = 12
+    PING = 13
+    GOODBYE = 14
+    STOP = 15
+    SNAPSHOT = 16
+
+
+class Flag(IntFlag):
+    """Properties of a message."""
+
+    NONE = 0
+    BFLOAT16 = 1  # rows of this message (of the answer, for a pull) are bfloat16
+    CHECKSUM = 2  # ``checksum`` holds the crc32 of the body
+    RESPONSE = 4
+    NO_CREATE = 8  # a pull does not create the rows it does not find
+    NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
+
+
+class Status(IntEnum):
+    """How a request went."""
+
+    OK = 0
+    DUPLICATE = 1  # known already: acknowledged and not applied again
+    WAITING = 2  # an interim answer: the server lives and waits for other workers
+    REFUSED = 3  # the request was wrong; the body says why
+    FENCED = 4  # another process has taken over this worker's rank
+    FAILED = 5  # the server could not do it; the body says why
+
+
+class _Present(IntFlag):
+    IDS = 1
+    ROWS = 2
+    SHOWS = 4
+    CLICKS = 8
+    DENSE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of one message.
+
+    In a request ``seq`` numbers the changes one channel makes, ``step`` is the training step and ``client_id`` the
+    process. In an answer ``seq`` is the last durable number of the channel and ``step`` the step the server stands
+    at. ``tag`` is chosen by the client and returned with the answer.
+    """
+
+    op: Op
+    flags: Flag = Flag.NONE
+    client_id: int = 0
+    seq: int = 0
+    step: int = 0
+    n_tables: int = 0
+    status: Status = Status.OK
+    body_bytes: int = 0
+    checksum: int = 0
+    tag: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """What a message carries for one table.
+
+    A sparse part has ``ids`` (int64 ``[n]``); a dense part has none and covers ``n`` elements from ``offset``.
+    ``rows`` is float32 ``[n, dim]``, or uint16 when it holds bfloat16 as it is on the wire. ``shows`` and
+    ``clicks`` are float32 ``[n]``.
+    """
+
+    table_id: int
+    n: int
+    dim: int
+    ids: NDArray[np.int64] | None = None
+    rows: NDArray[Any] | None = None
+    shows: NDArray[np.float32] | None = None
+    clicks: NDArray[np.float32] | None = None
+    offset: int = 0
+
+
+def encode_header(header: Header) -> bytes:
+    """Returns the 48 bytes of ``header``."""
+    return _HEADER.pack(
+        MAGIC,
+        VERSION,
+        header.op,
+        header.flags,
+        header.client_id,
+        header.seq,
+        header.step,
+        header.n_tables,
+        header.status,
+        header.body_bytes,
+        header.checksum,
+        header.tag,
+    )
+
+
+def decode_header(data: Buffer, max_body_bytes: int = MAX_BODY_BYTES) -> Header:
+    """Returns the header in ``data``, or raises :class:`MessageError` for the first field that is not valid."""
+    if len(data) != HEADER_BYTES:
+        raise MessageError(f"a header has {HEADER_BYTES} bytes, received {len(data)}.")
+    magic, version, op, flags, client_id, seq, step, n_tables, status, body, checksum, tag = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise MessageError(f"the message starts with {magic!r}, not {MAGIC!r}: the peer speaks another protocol.")
+    if version != VERSION:
+        raise MessageError(f"the peer speaks version {version} of the protocol, this side version {VERSION}.")
+    if op not in _OPS:
+        raise MessageError(f"operation {op} does not exist.")
+    if flags & ~_ALL_FLAGS:
+        raise MessageError(f"flags {flags:#x} hold bits that have no meaning.")
+    if status not in _STATUSES:
+        raise MessageError(f"status {status} does not exist.")
+    if n_tables > MAX_TABLES:
+        raise MessageError(f"{n_tables} tables in one message; at most {MAX_TABLES} are allowed.")
+    if body > max_body_bytes:
+        raise MessageError(f"a body of {body} bytes; at most {max_body_bytes} are allowed.")
+    return Header(
+        _OPS[op], Flag(flags), client_id, seq, step, n_tables, _STATUSES[status], body, checksum, tag
+    )
+
+
+_OPS = {int(op): op for op in Op}
+_STATUSES = {int(status): status for status in Status}
+_ALL_FLAGS = sum(Flag)
+
+
+def rows_bytes(n: int, dim: int, bfloat16: bool) -> int:
+    """Returns the bytes that ``n`` rows of ``dim`` take on the wire, without padding."""
+    return n * dim * (2 if bfloat16 else 4)
+
+
+def encode_parts(parts: Sequence[Part], bfloat16: bool = False) -> list[Buffer]:
+    """Returns the buffers that make up the body for ``parts``; arrays are referred to, not copied.
+
+    ``rows`` must be C-contiguous float32, or uint16 when ``bfloat16``.
+    """
+    if len(parts) > MAX_TABLES:
+        raise MessageError(f"{len(parts)} tables in one message; at most {MAX_TABLES} are allowed.")
+    buffers: list[Buffer] = []
+    for part in parts:
+        present = _Present.DENSE if part.ids is None else _Present.IDS
+        if part.rows is not None:
+            present |= _Present.ROWS
+        if part.shows is not None:
+            present |= _Present.SHOWS
+        if part.clicks is not None:
+            present |= _Present.CLICKS
+        buffers.append(_PART.pack(part.table_id, part.n, present, 0, part.dim, part.offset))
+        fields = (
+            (part.ids, np.int64, part.n),
+            (part.rows, np.uint16 if bfloat16 else np.float32, part.n * part.dim),
+            (part.shows, np.float32, part.n),
+            (part.clicks, np.float32, part.n),
+        )
+        for values, dtype, size in fields:
+            if values is not None:
+                buffers.extend(_field(values, dtype, size, part.table_id))
+    return buffers
+
+
+def _field(values: NDArray[Any], dtype: type, size: int, table_id: int) -> list[Buffer]:
+    if values.dtype != dtype or values.size != size or not values.flags.c_contiguous:
+        raise MessageError(
+            f"table {table_id}: an array of {values.dtype} {values.shape} where {size} contiguous values of "
+            f"{np.dtype(dtype)} belong."
+        )
+    if not values.size:
+        return []
+    buffers: list[Buffer] = [memoryview(values).cast("B")]
+    if padding := -values.nbytes % 8:
+        buffers.append(bytes(padding))
+    return buffers
+
+
+def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[Part]:
+    """Returns the ``n_tables`` parts in ``body``; their arrays are views of it.
+
+    ``body`` must begin at an address that is a multiple of 8.
+
+    Raises:
+        MessageError: a length, an id or a dim is out of range, parts do not fill the body exactly, a table occurs
+            twice.
+    """
+    parts: list[Part] = []
+    position = 0
+    seen: set[int] = set()
+    for _ in range(n_tables):
+        if len(body) - position < PART_BYTES:
+            raise MessageError(f"the body ends inside the head of part {len(parts)}.")
+        part, position = _decode_part(body, position, bfloat16)
+        if part.table_id in seen:
+            raise MessageError(f"table {part.table_id} occurs twice in one message.")
+        seen.add(part.table_id)
+        parts.append(part)
+    if position != len(body):
+        raise MessageError(f"the body has {len(body)} bytes, its {n_tables} parts fill {position}.")
+    return parts
+
+
+def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[Part, int]:
+    table_id, n, bits, reserved, dim, offset = _PART.unpack_from(body, position)
+    position += PART_BYTES
+    present = _check_part(table_id, bits, reserved, dim, offset)
+    sizes = (
+        8 * n if present & _Present.IDS else 0,
+        rows_bytes(n, dim, bfloat16) if present & _Present.ROWS else 0,
+        4 * n if present & _Present.SHOWS else 0,
+        4 * n if present & _Present.CLICKS else 0,
+    )
+    if sum(size + -size % 8 for size in sizes) > len(body) - position:
+        raise MessageError(f"table {table_id}: {n} rows of dim {dim} do not fit into the rest of the body.")
+    starts = []
+    for size in sizes:
+        starts.append(position)
+        position += size + -size % 8
+    part = Part(table_id, n, dim, offset=offset)
+    if present & _Present.IDS:
+        part.ids = np.frombuffer(body, np.int64, n, starts[0])
+    if present & _Present.ROWS:
+        rows = np.frombuffer(body, np.uint16 if bfloat16 else np.float32, n * dim, starts[1])
+        part.rows = rows.reshape(n, dim)
+    if present & _Present.SHOWS:
+        part.shows = np.frombuffer(body, np.float32, n, starts[2])
+    if present & _Present.CLICKS:
+        part.clicks = np.frombuffer(body, np.float32, n, starts[3])
+    return part, position
+
+
+def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) -> _Present:
+    if table_id >= MAX_TABLE_ID:
+        raise MessageError(f"table id {table_id}; ids are below {MAX_TABLE_ID}.")
+    if bits & ~_ALL_PRESENT or reserved:
+        raise MessageError(f"table {table_id}: fields {bits:#x}/{reserved:#x} hold bits that have no meaning.")
+    if not 1 <= dim <= MAX_DIM:
+        raise MessageError(f"table {table_id}: dim {dim}; it must be 1 to {MAX_DIM}.")
+    dense, sparse = bool(bits & _Present.DENSE), bool(bits & _Present.IDS)
+    if dense == sparse:
+        raise MessageError(f"table {table_id}: a part is either sparse (it has ids) or dense.")
+    if dense and (dim != 1 or bits & (_Present.SHOWS | _Present.CLICKS)):
+        raise MessageError(f"table {table_id}: a dense part has dim 1, no shows and no clicks; received dim {dim}.")
+    if sparse and offset:
+        raise MessageError(f"table {table_id}: a sparse part has no offset; received {offset}.")
+    return _Present(bits)
+
+
+_ALL_PRESENT = sum(_Present)
+
+
+def body_checksum(buffers: Sequence[Buffer]) -> int:
+    """Returns the crc32 of the body that ``buffers`` make up."""
+    value = 0
+    for buffer in buffers:
+        value = zlib.crc32(buffer, value)
+    return value
+
+
+def control_body(fields: dict[str, Any]) -> bytes:
+    """Returns the body of a control message; raises :class:`MessageError` when it is larger than allowed."""
+    body = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    if len(body) > MAX_CONTROL_BYTES:
+        raise MessageError(f"a control message of {len(body)} bytes; at most {MAX_CONTROL_BYTES} are allowed.")
+    return body
+
+
+def decode_control(body: Buffer) -> dict[str, Any]:
+    """Returns the fields of a control message; an empty body has none."""
+    if len(body) > MAX_CONTROL_BYTES:
+        raise MessageError(f"a control message of {len(body)} bytes; at most {MAX_CONTROL_BYTES} are allowed.")
+    if not len(body):
+        return {}
+    try:
+        fields = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"a control message that is not JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise MessageError(f"a control message must be a JSON object, received {type(fields).__name__}.")
+    return fields

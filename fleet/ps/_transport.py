@@ -1,0 +1,352 @@
+"""The transport seam, and its socket form: blocking TCP or Unix sockets, TLS when a context is given.
+
+A transport binds and connects; a listener accepts; a connection sends and receives whole messages. Everything above
+knows only these protocols, so the tests run the same server over queues (:mod:`fleet.ps._local`). Sockets are opened
+directly: proxy settings of the environment play no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import struct
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._messages import Buffer
+
+__all__ = [
+    "Connection",
+    "ConnectionLost",
+    "Listener",
+    "SocketTransport",
+    "TransferTimeout",
+    "Transport",
+    "is_loopback",
+    "split_endpoint",
+]
+
+_TICK_S = 1.0  # how often a blocked call looks at its deadline
+_MAX_VECTORS = 512  # below IOV_MAX of every system
+_BUFFER_BYTES = 4 << 20
+
+
+class ConnectionLost(PSError):
+    """The peer closed the connection, or the network did."""
+
+
+class TransferTimeout(PSError, TimeoutError):
+    """The peer did not send or take the bytes in time."""
+
+
+class Connection(Protocol):
+    """One stream between a worker and a server."""
+
+    peer: str
+
+    def send(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
+        """Sends all bytes of ``buffers`` in order."""
+
+    def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
+        """Fills ``view``.
+
+        The first byte may take ``idle_s`` seconds (for ever if None), all bytes ``timeout_s`` from then on.
+
+        Raises:
+            ConnectionLost: the stream ended.
+            TransferTimeout: a limit has passed.
+        """
+
+    def close(self) -> None:
+        """Ends the stream; a call that blocks in another thread returns with :class:`ConnectionLost`."""
+
+
+class Listener(Protocol):
+    """An endpoint that takes connections."""
+
+    endpoint: str
+
+    def accept(self) -> Connection:
+        """Returns the next connection; raises :class:`ConnectionLost` once the listener is closed."""
+
+    def close(self) -> None:
+        """Stops listening."""
+
+
+class Transport(Protocol):
+    """How connections are made."""
+
+    def bind(self, endpoint: str) -> Listener:
+        """Returns a listener at ``endpoint``; port 0 takes a free one, see the listener's ``endpoint``."""
+
+    def connect(self, endpoint: str, timeout_s: float) -> Connection:
+        """Returns a connection to ``endpoint``; raises :class:`ConnectionLost` when nobody answers."""
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Returns host and port of ``"host:port"`` or ``"[v6]:port"``; raises ``ConfigError`` for anything else."""
+    host, separator, port = endpoint.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"parameter server endpoint {endpoint!r}: write it as 'host:port', port 0 to 65535.")
+    return host, int(port)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Returns whether only this machine can reach ``endpoint``."""
+    if endpoint.startswith("unix:"):
+        return True
+    host, _ = split_endpoint(endpoint)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class SocketTransport:
+    """Connects ``host:port`` by TCP and ``unix:/path`` by a Unix socket; by TLS when contexts are given."""
+
+    def __init__(
+        self,
+        server_tls: ssl.SSLContext | None = None,
+        client_tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float = 5.0,
+    ) -> None:
+        self._server_tls, self._client_tls = server_tls, client_tls
+        self._handshake_timeout_s = handshake_timeout_s
+
+    def bind(self, endpoint: str) -> SocketListener:
+        """Returns a listener at ``endpoint``."""
+        if endpoint.startswith("unix:"):
+            return SocketListener(_bind_unix(endpoint[5:]), endpoint, None, self._handshake_timeout_s)
+        host, port = split_endpoint(endpoint)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(1024)
+        except OSError as error:
+            sock.close()
+            raise PSError(f"the parameter server cannot listen on {endpoint!r}: {error}. Choose a free port.") from None
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        bound = f"{shown}:{sock.getsockname()[1]}"
+        return SocketListener(sock, bound, self._server_tls, self._handshake_timeout_s)
+
+    def connect(self, endpoint: str, timeout_s: float) -> Connection:
+        """Returns a connection to ``endpoint``."""
+        try:
+            if endpoint.startswith("unix:"):
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.settimeout(timeout_s)
+                try:
+                    sock.connect(endpoint[5:])
+                except OSError:
+                    sock.close()
+                    raise
+                return SocketConnection(sock, endpoint)
+            host, port = split_endpoint(endpoint)
+            sock = socket.create_connection((host, port), timeout_s)
+            if self._client_tls is None:
+                return SocketConnection(sock, endpoint)
+            return _wrap_tls(self._client_tls, sock, endpoint, timeout_s, host)
+        except OSError as error:
+            raise ConnectionLost(f"parameter server {endpoint}: {error}.") from None
+
+
+def _bind_unix(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)  # left by a server that was killed
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise PSError(f"the parameter server cannot listen on {path!r}: {error}.") from None
+    return sock
+
+
+def _wrap_tls(
+    context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float, host: str | None = None
+) -> TlsConnection:
+    try:
+        sock.settimeout(timeout_s)
+        wrapped = context.wrap_socket(sock, server_side=host is None, server_hostname=host)
+    except OSError as error:
+        sock.close()
+        raise ConnectionLost(f"{peer}: TLS: {error}.") from None
+    return TlsConnection(wrapped, peer)
+
+
+class SocketListener:
+    """A listening socket."""
+
+    def __init__(
+        self, sock: socket.socket, endpoint: str, tls: ssl.SSLContext | None, handshake_timeout_s: float
+    ) -> None:
+        self.endpoint = endpoint
+        self._sock, self._tls, self._handshake_timeout_s = sock, tls, handshake_timeout_s
+
+    def accept(self) -> Connection:
+        """Returns the next connection; its TLS handshake runs in the thread that first uses it."""
+        try:
+            sock, address = self._sock.accept()
+        except OSError as error:
+            raise ConnectionLost(f"{self.endpoint} no longer listens: {error}.") from None
+        peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix"
+        if self._tls is None:
+            return SocketConnection(sock, peer)
+        return _LateTls(self._tls, sock, peer, self._handshake_timeout_s)
+
+    def close(self) -> None:
+        """Stops listening and removes the path of a Unix socket."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        if self.endpoint.startswith("unix:"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.endpoint[5:])
+
+
+class SocketConnection:
+    """A plain socket: one ``sendmsg`` and one ``recv_into`` per message in the usual case."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self._sock = sock
+        sock.settimeout(None)
+        tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            if sock.family == socket.AF_UNIX:  # TCP sizes its own buffers better
+                sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+    def send(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
+        """Sends all bytes of ``buffers`` in order."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        first = 0
+        while first < len(views):
+            try:
+                sent = self._sock.sendmsg(views[first : first + _MAX_VECTORS])
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise ConnectionLost(f"{self.peer}: {error}.") from None
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
+            if first < len(views) and deadline is not None and time.monotonic() > deadline:
+                raise TransferTimeout(f"{self.peer} did not take a message within {timeout_s} s.")
+
+    def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
+        """Fills ``view``."""
+        began = time.monotonic()
+        limit, filled, size = idle_s, 0, len(view)
+        while filled < size:
+            try:
+                count = self._sock.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                count = -1
+            except (OSError, ValueError) as error:
+                raise ConnectionLost(f"{self.peer}: {error}.") from None
+            if count == 0:
+                raise ConnectionLost(f"{self.peer} closed the connection.")
+            if count > 0:
+                if not filled:
+                    limit, began = timeout_s, time.monotonic()
+                filled += count
+            if filled < size and limit is not None and time.monotonic() - began > limit:
+                raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
+
+    def close(self) -> None:
+        """Ends the stream."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class TlsConnection:
+    """A TLS socket; about four times the processor time of a plain one."""
+
+    def __init__(self, sock: ssl.SSLSocket, peer: str) -> None:
+        self.peer = peer
+        self._sock = sock
+
+    def send(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
+        """Sends all bytes of ``buffers`` in order."""
+        try:
+            self._sock.settimeout(timeout_s)
+            for buffer in buffers:
+                if len(buffer):
+                    self._sock.sendall(buffer)
+        except TimeoutError:
+            raise TransferTimeout(f"{self.peer} did not take a message within {timeout_s} s.") from None
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"{self.peer}: {error}.") from None
+
+    def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
+        """Fills ``view``."""
+        deadline, filled = (None if idle_s is None else time.monotonic() + idle_s), 0
+        while filled < len(view):
+            try:
+                self._sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+                count = self._sock.recv_into(view[filled:])
+            except TimeoutError:
+                raise TransferTimeout(f"{self.peer}: {filled} of {len(view)} bytes came in time.") from None
+            except (OSError, ValueError) as error:
+                raise ConnectionLost(f"{self.peer}: {error}.") from None
+            if count == 0:
+                raise ConnectionLost(f"{self.peer} closed the connection.")
+            if not filled:
+                deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            filled += count
+
+    def close(self) -> None:
+        """Ends the stream."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class _LateTls:
+    """An accepted socket whose TLS handshake happens at its first use, so that accepting never waits for a peer."""
+
+    def __init__(self, context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float) -> None:
+        self.peer = peer
+        self._context, self._sock, self._timeout_s = context, sock, timeout_s
+        self._inner: TlsConnection | None = None
+
+    def _ready(self) -> TlsConnection:
+        if self._inner is None:
+            self._inner = _wrap_tls(self._context, self._sock, self.peer, self._timeout_s)
+        return self._inner
+
+    def send(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
+        self._ready().send(buffers, timeout_s)
+
+    def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
+        self._ready().receive(view, timeout_s, idle_s)
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+        else:
+            self._sock.close()
