@@ -49,9 +49,9 @@ def test_half_of_the_pair_is_an_error() -> None:
     [
         (("--nnodes=2:4",), ["etcd://", "--job_id", "--elastic_level 1"]),
         (("--nnodes=2:4", "--master=10.0.0.1:80", "--job_id=J", "--elastic_level=1"), ["etcd://"]),
-        (("--nnodes=2:4", "--master=etcd://10.0.0.1:80", "--elastic_level=1"), ["--job_id"]),
-        (("--nnodes=2", "--master=etcd://10.0.0.1:80", "--job_id=J", "--elastic_level=1"), ["--nnodes MIN:MAX"]),
-        (("--nnodes=2:4", "--master=etcd://10.0.0.1:80", "--job_id=J"), ["--elastic_level 1"]),
+        (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--elastic_level=1"), ["--job_id"]),
+        (("--nnodes=2", "--master=etcd://127.0.0.1:80", "--job_id=J", "--elastic_level=1"), ["--nnodes MIN:MAX"]),
+        (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--job_id=J"), ["--elastic_level 1"]),
     ],
 )
 def test_a_warning_names_what_is_missing(flags: tuple[str, ...], missing: list[str]) -> None:
@@ -66,7 +66,7 @@ def test_a_warning_names_what_is_missing(flags: tuple[str, ...], missing: list[s
 
 def test_everything_given_is_elastic_without_a_warning() -> None:
     """000-20."""
-    config = read("--nnodes=2:4", "--master=etcd://10.0.0.1:2379", "--job_id=J", "--elastic_level=1")
+    config = read("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1")
     assert (config.is_elastic, config.min_nodes, config.max_nodes) == (True, 2, 4)
     assert "not elastic" not in notes(config)
 
@@ -76,9 +76,9 @@ def test_a_range_from_one_starts_one_node() -> None:
     assert (config.max_nodes, config.is_single_node) == (1, True)
 
 
-@pytest.mark.parametrize("flags", [FLAGS, ("--nnodes=2", "--master=etcd://me:pw@10.0.0.1:2379")])
+@pytest.mark.parametrize("flags", [FLAGS, ("--nnodes=2", "--master=etcd://me:pw@127.0.0.1:2379")])
 def test_jobs_on_etcd_are_refused_in_one_place(flags: tuple[str, ...]) -> None:
-    with pytest.raises(UnsupportedOptionError, match=r"etcd at .*10.0.0.1:2379.* elastic jobs yet") as caught:
+    with pytest.raises(UnsupportedOptionError, match=r"etcd at .*2379.* elastic jobs yet") as caught:
         refuse_elastic(read(*flags))
     assert "pw" not in str(caught.value)
 

@@ -22,8 +22,8 @@ def test_the_documented_command() -> None:
 
 
 def test_its_other_flags() -> None:
-    argv = translate(["--start-port=7000", "--endpoints=127.0.0.1:7000", "--worker_num=1", "--log_dir", "l", "--with_gloo",
-                      "1", "-m", "train"])
+    argv = translate(["--start-port=7000", "--endpoints=127.0.0.1:7000", "--worker_num=1", "--log_dir", "l",
+                      "--with_gloo", "1", "-m", "train"])
     assert argv == ["--run_mode=ps", "--servers=127.0.0.1:7000", "--workers=127.0.0.1:7002", "--log_dir=l",
                     "--with_gloo=1", "--module=true", "train"]
     assert translate(["t.py"])[1].count(":") == 2

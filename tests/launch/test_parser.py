@@ -84,7 +84,8 @@ def test_switches_do_not_swallow_the_script() -> None:
 
 
 def test_a_missing_script_or_value_is_named() -> None:
-    for argv, text in (((), "script is missing"), (("--gpus=0",), "script is missing"), (("--gpus",), "value is missing"),
+    for argv, text in (((), "script is missing"), (("--gpus=0",), "script is missing"),
+                       (("--gpus",), "value is missing"),
                        (("--nnodes", "--master", "a:1", "t.py"), "--nnodes: a value is missing")):
         with pytest.raises(UsageError, match=text):
             parse(*argv)

@@ -17,7 +17,7 @@ def settings(flags: dict[str, str], env: dict[str, str] | None = None) -> Settin
 
 def test_source_of_a_value() -> None:
     found = settings({"rank": "1"}, {"PADDLE_NNODES": "2", "PET_NNODES": "3"})
-    assert (found.named("rank"), found.named("nnodes"), found.named("master")) == ("--rank", "PADDLE_NNODES", "--master")
+    assert [found.named(name) for name in ("rank", "nnodes", "master")] == ["--rank", "PADDLE_NNODES", "--master"]
     assert (found.number("rank"), found.text("nnodes"), found.text("master")) == (1, "2", None)
     assert found.on_command_line == {"rank"}
 
@@ -52,7 +52,8 @@ def test_notes_never_hold_secrets() -> None:
 
 
 def test_a_nested_launcher_reads_the_users_variables_only() -> None:
-    env = launcher_environment(Environment({"FLEET_POD": "x", "PADDLE_TRAINER_ID": "1", "HOME": "h", "PADDLE_IPS": "a"}))
+    inherited = {"FLEET_POD": "x", "PADDLE_TRAINER_ID": "1", "HOME": "h", "PADDLE_IPS": "a"}
+    env = launcher_environment(Environment(inherited))
     assert env.inherited() == {"HOME": "h", "PADDLE_IPS": "a"}
     outer = Environment({"PADDLE_TRAINER_ID": "1"})
     assert launcher_environment(outer) is outer
