@@ -1,0 +1,161 @@
+"""The journal: what was appended is read back, a torn end is cut, a damaged middle is refused (PS design 2d, 3)."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.errors import CheckpointError, ConfigError, PSError
+from fleet.ps._journal import Journal, Record, RecordKind, block_checksum, read_journal
+
+
+def write(folder, bodies, level=1, last_lsn=0):
+    journal = Journal(folder, level, last_lsn=last_lsn)
+    for index, body in enumerate(bodies):
+        with journal.lock:
+            journal.append(Record(RecordKind.PUSH, 0, index, 1, index + 7, 3, 2, 1, body))
+    journal.close()
+    return journal
+
+
+def bodies_of(folder, after=0, cut=None):
+    return [bytes(record.body) for record in read_journal(folder, after, cut)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_records_come_back_in_order(tmp_path, level):
+    bodies = [b"", b"a", bytes(range(256)) * 40]
+    journal = write(tmp_path, bodies, level)
+    records = list(read_journal(tmp_path, 0))
+    assert [bytes(r.body) for r in records] == bodies
+    assert [(r.lsn, r.rank, r.channel, r.seq, r.step, r.n_tables, r.flags) for r in records] == [
+        (i + 1, i, 1, i + 7, 3, 2, 1) for i in range(3)
+    ]
+    assert journal.durable_lsn == 3
+    assert bodies_of(tmp_path, after=2) == bodies[2:]
+
+
+def test_level_0_counts_and_writes_nothing(tmp_path):
+    journal = write(None, [b"a", b"b"], level=0)
+    assert (journal.last_lsn, journal.durable_lsn) == (2, 0)
+    journal.snapshot_done(2)
+    assert journal.durable_lsn == 2
+
+
+def test_level_2_is_durable_soon(tmp_path):
+    journal = Journal(tmp_path, 2)
+    with journal.lock:
+        journal.append(Record(RecordKind.PUSH, body=b"x"))
+    for _ in range(500):
+        if journal.durable_lsn == 1:
+            break
+        __import__("time").sleep(0.01)
+    assert journal.durable_lsn == 1
+    journal.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=6000), min_size=1, max_size=5), st.data())
+def test_a_journal_cut_anywhere_keeps_exactly_its_whole_records(tmp_path_factory, bodies, data):
+    folder = tmp_path_factory.mktemp("journal")
+    write(folder, bodies)
+    path = next(folder.glob("*.log"))
+    ends = [16]
+    for body in bodies:
+        ends.append(ends[-1] + 64 + len(body))
+    cut = data.draw(st.integers(0, ends[-1]))
+    os.truncate(path, cut)
+    whole = sum(end <= cut for end in ends[1:])
+    lines: list[str] = []
+    assert bodies_of(folder, cut=lines) == bodies[:whole]
+    assert bool(lines) == (cut not in [0, *ends])
+    write(folder, [b"after"], last_lsn=whole)
+    assert bodies_of(folder) == [*bodies[:whole], b"after"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_changed_byte_in_the_last_record_is_found(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("journal")
+    write(folder, [b"first", bytes(9000)])
+    path = next(folder.glob("*.log"))
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(16 + 64 + 5, len(content) - 1))
+    head_padding = range(16 + 64 + 5 + 56, 16 + 64 + 5 + 64)
+    content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    expected = [b"first", bytes(9000)] if position in head_padding else [b"first"]
+    assert bodies_of(folder) == expected
+
+
+def test_exchanged_blocks_change_the_checksum():
+    data = bytearray(np.random.default_rng(0).bytes(3 * 4096 + 5))
+    before = block_checksum(data)
+    assert block_checksum(bytes(data[4096:8192] + data[:4096] + data[8192:])) != before
+    assert block_checksum(data[:-1]) != before
+    assert block_checksum(data) == before
+
+
+def test_a_snapshot_removes_what_it_holds_and_no_more(tmp_path):
+    journal = Journal(tmp_path, 1)
+    for index in range(6):
+        with journal.lock:
+            journal.append(Record(RecordKind.PUSH, body=bytes([index])))
+            if index in (1, 3):
+                journal.rotate()
+    assert len(list(tmp_path.iterdir())) == 3
+    journal.snapshot_done(3)  # the second segment still holds record 4
+    assert bodies_of(tmp_path, after=3) == [b"\3", b"\4", b"\5"]
+    assert len(list(tmp_path.iterdir())) == 2
+    journal.snapshot_done(4)
+    assert len(list(tmp_path.iterdir())) == 1
+    journal.close()
+    with pytest.raises(CheckpointError, match="starts with record 5"):
+        bodies_of(tmp_path, after=2)
+
+
+def test_damage_before_the_last_segment_is_an_error(tmp_path):
+    write(tmp_path, [b"aaaa", b"bbbb"])
+    write(tmp_path, [b"cccc"], last_lsn=2)
+    first = sorted(tmp_path.iterdir())[0]
+    content = first.read_bytes()
+    first.write_bytes(content[:-1] + b"X")
+    with pytest.raises(CheckpointError, match="damaged"):
+        bodies_of(tmp_path)
+    first.unlink()
+    with pytest.raises(CheckpointError, match="starts with record 3"):
+        bodies_of(tmp_path)
+
+
+def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 1)
+    record = Record(RecordKind.PUSH, body=b"x" * 100)
+    with journal.lock:
+        journal.append(record)
+    real, calls = os.writev, []
+
+    def writev(fd, views):
+        calls.append(1)
+        if len(calls) == 1:
+            return real(fd, [views[0][:30]])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", writev)
+    with journal.lock, pytest.raises(PSError, match="No space"):
+        journal.append(record)
+    monkeypatch.undo()
+    with journal.lock:
+        assert journal.append(record) == 2
+    journal.close()
+    assert bodies_of(tmp_path) == [record.body] * 2
+
+
+def test_wrong_levels_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="journal level 3"):
+        Journal(tmp_path, 3)
+    with pytest.raises(ConfigError, match="folder"):
+        Journal(None, 1)
