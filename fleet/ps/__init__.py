@@ -1,0 +1,39 @@
+"""The CPU parameter server: tables for ids without bound, their files, and the wire to them.
+
+Names are resolved at first use: importing this package loads neither numpy nor numba.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Accessor": "_accessor",
+    "documented_accessor": "_accessor",
+    "DenseTable": "_dense_table",
+    "DenseTableConfig": "_dense_table",
+    "CountFilterEntry": "_entry",
+    "ProbabilityEntry": "_entry",
+    "ShowClickEntry": "_entry",
+    "Initializer": "_initializers",
+    "SparseTableConfig": "_layout",
+    "plan_dense_blocks": "_partition",
+    "servers_of_keys": "_partition",
+    "RowBlock": "_rows",
+    "Rule": "_rules",
+    "rule_from_paddle": "_rules",
+    "SparseTable": "_sparse_table",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,134 @@
+"""DenseTable: this server's block of all dense parameters, one flat float32 buffer with the state of its rule."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fleet.errors import ConfigError
+from fleet.ps._gate import Gate
+from fleet.ps._layout import Float32s
+from fleet.ps._reference_rules import update_rows
+from fleet.ps._rules import Rule
+
+f32 = np.float32
+# adam_d2sum: fixed decays of the velocity and of the sum of squares, and its epsilon.
+D2SUM_VELOCITY, D2SUM_SQUARES, D2SUM_EPSILON = 0.99, 0.9999, 1e-8
+
+
+@dataclass(frozen=True)
+class DenseTableConfig:
+    """One dense table: ``size`` elements on this server under ``rule``.
+
+    Raises:
+        ConfigError: a negative size, or a rule that is for sparse tables only.
+    """
+
+    name: str
+    size: int
+    rule: Rule = field(default_factory=lambda: Rule("sgd"))
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 0:
+            raise ConfigError(f"dense table {self.name!r}: size is {self.size!r}; it takes a whole number, 0 or more.")
+        if not self.rule.spec.dense:
+            raise ConfigError(f"dense table {self.name!r}: rule {self.rule.name!r} is for sparse tables only.")
+
+
+class DenseTable:
+    """Elements, float32 [size], and rule state, float32 [state_width]; every call is atomic.
+
+    Adam counts its steps from 1 and uses the rule's betas.
+
+    Example:
+        >>> table = DenseTable(DenseTableConfig("mlp", 4))
+        >>> table.set_values(np.zeros(4, np.float32))
+        >>> table.push(np.ones(4, np.float32))
+        >>> table.pull().tolist()
+        [-0.05000000074505806, ...]
+    """
+
+    def __init__(self, config: DenseTableConfig) -> None:
+        self.config = config
+        self.gate = Gate()
+        self._lock = threading.Lock()
+        self._rule = config.rule
+        self._values = np.zeros(config.size, np.float32)
+        self._state = np.full(config.rule.state_width(config.size), config.rule.initial_state, np.float32)
+
+    def pull(self, out: Float32s | None = None) -> Float32s:
+        """Returns the values, written to ``out`` where given."""
+        with self._lock:
+            if out is None:
+                return self._values.copy()
+            self._check("out", out)
+            out[:] = self._values
+        return out
+
+    def push(self, gradient: Float32s) -> None:
+        """Applies one gradient of all elements by the table's rule."""
+        self._check("gradient", gradient)
+        with self._lock:
+            if self._rule.name == "adam_d2sum":
+                self._push_d2sum(gradient)
+            elif self._rule.name == "summary":
+                self._values *= f32(self._rule["decay"])
+                self._values += gradient
+            else:
+                update_rows(self._rule, self._values[None], self._state[None], gradient[None], None)
+
+    def add(self, delta: Float32s) -> None:
+        """Adds ``delta`` to the values (geo); the state stays."""
+        self._check("delta", delta)
+        with self._lock:
+            self._values += delta
+
+    def set_values(self, values: Float32s) -> None:
+        """Replaces the values; the state stays."""
+        self._check("values", values)
+        with self._lock:
+            self._values[:] = values
+
+    def read_state(self) -> tuple[Float32s, Float32s]:
+        """Returns copies of values and rule state of one moment."""
+        with self._lock:
+            return self._values.copy(), self._state.copy()
+
+    def set_state(self, values: Float32s, state: Float32s) -> None:
+        """Replaces values and rule state (loading)."""
+        self._check("values", values)
+        if state.dtype != np.float32 or state.shape != self._state.shape:
+            raise ConfigError(f"dense table {self.config.name!r}: state is {state.dtype} {state.shape}; rule "
+                              f"{self._rule.name!r} keeps float32 {self._state.shape}.")
+        with self._lock:
+            self._values[:], self._state[:] = values, state
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next push; assign to change it."""
+        return self._rule.get("learning_rate")
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        with self._lock:
+            self._rule = self._rule.with_learning_rate(value)
+
+    def _push_d2sum(self, g: Float32s) -> None:
+        velocity, squares, decay = self._state.reshape(3, -1)
+        decay *= f32(D2SUM_SQUARES)
+        decay += f32(1)
+        squares *= f32(D2SUM_SQUARES)
+        squares += g * g
+        floor = decay * f32(D2SUM_EPSILON)
+        ratio = np.sqrt((decay + floor) / (squares + floor))
+        velocity += g
+        velocity *= f32(D2SUM_VELOCITY)
+        velocity -= g
+        self._values += f32(self._rule["learning_rate"]) * velocity * ratio
+
+    def _check(self, what: str, array: Float32s) -> None:
+        if array.dtype != np.float32 or array.shape != (self.config.size,):
+            raise ConfigError(f"dense table {self.config.name!r}: {what} is {array.dtype} {array.shape}; it takes "
+                              f"float32 ({self.config.size},).")

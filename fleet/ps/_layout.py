@@ -1,0 +1,132 @@
+"""RowLayout: where the weights and the optimizer state of a row stand, worked out once from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.errors import ConfigError
+from fleet.ps._accessor import Accessor, accessor_parameters
+from fleet.ps._entry import CountFilterEntry, Entry, ProbabilityEntry
+from fleet.ps._initializers import Initializer
+from fleet.ps._rules import Rule
+
+Float32s = npt.NDArray[np.float32]
+Int64s = npt.NDArray[np.int64]
+CREATE_ON = ("pull", "push")
+
+
+@dataclass(frozen=True)
+class SparseTableConfig:
+    """One sparse table.
+
+    Args:
+        name: the table's name in messages and files.
+        dim: columns of a pulled row.
+        rule: how pushes update weights; with an accessor, those of the embedx columns.
+        embed_rule: the rule of the embed column of an accessor's row; ``None`` is ``rule``.
+        initializer: weights of a new row.
+        accessor: statistics per row; ``None`` keeps none.
+        entry: which ids are admitted; ``None`` admits all.
+        seed: seed of initial weights and of ProbabilityEntry.
+        create_on: ``"pull"``: a pull creates missing rows, so that the model trains on the weights it pulled.
+            ``"push"``: pulls of missing rows give zeros and the first push creates them (Paddle's default); with
+            an accessor that push updates only the embed column, the embedx part is created after it.
+
+    Raises:
+        ConfigError: a value is out of range or does not fit the others.
+    """
+
+    name: str
+    dim: int
+    rule: Rule = field(default_factory=lambda: Rule("adagrad"))
+    embed_rule: Rule | None = None
+    initializer: Initializer = field(default_factory=Initializer)
+    accessor: Accessor | None = None
+    entry: Entry | None = None
+    seed: int = 0
+    create_on: str = "pull"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or not 1 <= self.dim <= 65536:
+            raise ConfigError(f"table {self.name!r}: dim is {self.dim!r}; it takes a whole number from 1 to 65536.")
+        if self.create_on not in CREATE_ON:
+            raise ConfigError(f"table {self.name!r}: create_on is {self.create_on!r}; one of {list(CREATE_ON)}.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"table {self.name!r}: seed is {self.seed!r}; it must fit 64 bits.")
+        for rule in (self.rule, self.embed_rule):
+            if rule is not None and not rule.spec.sparse:
+                raise ConfigError(f"table {self.name!r}: rule {rule.name!r} is for dense tables only.")
+        if self.accessor is None and self.embed_rule is not None:
+            raise ConfigError(f"table {self.name!r}: embed_rule is set; only a table with an accessor has an embed "
+                              "column of its own. Set an accessor, or leave embed_rule away.")
+        if self.accessor is not None:
+            self.accessor.check_dim(self.dim)
+
+    def as_dict(self) -> Mapping[str, Any]:
+        """Returns the configuration in plain values, for a manifest."""
+        entry = self.entry.to_attr() if self.entry is not None else "none"
+        embed = self.embed_rule or self.rule
+        return {
+            "name": self.name, "dim": self.dim, "seed": self.seed, "create_on": self.create_on, "entry": entry,
+            "rule": {"name": self.rule.name, **self.rule.hyper},
+            "embed_rule": {"name": embed.name, **embed.hyper} if self.accessor is not None else None,
+            "initializer": [self.initializer.kind, self.initializer.a, self.initializer.b],
+            "accessor": None if self.accessor is None else dict(accessor_parameters(self.accessor)),
+        }
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive columns under one rule: ``columns[column : column + width]``, state from float ``state``."""
+
+    rule: Rule
+    column: int
+    width: int
+    state: int
+
+    @property
+    def state_width(self) -> int:
+        """How many floats of state the block keeps."""
+        return self.rule.state_width(self.width)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """A row: ``num_weights`` floats of weights, then the state of each block; ``row_floats`` in all."""
+
+    blocks: tuple[Block, ...]
+    num_weights: int
+    row_floats: int
+    num_counters: int
+    has_statistics: bool
+
+
+def plan_layout(config: SparseTableConfig) -> RowLayout:
+    """Returns the layout of the rows of ``config``."""
+    accessor = config.accessor
+    num_counters = 2 if accessor is not None and accessor.pulls_counters else 0
+    num_weights = config.dim - num_counters
+    spans = [(config.rule, 0, num_weights)]
+    if accessor is not None:
+        spans = [(config.embed_rule or config.rule, 0, 1)]
+        if num_weights > 1:
+            spans.append((config.rule, 1, num_weights - 1))
+    blocks, state = [], num_weights
+    for rule, column, width in spans:
+        blocks.append(Block(rule, column, width, state))
+        state += rule.state_width(width)
+    return RowLayout(tuple(blocks), num_weights, state, num_counters, accessor is not None)
+
+
+def admission_of(entry: Entry | None) -> tuple[int, int]:
+    """Returns (kind, argument): 0 all; 1 count and the count; 2 hash and the bound its upper 32 bits stay below."""
+    if isinstance(entry, CountFilterEntry) and entry.count_filter > 1:
+        return 1, entry.count_filter
+    if isinstance(entry, ProbabilityEntry):
+        return 2, round(entry.probability * 2**32)
+    return 0, 0

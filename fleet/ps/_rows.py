@@ -1,0 +1,64 @@
+"""RowBlock: some rows of a sparse table outside the table, as arrays; what files and iteration hand around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.ps._layout import Float32s, Int64s
+
+MAX_UNSEEN_DAYS = 65535
+MAX_ROW_COUNT = 32767
+Select = npt.NDArray[np.bool_] | Int64s
+
+
+@dataclass
+class Statistics:
+    """What an accessor keeps per row: float64 shows and clicks, float32 delta scores, uint32 feature slots."""
+
+    shows: npt.NDArray[np.float64]
+    clicks: npt.NDArray[np.float64]
+    delta_scores: Float32s
+    slots: npt.NDArray[np.uint32]
+
+    def take(self, select: Select) -> Statistics:
+        """Returns the rows that ``select`` picks."""
+        return Statistics(self.shows[select], self.clicks[select], self.delta_scores[select], self.slots[select])
+
+
+@dataclass
+class RowBlock:
+    """Rows in no particular order; all arrays have one element (or line) per row.
+
+    Attributes:
+        keys: int64.
+        unseen_days: int64, days since the last push, at most 65535.
+        counts: int64, pushes so far; exact while not admitted, at most 32767 afterwards.
+        admitted: bool; a row that is not admitted yet has a count and nothing else.
+        has_embedx: bool; False while the columns after the first do not exist.
+        values: float32 [n, row_floats], weights then optimizer state.
+        statistics: ``None`` without an accessor.
+        stamp: what the caller's stamp returned when the block was copied; 0 without one.
+    """
+
+    keys: Int64s
+    unseen_days: Int64s
+    counts: Int64s
+    admitted: npt.NDArray[np.bool_]
+    has_embedx: npt.NDArray[np.bool_]
+    values: Float32s
+    statistics: Statistics | None = None
+    stamp: int = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def take(self, select: Select) -> RowBlock:
+        """Returns the rows that ``select`` (a mask, or places) picks."""
+        return RowBlock(
+            self.keys[select], self.unseen_days[select], self.counts[select], self.admitted[select],
+            self.has_embedx[select], self.values[select],
+            None if self.statistics is None else self.statistics.take(select), self.stamp,
+        )

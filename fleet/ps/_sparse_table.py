@@ -1,0 +1,234 @@
+"""SparseTable: id to row for ids without bound; rows come into being when they are first needed.
+
+Safe for any number of threads: a table is 64 sub-shards with a lock each, and the kernels run without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.errors import ConfigError
+from fleet.ps._gate import Gate
+from fleet.ps._layout import Float32s, Int64s, RowLayout, SparseTableConfig
+from fleet.ps._reference_store import ReferenceStore, Window
+from fleet.ps._rows import RowBlock
+
+if TYPE_CHECKING:
+    from fleet.ps._kernel_store import KernelStore
+
+ROWS_PER_WINDOW = 8192
+
+
+class SparseTable:
+    """The rows of one sparse table on this server.
+
+    Args:
+        config: the table.
+        use_kernels: ``True`` the numba kernels, ``False`` their numpy twins, ``None`` the kernels where numba works.
+
+    Example:
+        >>> table = SparseTable(SparseTableConfig("ads", dim=8))
+        >>> keys = np.array([7, -3], np.int64)
+        >>> weights = table.pull(keys)                            # creates the rows
+        >>> table.push(keys, np.ones((2, 8), np.float32))         # one gradient row per distinct key
+        >>> table.num_rows
+        2
+    """
+
+    def __init__(self, config: SparseTableConfig, *, use_kernels: bool | None = None) -> None:
+        self.config = config
+        self.gate = Gate()
+        self._store: ReferenceStore | KernelStore = _new_store(config, use_kernels)
+        self._learning_rate: float | None = None
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def pull(self, keys: Int64s, out: Float32s | None = None, *, create: bool = True) -> Float32s:
+        """Returns the rows of ``keys`` as float32 [n, dim], written to ``out`` where given.
+
+        A missing row is created from the initializer if ``create`` is True, the table creates on pull, and the
+        entry policy admits the id; otherwise it reads as zeros. Repeated keys are allowed.
+
+        Raises:
+            ConfigError: keys are not int64 of one dimension, or ``out`` does not fit.
+        """
+        keys = _check_keys("pull", keys)
+        shape = (len(keys), self.config.dim)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
+            raise ConfigError(f"pull from table {self.config.name!r}: out is {out.dtype} {out.shape}; it takes a "
+                              f"writable C-contiguous float32 array of shape {shape}.")
+        self._store.pull(keys, out, create)
+        return out
+
+    def push(
+        self,
+        keys: Int64s,
+        gradients: Float32s,
+        shows: Float32s | None = None,
+        clicks: Float32s | None = None,
+        slots: npt.NDArray[np.uint32] | None = None,
+    ) -> None:
+        """Applies one gradient row per key by the table's rule; missing rows are created first if admitted.
+
+        Args:
+            keys: distinct int64 keys. A repeated key is updated once per appearance.
+            gradients: float32 [n, num_weights] (``dim``, without the two counters of Ctr accessors).
+            shows, clicks: float32 [n]; ``None`` is 1 and 0.
+            slots: uint32 [n], the feature slot that an accessor's row remembers; ``None`` keeps it.
+
+        Raises:
+            ConfigError: an array has the wrong shape or dtype; nothing was applied.
+        """
+        keys = _check_keys("push", keys)
+        gradients = self._check("gradients", gradients, (len(keys), self.layout.num_weights), np.float32)
+        shows = None if shows is None else self._check("shows", shows, (len(keys),), np.float32)
+        clicks = None if clicks is None else self._check("clicks", clicks, (len(keys),), np.float32)
+        slots = None if slots is None else self._check("slots", slots, (len(keys),), np.uint32)
+        self._store.push(keys, gradients, shows, clicks, slots)
+
+    def add(self, keys: Int64s, deltas: Float32s) -> None:
+        """Adds one row of deltas [n, num_weights] per key to the weights (geo); state and statistics stay."""
+        keys = _check_keys("add", keys)
+        self._store.add(keys, self._check("deltas", deltas, (len(keys), self.layout.num_weights), np.float32))
+
+    def contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
+        """Returns for each key whether it has a row (ids that wait for admission have none)."""
+        return self._store.contains(_check_keys("contains", keys))
+
+    # -- life of rows --------------------------------------------------------------------------------------------
+
+    def shrink(self, threshold: float | None = None, max_unseen_days: float | None = None) -> int:
+        """Returns how many rows were deleted: those below ``threshold``, and those unseen too long.
+
+        With an accessor shows and clicks first decay by ``show_click_decay_rate``, the threshold is on the score
+        (default ``delete_threshold``) and the days default to ``delete_after_unseen_days``. Without one the
+        threshold is on the number of pushes (it saturates at 32767). Training may go on meanwhile.
+
+        Raises:
+            ConfigError: a table without accessor was given nothing to decide by.
+        """
+        accessor = self.config.accessor
+        if accessor is None and threshold is None and max_unseen_days is None:
+            raise ConfigError(f"shrink of table {self.config.name!r}: no threshold and no max_unseen_days, and the "
+                              "table has no accessor to take them from. Give one of the two.")
+        if accessor is not None:
+            threshold = accessor.delete_threshold if threshold is None else threshold
+            max_unseen_days = accessor.delete_after_unseen_days if max_unseen_days is None else max_unseen_days
+        least = -np.inf if threshold is None else float(threshold)
+        days = np.inf if max_unseen_days is None else float(max_unseen_days)
+        decay = 1.0 if accessor is None else accessor.show_click_decay_rate
+        return sum(self._store.shrink_window(w, least, days, decay) for w in self.plan_windows())
+
+    def advance_day(self) -> None:
+        """Adds one to the unseen days of every row (a save of mode 3 does)."""
+        self._store.day += 1
+
+    def clear(self) -> None:
+        """Removes every row."""
+        self._store.clear()
+
+    def close(self) -> None:
+        """Releases the memory; no thread may be using the table."""
+        self._store.close()
+
+    # -- walks ---------------------------------------------------------------------------------------------------
+
+    def plan_windows(self, rows_per_window: int = ROWS_PER_WINDOW) -> list[Window]:
+        """Returns windows that together hold every key exactly once, also while rows come and go."""
+        return self._store.plan_windows(rows_per_window)
+
+    def copy_window(self, window: Window, stamp: Callable[[], int] | None = None) -> RowBlock:
+        """Returns a consistent copy of a window's rows; with ``stamp``, no push inside the gate overlaps it."""
+        if stamp is None:
+            return self._store.copy_window(window)
+        with self.gate.exclusive():
+            block = self._store.copy_window(window)
+            block.stamp = stamp()
+        return block
+
+    def blocks(
+        self, rows_per_window: int = ROWS_PER_WINDOW, stamp: Callable[[], int] | None = None
+    ) -> Iterator[RowBlock]:
+        """Yields every row once, in blocks that are each consistent; training may go on meanwhile."""
+        for window in self.plan_windows(rows_per_window):
+            block = self.copy_window(window, stamp)
+            if len(block):
+                yield block
+
+    def keys(self) -> Int64s:
+        """Returns the keys that have a row, in no particular order."""
+        found = [block.keys[block.admitted] for block in self.blocks()]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def insert(self, block: RowBlock) -> None:
+        """Puts rows into the table as they are, over those of the same keys (loading)."""
+        shape = (len(block), self.layout.row_floats)
+        if block.values.shape != shape:
+            raise ConfigError(f"insert into table {self.config.name!r}: rows are {block.values.shape}; the table "
+                              f"takes {shape}.")
+        self._store.insert(block)
+
+    def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
+        """Takes saved delta scores off the rows that still exist (save modes 1 and 2)."""
+        self._store.settle(keys, delta_scores)
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> RowLayout:
+        """Where weights and state stand in a row."""
+        return self._store.layout
+
+    @property
+    def num_rows(self) -> int:
+        """How many keys have a row."""
+        return self._store.num_rows
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held for rows and index."""
+        return self._store.memory_bytes
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next push (0 for a rule without one); assign to change it."""
+        return self.config.rule.get("learning_rate") if self._learning_rate is None else self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if not 0.0 <= value < float("inf"):
+            raise ConfigError(f"table {self.config.name!r}: learning_rate is {value!r}; it must be finite and not "
+                              "negative.")
+        self._store.set_learning_rate(float(value))
+        self._learning_rate = float(value)
+
+    def _check(self, what: str, array: npt.NDArray[np.generic], shape: tuple[int, ...], dtype: type) -> npt.NDArray:
+        if array.dtype != dtype or array.shape != shape:
+            raise ConfigError(f"table {self.config.name!r}: {what} are {array.dtype} {array.shape}; they take "
+                              f"{np.dtype(dtype)} {shape}.")
+        return np.ascontiguousarray(array)
+
+
+def _check_keys(what: str, keys: Int64s) -> Int64s:
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ConfigError(f"{what}: keys are {keys.dtype} {keys.shape}; they take int64 of one dimension.")
+    return np.ascontiguousarray(keys)
+
+
+def _new_store(config: SparseTableConfig, use_kernels: bool | None) -> ReferenceStore | KernelStore:
+    if use_kernels is None:
+        from fleet.ps._numba import kernels_work
+
+        use_kernels = kernels_work()
+    if not use_kernels or find_spec("fleet.ps._kernel_store") is None:
+        return ReferenceStore(config)
+    from fleet.ps._kernel_store import KernelStore
+
+    return KernelStore(config)
