@@ -27,7 +27,8 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     role_maker = role_maker if role_maker is not None else PaddleCloudRoleMaker(is_collective=collective)
     record = role_maker.record
     check_role(record, collective)
-    made = plan(options, record.world_size, collective=collective)
+    # Without servers there is nothing for the parameter-server options to act on, whatever was passed.
+    made = plan(options, record.world_size, collective=not record.server_endpoints)
     environment = Environment()
     device = choose_device(record, environment)
     show_log()
@@ -42,7 +43,7 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     return Session(
         role_maker=role_maker,
         record=record,
-        collective=collective,
+        collective=not record.server_endpoints,
         device=device,
         options=options,
         plan=made,

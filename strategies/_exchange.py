@@ -36,10 +36,11 @@ class GradientExchange:
         if wire_dtype is not None:
             self.wire_dtype = wire_dtype
         if not self._registered:
-            self._module.register_comm_hook(None, self._hook)
+            # Without annotations: torch compares them as types, and here they are text.
+            self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
             self._registered = True
 
-    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         group = self._module.process_group
         compress = self.wire_dtype is not None and gradients.dtype == torch.float32
