@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from fleet.launch._addresses import split_endpoint
 from fleet.launch._records import LaunchConfig, Peer
 
 _RANGE = (35100, 64000)
+_random = random.SystemRandom()  # two launchers that start at once must not look at the same ports
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -40,21 +42,18 @@ def free_ports(
     ephemeral range to every outgoing connection, so ports outside of it come first.
     """
     first, last = port_range or _RANGE
-    candidates = [port for port in range(first, last + 1) if port not in set(taken)]
-    random.SystemRandom().shuffle(candidates)
-    if port_range is None:
-        low, high = _ephemeral_range()
-        candidates.sort(key=lambda port: low <= port <= high)
+    inside, outside = [], []
+    low, high = (1, 0) if port_range else _ephemeral_range()
+    for port in {*range(first, last + 1)}.difference(taken):
+        (inside if low <= port <= high else outside).append(port)
     found: list[int] = []
-    for port in candidates:
+    for group in (outside, inside):
+        _random.shuffle(group)
+        found += itertools.islice((port for port in group if is_free(host, port)), count - len(found))
         if len(found) == count:
-            break
-        if is_free(host, port):
-            found.append(port)
-    if len(found) < count:
-        raise LaunchError(f"{count} free ports are needed on {host}, but the range {first}:{last} has {len(found)}. "
-                          "Set PORT_RANGE=first:last to a wider one.")
-    return tuple(found)
+            return tuple(found)
+    raise LaunchError(f"{count} free ports are needed on {host}, but the range {first}:{last} has {len(found)}. "
+                      "Set PORT_RANGE=first:last to a wider one.")
 
 
 def _ephemeral_range() -> tuple[int, int]:

@@ -29,7 +29,7 @@ COLLECTIVE_ROWS = (
     "PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_selected_gpus",
     "PADDLE_TRAINER_ID",
 )
-_NODE_FLAGS = ("rank", "host", "log_dir")
+_NODE_FLAGS = ("rank", "host")
 _RULE = "-" * 80
 
 
