@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -174,13 +175,6 @@ class UtilBase:
         return group
 
 
-def split_files(files: Sequence[str], index: int, count: int) -> list[str]:
-    """Returns part ``index`` of ``count`` contiguous parts; the first ``len(files) % count`` hold one more."""
-    each, more = divmod(len(files), count)
-    begin = index * each + min(index, more)
-    return list(files[begin : begin + each + (index < more)])
-
-
 def _is_server(peers: Any) -> bool:
     kind = getattr(getattr(peers, "record", None), "kind", None)
     return kind is not None and kind.name == "SERVER"
@@ -280,7 +274,8 @@ def _reduce(
     elif dtype == np.uint64:
         result = result.view(np.uint64) if mode == "sum" else result.view(np.uint64) ^ _SIGN
     result = result.astype(dtype, copy=False)
-    return result.reshape(shape)
+    reshaped: np.ndarray[Any, np.dtype[Any]] = result.reshape(shape)
+    return reshaped
 
 
 def _gather(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from fleet._env_table import VARIABLES, Variable
 from fleet.errors import ConfigError
 
-__all__ = ["VARIABLES", "Environment", "Variable"]
+__all__ = ["VARIABLES", "Environment", "Variable", "export"]
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -104,3 +104,8 @@ class Environment:
 
 def _text(default: object) -> str:
     return "" if default is None else f"{default}"
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Sets variables of this process and of those it starts; only for a process that was started to be a worker."""
+    os.environ.update(values)

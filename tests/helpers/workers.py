@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -132,17 +133,22 @@ def worker_environment(rank: int, world_size: int, ports: list[int]) -> dict[str
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ``count`` different loopback ports that nothing listened on a moment ago."""
-    sockets = []
-    try:
-        for _ in range(count):
-            sock = socket.socket()
-            sockets.append(sock)
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+    """Returns ``count`` different loopback ports that nothing listened on a moment ago.
+
+    They lie below the range from which the system gives ports to outgoing connections, so none of those takes one.
+    """
+    chosen: list[int] = []
+    source = random.SystemRandom()
+    while len(chosen) < count:
+        port = source.randrange(15000, 32000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in chosen:
+            chosen.append(port)
+    return chosen
 
 
 def _merged(

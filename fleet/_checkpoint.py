@@ -1,0 +1,182 @@
+"""save and load: files that are whole or not there, and reading that never runs code.
+
+[Note: How a file stays whole]
+The data goes to a new file in the same folder, which is flushed to the disk, read back without its tensor data, and
+then renamed over the old one; the folder is flushed last. A crash at any moment leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleet.errors import CheckpointError, ConfigError
+
+_STALE_AFTER_S = 3600.0  # a temporary file that nobody has written to for so long belongs to a process that died
+_CONTENTS = "tensors, numbers, texts, lists and dictionaries: model.state_dict(), optimizer.state_dict(), an epoch"
+
+
+def save(obj: Any, path: str | os.PathLike[str]) -> None:
+    """Writes ``obj`` to exactly ``path`` (no suffix is added); the previous file is replaced whole, or not at all.
+
+    Missing folders are made.
+
+    Args:
+        obj: tensors, numbers, texts, lists and dictionaries of them, as ``state_dict()`` returns.
+        path: the file's name; ``.pdparams`` and ``.pdopt`` are Fleet's habit.
+
+    Raises:
+        ConfigError: ``obj`` holds something that :func:`load` would refuse; nothing was written.
+        CheckpointError: the file cannot be written (folder, rights, space); the previous file is untouched.
+
+    Example:
+        >>> save({"model": model.state_dict(), "epoch": 3}, "checkpoint.pdparams")
+    """
+    target = _checked_path("save", path)
+    if target.is_dir():
+        raise CheckpointError(f"save(path={str(path)!r}): this is a folder. Name a file in it.")
+    target = Path(os.path.realpath(target))  # a link stays a link
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target)
+        with _temporary(target) as temporary:
+            _write(obj, temporary)
+            _check_readable(temporary)
+            os.replace(temporary, target)
+        _flush_folder(target.parent)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"save(path={str(path)!r}): {error.strerror or error}. A previous file of this name is untouched."
+        ) from error
+
+
+def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """Returns what :func:`save` wrote; code in the file is never run.
+
+    Args:
+        path: the file.
+        map_location: device the tensors come to; the CPU by default, so that a file written on a GPU loads anywhere.
+
+    Raises:
+        CheckpointError: the file is absent, cut short, damaged, or holds objects other than plain data.
+
+    Example:
+        >>> state = load("checkpoint.pdparams")
+    """
+    target = _checked_path("load", path)
+    if not target.is_file():
+        what = "this is a folder" if target.is_dir() else "there is no such file"
+        raise CheckpointError(f"load(path={str(path)!r}): {what}.")
+    try:
+        return torch.load(target, map_location=map_location, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"load(path={str(path)!r}): {error.strerror or error}.") from error
+    except Exception as error:
+        raise CheckpointError(_reason(f"load(path={str(path)!r})", error)) from error
+
+
+def known_entries(state_dict: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Returns the entries of ``state_dict`` that ``known`` names; other entries may be anything but tensors.
+
+    Fleet's scripts put ``state_dict['epoch'] = n`` beside the parameters, and its ``set_state_dict`` leaves such
+    entries alone, where torch's strict loading raises. A tensor that nobody knows is a mistake in both.
+
+    Raises:
+        CheckpointError: a tensor has a name that is not known.
+
+    Example:
+        >>> known_entries({"weight": torch.zeros(1), "epoch": 3}, ["weight"])
+        {'weight': tensor([0.])}
+    """
+    names = set(known)
+    strangers = sorted(name for name, value in state_dict.items() if name not in names and torch.is_tensor(value))
+    if strangers:
+        raise CheckpointError(
+            f"set_state_dict(): the state holds tensors that this object does not have: {strangers[:8]!r} "
+            f"({len(strangers)} in all). It was saved from another model."
+        )
+    return {name: value for name, value in state_dict.items() if name in names}
+
+
+def _checked_path(call: str, path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"{call}(path={path!r}) takes the name of a file.")
+    return Path(path)
+
+
+def _write(obj: Any, temporary: Path) -> None:
+    with open(temporary, "xb") as file:
+        try:
+            torch.save(obj, file)
+        except OSError:
+            raise
+        except Exception as error:  # whatever the object's own reduction raises
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise ConfigError(f"save(): {type(obj).__name__} cannot be written: {error}. Save {_CONTENTS}.") from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_readable(temporary: Path) -> None:
+    """Raises ConfigError when :func:`load` would refuse the file; the tensors' data is mapped, not read."""
+    try:
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ConfigError(_reason("save()", error)) from error
+
+
+def _reason(call: str, error: Exception) -> str:
+    text = str(error)
+    found = re.search(r"Unsupported (?:global|class|operand)[^\n]*?((?:\w+\.)+\w+)", text)
+    if found is not None:
+        return (
+            f"{call}: it holds an object of {found[1]}, which could run code when it is read. "
+            f"A checkpoint holds {_CONTENTS}."
+        )
+    if "eights only load failed" in text or "eights_only" in text:
+        return f"{call}: it holds more than plain data ({text.splitlines()[0][:200]}). A checkpoint holds {_CONTENTS}."
+    detail = text.splitlines()[0][:200] if text else type(error).__name__
+    return f"{call}: the file is cut short or damaged ({detail}). Use an earlier checkpoint."
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    path = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale(target: Path) -> None:
+    for path in target.parent.glob(f".{_escaped(target.name)}.*.tmp"):
+        try:
+            if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                path.unlink()
+        except FileNotFoundError:
+            continue
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _flush_folder(folder: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):
+        return  # Windows cannot open a folder
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

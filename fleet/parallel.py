@@ -1,0 +1,280 @@
+"""The basic form: rank and size, ParallelEnv, and spawn. Thin over the role record and torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from fleet._role_record import RoleRecord
+from fleet._starters import read_record
+from fleet.env import Environment, export
+from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError, did_you_mean
+from fleet.launch._ports import free_ports
+
+__all__ = ["ParallelEnv", "get_rank", "get_world_size", "spawn"]
+
+_SPAWN_OPTIONS = ("start_method", "gpus", "ips", "backend")
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Returns the rank of this process: in ``group``, in the running job, or as the starter of the process says.
+
+    Raises:
+        NotInitializedError: ``group`` is given and no process group runs.
+        ConfigError: the environment contradicts itself.
+
+    Example:
+        >>> get_rank()
+        0
+    """
+    return dist.get_rank(group) if _group_runs("get_rank", group) else read_record(Environment()).global_rank
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Returns the number of processes: of ``group``, of the running job, or as the starter of the process says.
+
+    Raises:
+        NotInitializedError: ``group`` is given and no process group runs.
+        ConfigError: the environment contradicts itself.
+    """
+    return dist.get_world_size(group) if _group_runs("get_world_size", group) else read_record(Environment()).world_size
+
+
+def _group_runs(call: str, group: dist.ProcessGroup | None) -> bool:
+    runs = dist.is_available() and dist.is_initialized()
+    if group is not None and not runs:
+        raise NotInitializedError(f"{call}(group=...) needs fleet.init() or fleet.init_parallel_env() first.")
+    return runs
+
+
+class ParallelEnv:
+    """What the starter of this process says about it, under the names of ``paddle.distributed.ParallelEnv``.
+
+    As in Paddle ``local_rank`` is another name of ``rank``, the rank in the whole job; the rank on the node is
+    ``fleet.local_rank()``.
+
+    Raises:
+        ConfigError: the environment contradicts itself, or FLAGS_nccl_nrings is not 1 to 8.
+
+    Example:
+        >>> ParallelEnv().world_size
+        1
+    """
+
+    def __init__(self, environment: Environment | None = None) -> None:
+        self._environment = environment if environment is not None else Environment()
+        self._record = read_record(self._environment)
+        nrings = self._environment.int("FLAGS_nccl_nrings")
+        if not 1 <= nrings <= 8:
+            raise ConfigError(f"FLAGS_nccl_nrings is {nrings!r}; it is 1 to 8.")
+        self._nrings = nrings
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the job."""
+        return self._record.global_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes in the job."""
+        return self._record.world_size
+
+    @property
+    def device_type(self) -> str:
+        """Kind of the device: "gpu", or "cpu" where torch sees none or the job runs on gloo."""
+        return "gpu" if self._record.backend != "gloo" and torch.cuda.is_available() else "cpu"
+
+    @property
+    def device_id(self) -> int:
+        """Index of the device among those this process sees; 0 on a CPU."""
+        if self._record.local_device_ids:
+            return _selected(self._environment, self._record)
+        return self._record.local_rank % torch.cuda.device_count() if self.device_type == "gpu" else 0
+
+    @property
+    def current_endpoint(self) -> str:
+        """Address of this process as host:port; empty where the starter gives no list."""
+        endpoints = self._record.worker_endpoints
+        return endpoints[self._record.global_rank] if endpoints else ""
+
+    @property
+    def trainer_endpoints(self) -> list[str]:
+        """Addresses of all processes, in rank order; empty where the starter gives no list."""
+        return list(self._record.worker_endpoints)
+
+    @property
+    def nrings(self) -> int:
+        """The value of FLAGS_nccl_nrings; NCCL decides by itself, so it changes nothing."""
+        return self._nrings
+
+    @property
+    def pg_timeout(self) -> int:
+        """Timeout of collectives in milliseconds (PADDLE_PG_TIMEOUT)."""
+        return self._environment.int("PADDLE_PG_TIMEOUT")
+
+    local_rank = rank
+    nranks = world_size
+    dev_id = device_id
+
+
+def _selected(environment: Environment, record: RoleRecord) -> int:
+    """FLAGS_selected_gpus counts among the visible devices; PADDLE_LOCAL_DEVICE_IDS holds absolute numbers."""
+    flags = environment.list("FLAGS_selected_gpus")
+    return int(flags[0]) if flags and flags[0].isdigit() else record.local_device_ids[0]
+
+
+def spawn(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = -1,
+    join: bool = True,
+    daemon: bool = False,
+    **options: Any,
+) -> Any:
+    """Runs ``func(*args)`` in ``nprocs`` new processes of this machine, each set up as a worker of one job.
+
+    ``func`` calls ``fleet.init(is_collective=True)`` or ``fleet.init_parallel_env()`` itself.
+
+    Args:
+        func: a function that the new processes can import.
+        args: its arguments.
+        nprocs: number of processes; -1 is one for each GPU (of ``gpus``, or visible). A machine without a GPU needs
+            a number.
+        join: wait for the processes.
+        daemon: end the processes when this one ends.
+        options: ``start_method`` ("spawn", "forkserver", "fork"), ``gpus`` ("0,1": indices among the visible
+            devices), ``backend`` ("auto", "gloo", "nccl"), ``ips`` (this machine only).
+
+    Returns:
+        A torch ``ProcessContext`` whose ``join()`` waits; already joined when ``join`` is True.
+
+    Raises:
+        ConfigError: an argument or option is wrong. Nothing was started.
+        torch.multiprocessing.ProcessRaisedException: a process raised; carries its traceback.
+
+    Example:
+        >>> fleet.spawn(train, args=("data",), nprocs=2)
+    """
+    start_method, gpus, backend = _checked_options(options)
+    count = _checked_count(nprocs, gpus)
+    if count > 1 and platform.system() == "Windows":
+        raise UnsupportedOptionError(f"spawn(nprocs={count}): distributed training runs on Linux, not on Windows.")
+    if not callable(func):
+        raise ConfigError(f"spawn(func={func!r}) takes a function.")
+    on_gpu = backend != "gloo" and torch.cuda.is_available()
+    if backend == "nccl" and not on_gpu:
+        raise ConfigError("spawn(backend='nccl') needs a GPU that torch can use, and there is none. Use 'gloo'.")
+    if on_gpu and gpus is None:
+        gpus = list(range(torch.cuda.device_count()))
+        if count > len(gpus):
+            raise ConfigError(
+                f"spawn(nprocs={nprocs!r}): {len(gpus)} GPU(s) are visible, and each process takes one. "
+                "Use fewer processes, or backend='gloo' to run on the CPU."
+            )
+    environments = _environments(count, gpus if on_gpu else None, "nccl" if on_gpu else "gloo")
+    return start_processes(  # type: ignore[no-untyped-call]
+        _run_worker,
+        args=(func, tuple(args), environments),
+        nprocs=count,
+        join=join,
+        daemon=daemon,
+        start_method=start_method,
+    )
+
+
+def _run_worker(
+    index: int, func: Callable[..., Any], args: tuple[Any, ...], environments: list[dict[str, str]]
+) -> None:
+    export(environments[index])
+    if not Environment().has("OMP_NUM_THREADS"):
+        torch.set_num_threads(max((os.cpu_count() or 1) // len(environments), 1))
+    func(*args)
+
+
+def _checked_options(options: dict[str, Any]) -> tuple[str, list[int] | None, str]:
+    for name in options:
+        if name not in _SPAWN_OPTIONS:
+            raise UnknownOptionError(
+                f"spawn({name}=...) is not an option.{did_you_mean(name, _SPAWN_OPTIONS)} "
+                f"It takes {', '.join(_SPAWN_OPTIONS)}."
+            )
+    start_method = options.get("start_method", "spawn")
+    if start_method not in ("spawn", "forkserver", "fork"):
+        raise ConfigError(f"spawn(start_method={start_method!r}) takes 'spawn', 'forkserver' or 'fork'.")
+    backend = options.get("backend", "auto")
+    if backend not in ("auto", "gloo", "nccl"):
+        raise ConfigError(f"spawn(backend={backend!r}) takes 'auto', 'gloo' or 'nccl'.")
+    ips = options.get("ips")
+    if ips not in (None, "", "127.0.0.1", "localhost"):
+        raise ConfigError(f"spawn(ips={ips!r}) works on this machine only. Use python -m fleet.launch --ips.")
+    gpus = options.get("gpus")
+    return start_method, None if gpus is None else _gpu_indices(gpus, backend), backend
+
+
+def _gpu_indices(gpus: object, backend: str) -> list[int]:
+    parts = [part.strip() for part in gpus.split(",")] if isinstance(gpus, str) else gpus
+    count = torch.cuda.device_count()
+    indices = []
+    for part in parts if isinstance(parts, list | tuple) else []:
+        if not str(part).isdigit() or int(part) >= count or backend == "gloo":
+            raise ConfigError(
+                f"spawn(gpus={gpus!r}) takes indices of visible GPUs (there are {count}), and not backend='gloo'."
+            )
+        indices.append(int(part))
+    if not indices or len(set(indices)) != len(indices):
+        raise ConfigError(f"spawn(gpus={gpus!r}) takes different indices such as '0,1'.")
+    return indices
+
+
+def _checked_count(nprocs: int, gpus: list[int] | None) -> int:
+    if type(nprocs) is not int or (nprocs < 1 and nprocs != -1):
+        raise ConfigError(f"spawn(nprocs={nprocs!r}) takes a number of processes, or -1.")
+    visible = len(gpus) if gpus is not None else torch.cuda.device_count()
+    if nprocs == -1 and visible == 0:
+        raise ConfigError("spawn(nprocs=-1) starts one process for each GPU, and there is none. Give a number.")
+    count = visible if nprocs == -1 else nprocs
+    if gpus is not None and count != len(gpus):
+        raise ConfigError(f"spawn(nprocs={nprocs!r}, gpus=...) names {len(gpus)} GPUs; each process takes one.")
+    return count
+
+
+def _environments(count: int, gpus: list[int] | None, backend: str) -> list[dict[str, str]]:
+    """Returns Fleet's and torch's variables of each worker, all on loopback."""
+    ports = free_ports(count + 1, "127.0.0.1")
+    endpoints = [f"127.0.0.1:{port}" for port in ports[1:]]
+    environments = []
+    for rank in range(count):
+        values = {
+            "PADDLE_TRAINER_ID": rank,
+            "PADDLE_TRAINERS_NUM": count,
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_RANK_IN_NODE": rank,
+            "PADDLE_LOCAL_RANK": rank,
+            "PADDLE_LOCAL_SIZE": count,
+            "PADDLE_GLOBAL_RANK": rank,
+            "PADDLE_GLOBAL_SIZE": count,
+            "PADDLE_NNODES": 1,
+            "PADDLE_MASTER": f"127.0.0.1:{ports[0]}",
+            "PADDLE_DISTRI_BACKEND": backend,
+            "RANK": rank,
+            "WORLD_SIZE": count,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": ports[0],
+            "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store, whatever started this process
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        if gpus is not None:
+            values["FLAGS_selected_gpus"] = gpus[rank]
+        if backend == "gloo" and os.path.isdir("/sys/class/net/lo"):
+            values["GLOO_SOCKET_IFNAME"] = "lo"  # the workers are all here; nothing is to be reached from outside
+        environments.append({name: str(value) for name, value in values.items()})
+    return environments

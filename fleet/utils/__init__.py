@@ -1,0 +1,20 @@
+"""Fleet's utilities: ``run_check``, file systems (``fleet.utils.fs``)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "HDFSClient": "fleet.utils.fs",
+    "LocalFS": "fleet.utils.fs",
+    "run_check": "fleet.utils._run_check",
+}
+
+__all__ = ["HDFSClient", "LocalFS", "run_check"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"fleet.utils has no {name!r}")

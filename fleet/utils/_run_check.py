@@ -1,0 +1,159 @@
+"""run_check: is this installation able to train, on one device and on all of them?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleet.errors import FleetError
+
+__all__ = ["run_check"]
+
+_TIMES = 2.0  # every input and weight of the single check is a constant, so the right results are known
+
+
+def run_check() -> None:
+    """Trains two small layers on one device, then on every device of this machine, and prints how that went.
+
+    Prints, in order: a line that the check begins; that one device works; with several devices, that all of them
+    work together; that the installation is complete. When the devices work alone but not together there is a
+    warning with the cause, and the last line says that only a single device can be used.
+
+    Raises:
+        RuntimeError: one device does not work; nothing then says success.
+
+    Example:
+        >>> fleet.utils.run_check()
+        Running verify fleet program ...
+        fleet works well on 1 CPU.
+        fleet is installed successfully. You can start training with fleet now.
+    """
+    print("Running verify fleet program ...", flush=True)
+    device, count = choose_devices()
+    name = "GPU" if device.type == "cuda" else device.type.upper()
+    check_single(device)
+    print(f"fleet works well on 1 {name}.", flush=True)
+    if count > 1:
+        try:
+            check_parallel(count, "nccl" if device.type == "cuda" else "gloo")
+        except Exception as error:  # noqa: BLE001 - whatever the devices or the network raise
+            warnings.warn(
+                f"fleet does not work on {count} {name}s together. Possible causes:\n"
+                f" 1. fewer than {count} {name}s can be used: look at CUDA_VISIBLE_DEVICES;\n"
+                f" 2. some of the {name}s are busy or full: look at nvidia-smi;\n"
+                " 3. NCCL is not installed correctly, or the devices cannot reach each other.\n"
+                f"The original error is: {error}",
+                stacklevel=2,
+            )
+            print(f"fleet is installed successfully ONLY for a single {name}.", flush=True)
+            return
+        print(f"fleet works well on {count} {name}s.", flush=True)
+    print("fleet is installed successfully. You can start training with fleet now.", flush=True)
+
+
+def choose_devices() -> tuple[torch.device, int]:
+    """Returns the device to check and how many of its kind there are; says so where the choice is not obvious.
+
+    A torch built for GPUs that cannot use one gives a warning with the original error, and the CPU.
+    """
+    others = [kind for kind in ("xpu", "mps") if _is_usable(kind)]
+    if torch.cuda.is_available():
+        if others:
+            print(f"Found GPUs and {', '.join(others)} devices: checking the GPUs.", flush=True)
+        return torch.device("cuda", 0), torch.cuda.device_count()
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        warnings.warn(
+            f"torch was built for GPUs and cannot use one: {_gpu_error()}. The check goes on with the CPU.",
+            stacklevel=3,
+        )
+        print("No GPU can be used: checking the CPU.", flush=True)
+    return torch.device("cpu"), 1
+
+
+def _is_usable(kind: str) -> bool:
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
+
+
+def _gpu_error() -> str:
+    try:
+        torch.zeros(1, device="cuda")
+    except Exception as error:  # noqa: BLE001 - torch raises AssertionError, RuntimeError and its own classes
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return "no device is visible"
+
+
+def check_single(device: torch.device) -> None:
+    """Runs forward and backward of a layer from 2 to 4 features, plain and compiled, and compares with the truth.
+
+    Raises:
+        RuntimeError: a result is wrong; or whatever the device raises.
+    """
+    layer = nn.Linear(2, 4, device=device)
+    with torch.no_grad():
+        layer.weight.fill_(_TIMES)
+        layer.bias.fill_(1.0)
+    inputs = torch.ones(3, 2, device=device)
+    _check_pass(layer, layer, inputs, "plain")
+    try:
+        compiled = torch.compile(layer, backend="aot_eager")  # needs no C++ compiler
+    except (ImportError, RuntimeError):
+        return  # torch does not compile on this Python or platform; training does not need it
+    _check_pass(compiled, layer, inputs, "compiled")
+
+
+def _check_pass(run: Callable[..., Any], layer: nn.Linear, inputs: torch.Tensor, kind: str) -> None:
+    layer.zero_grad()
+    output = run(inputs)
+    output.sum().backward()
+    weight_grad, bias_grad = layer.weight.grad, layer.bias.grad
+    right = (
+        bool((output == 2 * _TIMES + 1).all())
+        and weight_grad is not None
+        and bias_grad is not None
+        and bool((weight_grad == len(inputs)).all())
+        and bool((bias_grad == len(inputs)).all())
+    )
+    if not right:
+        raise RuntimeError(
+            f"run_check: the {kind} layer on {inputs.device} gave wrong numbers: output {output.tolist()}, gradient of "
+            f"the weight {None if weight_grad is None else weight_grad.tolist()}."
+        )
+
+
+def check_parallel(count: int, backend: str) -> None:
+    """Trains two layers for one step in ``count`` processes, one for each device.
+
+    Raises:
+        FleetError: the workers could not meet or be started.
+        torch.multiprocessing.ProcessRaisedException: a worker failed; carries its traceback.
+    """
+    from fleet.parallel import spawn
+
+    spawn(_train_step, nprocs=count, backend=backend)
+
+
+def _train_step() -> None:
+    import torch.distributed as dist
+
+    import fleet
+
+    fleet.init_parallel_env()
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend_config() else "cpu"
+    rank, count = fleet.get_rank(), fleet.get_world_size()
+    torch.manual_seed(rank)
+    model = fleet.DataParallel(nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 1)).to(device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    model(torch.full((4, 8), float(rank + 1), device=device)).mean().backward()
+    optimizer.step()
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    lowest, highest = flat.clone(), flat.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if not torch.equal(lowest, highest):
+        raise FleetError(f"run_check: after one step the parameters of the {count} processes differ")
+    dist.destroy_process_group()
