@@ -83,6 +83,8 @@ def test_several_nodes() -> None:
     config = read("--nnodes=2", "--server_num=1", "--worker_num=1")
     peers = [peer_of(config, host="10.0.0.1", ports=()), peer_of(config, host="10.0.0.2", ports=(80, 81))]
     (server,) = plan(config, peers, node_rank=0)
+    three = [peer_of(config, host=f"10.0.0.{i}", ports=(80,)) for i in range(1, 4)]
+    assert [spec.echo for spec in plan(config, three, node_rank=1)] == [False, False]
     second, worker, _ = plan(config, peers, node_rank=1)
     assert (server.index, second.index, worker.index, worker.environment["GROUP_RANK"]) == (0, 1, 0, "1")
     assert second.environment["PADDLE_PSERVERS_IP_PORT_LIST"] == "10.0.0.1:7500,10.0.0.2:7500"
