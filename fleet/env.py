@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Mapping
 
@@ -24,6 +25,8 @@ _FALSE = {"0", "false", "no", "off"}
 
 class Environment:
     """A typed view of environment variables; every name asked for must stand in :data:`VARIABLES`.
+
+    Its methods are named after types; annotations below them therefore say ``builtins.str``.
 
     Args:
         values: the variables to read; ``None`` reads the live process environment at each call.
@@ -55,12 +58,12 @@ class Environment:
                 return value
         return None
 
-    def str(self, name: str) -> str:
+    def str(self, name: builtins.str) -> builtins.str:
         """Returns ``name`` as text, or its default."""
         value = self.raw(name)
         return value if value is not None else _text(VARIABLES[name].default)
 
-    def int(self, name: str) -> int:
+    def int(self, name: builtins.str) -> builtins.int:
         """Returns ``name`` as a whole number, or its default; raises ConfigError for other text."""
         value = self.raw(name)
         if value is None:
@@ -71,7 +74,7 @@ class Environment:
         except ValueError:
             raise ConfigError(f"{name} is {value!r} in the environment; it takes a whole number.") from None
 
-    def float(self, name: str) -> float:
+    def float(self, name: builtins.str) -> builtins.float:
         """Returns ``name`` as a number, or its default; raises ConfigError for other text."""
         value = self.raw(name)
         if value is None:
@@ -82,7 +85,7 @@ class Environment:
         except ValueError:
             raise ConfigError(f"{name} is {value!r} in the environment; it takes a number.") from None
 
-    def bool(self, name: str) -> bool:
+    def bool(self, name: builtins.str) -> builtins.bool:
         """Returns ``name`` as a switch (1/0, true/false, yes/no, on/off), or its default."""
         value = self.raw(name)
         if value is None:
@@ -92,12 +95,12 @@ class Environment:
             return word in _TRUE
         raise ConfigError(f"{name} is {value!r} in the environment; it takes 1 or 0.")
 
-    def list(self, name: str) -> list[str]:
+    def list(self, name: builtins.str) -> builtins.list[builtins.str]:
         """Returns ``name`` split at commas, blanks dropped; absent gives an empty list."""
         value = self.raw(name)
         return [] if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
-    def inherited(self) -> dict[str, str]:
+    def inherited(self) -> builtins.dict[builtins.str, builtins.str]:
         """Returns a copy of every variable, for a child process."""
         return dict(self._source)
 
