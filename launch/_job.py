@@ -106,7 +106,9 @@ def _run_logged(
     try:
         log.open_file(config.log_dir / f"{config.job_id}.{config.pod_name}.log")
     except OSError as error:
-        raise LaunchError(f"--log_dir {config.log_dir}: {error.strerror}. Choose a folder that can be written.") from error
+        raise LaunchError(
+            f"--log_dir {config.log_dir} cannot be written: {error.strerror}. Choose another folder."
+        ) from error
     announce(config, log)
     try:
         config, membership = _open_membership(config, log, signals)
@@ -188,8 +190,9 @@ class JobLoop:
                 news=self._membership.news,
                 ends_servers=not self._has_unknown_workers(),
                 started=lambda: self._log.info(watching_pod_line(config, specs)),
+                ending=lambda result: self._membership.announce_end(result, _failure_line(result, own)),
             )
-        return self._settle(result, peers[generation.node_rank])
+        return self._settle(result, own)
 
     def _announce_pod(
         self, generation: Generation, peers: Sequence[Peer], specs: Sequence[ProcessSpec], is_first: bool
@@ -209,21 +212,17 @@ class JobLoop:
         return self._membership.news is None and not self._config.is_single_node
 
     def _settle(self, result: GroupResult, own: Peer) -> Outcome:
-        failure = ""
+        outcome = self._membership.settle(result)
         if result.first_failure is not None:
-            size = _role_size(result.first_failure.spec)
-            failure = first_failure_line(result.first_failure, role_size=size, host=own.host)
-        outcome = self._membership.settle(result, failure)
-        if result.first_failure is not None:
-            self._report(result, own, failure, outcome)
+            self._report(result, own, outcome)
         elif result.exit_code == 0 and outcome.exit_code == 0 and not result.interrupted:
             self._log.info("Pod completed")
         return outcome
 
-    def _report(self, result: GroupResult, own: Peer, failure: str, outcome: Outcome) -> None:
+    def _report(self, result: GroupResult, own: Peer, outcome: Outcome) -> None:
         assert result.first_failure is not None
         if outcome.restart:
-            self._log.warning(failure)
+            self._log.warning(_failure_line(result, own))
             return
         report = failure_report(
             result.first_failure,
@@ -237,6 +236,13 @@ class JobLoop:
                 self._log.write(level, text)
             else:
                 self._log.plain(text)
+
+
+def _failure_line(result: GroupResult, own: Peer) -> str:
+    """Returns the sentence about the first failure; empty when there was none."""
+    if result.first_failure is None:
+        return ""
+    return first_failure_line(result.first_failure, role_size=_role_size(result.first_failure.spec), host=own.host)
 
 
 def _role_size(spec: ProcessSpec) -> int:

@@ -87,7 +87,9 @@ class KeyValueClient:
                     self._waits = self._open()
                 return self._view(self._waits.request(message, timeout_s + self.ttl_s))
             except (OSError, _wire.WireError) as error:
-                self._waits = _drop(self._waits)
+                if self._waits is not None:
+                    self._waits.close()
+                self._waits = None
                 give_up_at = give_up_at or time.monotonic() + self.ttl_s
                 self._pause_or_give_up(give_up_at, error)
 
@@ -110,7 +112,9 @@ class KeyValueClient:
                         self._requests = self._open()
                     return self._requests.request(message, self.ttl_s)
                 except (OSError, _wire.WireError) as error:
-                    self._requests = _drop(self._requests)
+                    if self._requests is not None:
+                        self._requests.close()
+                    self._requests = None
                     give_up_at = give_up_at or time.monotonic() + self.ttl_s
                     self._pause_or_give_up(give_up_at, error)
 
@@ -207,12 +211,6 @@ class _Channel:
                 raise ConnectionResetError("the service closed the connection")
             data += block
         return bytes(data)
-
-
-def _drop(channel: _Channel | None) -> None:
-    """Closes ``channel``; the caller's variable becomes None."""
-    if channel is not None:
-        channel.close()
 
 
 def _text(value: object) -> str | None:

@@ -42,6 +42,7 @@ class Meeting:
     def __init__(self, rendezvous: Rendezvous, service: KeyValueService | None, log: LaunchLog, signals: SignalInbox):
         self._rendezvous, self._service, self._log, self._signals = rendezvous, service, log, signals
         self._completed = False
+        self._reason: Reason | None = None
 
     @property
     def news(self) -> Rendezvous:
@@ -52,14 +53,21 @@ class Meeting:
         """Returns the next generation once all its nodes agree on it; see :meth:`Rendezvous.join`."""
         return self._rendezvous.join(peer)
 
-    def settle(self, result: GroupResult, failure: str) -> Outcome:
-        """Tells the others how this node's group ended, waits for them after a success, and follows what came first."""
+    def announce_end(self, result: GroupResult, failure: str) -> None:
+        """Ends the generation on every node, unless another node did so first: then its reason stands."""
         if result.stop_signal is not None:
-            code = 128 + result.stop_signal
-            self._rendezvous.stop(code, f"The launcher of a node was stopped by signal {result.stop_signal}.")
-            return Outcome(code)
-        if result.first_failure is not None:
-            return self._follow(self._rendezvous.fail(result.exit_code, failure))
+            text = f"The launcher of pod {self._rendezvous.name} was stopped by signal {result.stop_signal}."
+            self._reason = self._rendezvous.stop(result.exit_code, text)
+        else:
+            self._reason = self._rendezvous.fail(result.exit_code, failure)
+
+    def settle(self, result: GroupResult) -> Outcome:
+        """Follows the reason that came first; after a success waits for the others."""
+        reason, self._reason = self._reason, None
+        if result.stop_signal is not None:
+            return Outcome(result.exit_code)
+        if reason is not None:
+            return self._follow(reason)
         if result.interrupted:
             return self._follow(self._rendezvous.reason())
         try:
@@ -85,7 +93,8 @@ class Meeting:
         began = time.monotonic()
         told = False
         limit_s = None if self._completed else _LINGER_S
-        while self._service.num_sessions() and not self._signals.received:
+        num_signals = len(self._signals.received)
+        while self._service.num_sessions() and len(self._signals.received) == num_signals:
             waited_s = time.monotonic() - began
             if limit_s is not None and waited_s > limit_s:
                 break
@@ -118,6 +127,7 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
         node=Node(host=config.host, rank=config.node_rank, serves=service is not None),
         rules=rules,
         max_restarts=config.max_restart,
+        grace_s=config.grace_s,
         wait_limit_s=_wait_limit_s(config),
         log=log,
         signals=signals,
@@ -126,7 +136,7 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
 
 
 def meeting_config(config: LaunchConfig) -> LaunchConfig:
-    """Returns ``config`` with 127.0.0.1 as this node's address when the master's is: all nodes are this machine then."""
+    """Returns ``config`` with 127.0.0.1 as this node's address when the master's is: this machine is all there is."""
     if config.master is None or config.arguments.get("host") is not None:
         return config
     return replace(config, host="127.0.0.1") if is_loopback(split_endpoint(config.master, "--master")[0]) else config
@@ -175,9 +185,9 @@ def _host_or_find(
 def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Exception) -> str:
     absent = ", ".join(str(rank) for rank in range(config.max_nodes) if rank != config.node_rank)
     return (
-        f"--master {join_endpoint(*address)}: no launcher answered there within {_wait_limit_s(config):.0f} s ({error}); "
-        f"absent node ranks: {absent if config.node_rank >= 0 else 0}. Start the launcher on the node that has this "
-        "address, or raise --elastic_timeout."
+        f"--master {join_endpoint(*address)}: no launcher answered there within {_wait_limit_s(config):.0f} s "
+        f"({error}); absent node ranks: {absent if config.node_rank >= 0 else 0}. Start the launcher on the node that "
+        "has this address, or raise --elastic_timeout."
     )
 
 

@@ -48,8 +48,11 @@ class Membership(Protocol):
     def join(self, peer: Mapping[str, Any]) -> Generation:
         """Publishes this node's record and returns the next generation once all its nodes agree on it."""
 
-    def settle(self, result: GroupResult, failure: str) -> Outcome:
-        """Returns what the end of this node's group means; ``failure`` is the sentence about its first failure."""
+    def announce_end(self, result: GroupResult, failure: str) -> None:
+        """Tells the other nodes that this one is about to stop; ``failure`` is the sentence about its first failure."""
+
+    def settle(self, result: GroupResult) -> Outcome:
+        """Returns what the end of this node's group means for the job."""
 
     def close(self) -> None:
         """Leaves the job."""
@@ -78,7 +81,10 @@ class Alone:
         self._number += 1
         return Generation(self._number, self._peers or (peer,), self._node_rank if self._peers else 0, self._number)
 
-    def settle(self, result: GroupResult, failure: str) -> Outcome:
+    def announce_end(self, result: GroupResult, failure: str) -> None:
+        """Has nobody to tell."""
+
+    def settle(self, result: GroupResult) -> Outcome:
         """Restarts after a failure while restarts are left; otherwise the group's code is the launcher's."""
         restart = result.first_failure is not None and self._number < self._max_restarts
         return Outcome(result.exit_code, restart)

@@ -29,7 +29,7 @@ _LOOK_S = 0.5
 
 
 class ViewWatch:
-    """Keeps the newest view of the store in a thread, which is this node's heartbeat; ``fileno`` is readable on news."""
+    """Keeps the newest view of the store in a thread, this node's heartbeat; ``fileno`` is readable on news."""
 
     def __init__(self, client: KeyValueClient) -> None:
         self._client = client
@@ -97,6 +97,7 @@ class Rendezvous:
         node: what this node publishes.
         rules: when a world may be proposed.
         max_restarts: how often failed workers start a new generation.
+        grace_s: how long processes have to end when another node's launcher was told to stop.
         wait_limit_s: how long to wait for absent nodes; None waits without limit.
     """
 
@@ -108,13 +109,14 @@ class Rendezvous:
         node: Node,
         rules: Rules,
         max_restarts: int,
+        grace_s: float,
         wait_limit_s: float | None,
         log: LaunchLog,
         signals: SignalInbox,
     ) -> None:
         self._client, self.name, self._node, self._rules = client, name, node, rules
         self._max_restarts, self._wait_limit_s = max_restarts, wait_limit_s
-        self._log, self._signals = log, signals
+        self._log, self._signals, self._grace_s = log, signals, grace_s
         self._watch = ViewWatch(client)
         self._generation = 0
         self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
@@ -215,7 +217,8 @@ class Rendezvous:
             self._lost = error
             return PeerEvent("stop")
         if world is None or world.generation != self._generation or world.state == _world.OVER:
-            return PeerEvent("stop")
+            is_stop = world is not None and world.reason is not None and world.reason.kind == "stopped"
+            return PeerEvent("stop", self._grace_s) if is_stop else PeerEvent("stop")
         nodes = _world.read_nodes(view)
         over = (_world.WORKERS_DONE, _world.DONE)
         if all(node in nodes and nodes[node].phase in over for node in world.nodes):

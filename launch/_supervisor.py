@@ -178,6 +178,7 @@ class Supervisor:
     ) -> None:
         self._log, self._signals, self._guardian = log, signals, guardian
         self._mark, self._inherited, self._grace_s, self._output_fd = mark, inherited, grace_s, output_fd
+        self._ending: Callable[[GroupResult], None] = lambda result: None
 
     def run(
         self,
@@ -187,6 +188,7 @@ class Supervisor:
         news: PeerNews | None = None,
         ends_servers: bool = True,
         started: Callable[[], None] = lambda: None,
+        ending: Callable[[GroupResult], None] = lambda result: None,
     ) -> GroupResult:
         """Runs ``specs`` until all have ended, one has failed, a signal has come, or the peers want a stop.
 
@@ -197,7 +199,10 @@ class Supervisor:
             ends_servers: whether the end of this node's workers is the end of its servers. False when the workers
                 of other nodes use them and no membership tells when those are done: the servers return by themselves.
             started: called once every process runs.
+            ending: called on a failure or a signal before anything is stopped, so that the other nodes hear of the
+                cause before they feel its effects.
         """
+        self._ending = ending
         with self._group(news) as group:
             for spec in specs:
                 group.start(spec, overwrite_log=overwrite_logs)
@@ -219,9 +224,7 @@ class Supervisor:
         servers_may_end = False
         while True:
             if signals := self._signals.take():
-                self._log.info(f"Terminating with signal {signals[0]}")
-                group.stop(self._grace_s if len(signals) == 1 else 0.0)
-                return GroupResult(exit_code=128 + signals[0], stop_signal=signals[0])
+                return self._stop(group, signals)
             event = news.take() if news is not None else None
             if event is not None and event.kind == "stop":
                 group.stop(event.grace_s)
@@ -249,8 +252,7 @@ class Supervisor:
             if failures := [ended for ended in group.wait(left_s) if ended.exit_code]:
                 return self._fail(group, failures)
             if signals := self._signals.take():
-                group.stop(self._grace_s)
-                return GroupResult(exit_code=128 + signals[0], stop_signal=signals[0])
+                return self._stop(group, signals)
             if news is not None and (event := news.take()) is not None and event.kind == "stop":
                 group.stop(event.grace_s)
                 return GroupResult(exit_code=0, interrupted=True)
@@ -258,13 +260,23 @@ class Supervisor:
         self._log.info("all parameter server are killed.")
         return GroupResult(exit_code=0)
 
+    def _stop(self, group: ProcessGroup, signals: Sequence[int]) -> GroupResult:
+        """Stops the group because of a signal to the launcher."""
+        self._log.info(f"Terminating with signal {signals[0]}")
+        result = GroupResult(exit_code=128 + signals[0], stop_signal=signals[0])
+        self._ending(result)
+        group.stop(self._grace_s if len(signals) == 1 else 0.0)
+        return result
+
     def _fail(self, group: ProcessGroup, failures: list[ProcessExit]) -> GroupResult:
         """Names the first failure, and stops the rest without the long grace."""
         starts = {process.pid: process.log_start_bytes for process in group.processes}
         self._settle(group, failures, starts)
         first = choose_first_failure(failures, starts)
+        result = GroupResult(exit_code=first.exit_code, first_failure=first, log_start_bytes=starts[first.pid])
+        self._ending(result)
         group.stop(FAILURE_GRACE_S)
-        return GroupResult(exit_code=first.exit_code, first_failure=first, log_start_bytes=starts[first.pid])
+        return result
 
     def _settle(self, group: ProcessGroup, failures: list[ProcessExit], starts: Mapping[int, int]) -> None:
         """Waits for the processes that are failing at this very moment, before a SIGTERM of ours blurs the picture.

@@ -1,7 +1,7 @@
 """Who is in the job, agreed on by all its nodes: pure rules over the keys of a store.
 
-Every node keeps one leased key ``node/ID``; one key ``world`` holds the current generation. Each change of ``world`` is a
-compare-and-set, so all nodes see the same sequence of worlds, whoever writes them::
+Every node keeps one leased key ``node/ID``; one key ``world`` holds the current generation. Each change of ``world`` is
+a compare-and-set, so all nodes see the same sequence of worlds, whoever writes them::
 
     (gather) -> proposed -> fixed -> complete
         ^          |          |

@@ -196,10 +196,11 @@ def test_no_interleaving_splits_the_world(seed: int) -> None:
         if coming is not None:
             if store.texts.get(WORLD_KEY) == view.texts.get(WORLD_KEY):
                 store.put(WORLD_KEY, coming)
-        elif world is not None and name in world.nodes and world.generation > acknowledged.get(name, 0):
-            if world.state == PROPOSED and name not in running:
-                acknowledged[name] = world.generation
-                store.put(NODE_PREFIX + name, node(phase=READY, generation=world.generation))
+        elif world is not None and world.state == PROPOSED and name in world.nodes and name not in running:
+            if world.generation <= acknowledged.get(name, 0):
+                continue
+            acknowledged[name] = world.generation
+            store.put(NODE_PREFIX + name, node(phase=READY, generation=world.generation))
         if world is not None and world.state == FIXED and name in world.nodes and name not in running:
             running[name] = world.generation
             started.setdefault(world.generation, set()).add(world.nodes)

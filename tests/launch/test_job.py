@@ -1,0 +1,476 @@
+"""Whole jobs on one node, with real processes: exit codes, first failure, signals, orphans, logs, restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import Launcher, wait_until_gone
+
+SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
+
+
+def rank_script(bad_rank: int, action: str) -> str:
+    return f"""
+import os, sys, time, signal
+rank = int(os.environ["RANK"])
+print("pid", os.getpid(), flush=True)
+if rank == {bad_rank}:
+    time.sleep(0.2)
+    open("failed_at", "w").write(repr(time.time()))
+    {action}
+time.sleep(60 if {bad_rank} >= 0 else 0)
+"""
+
+
+def worker_pid(job: Launcher, rank: int) -> int:
+    found = re.search(r"pid (\d+)", job.log(f"workerlog.{rank}"))
+    assert found
+    return int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("action", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(7)", 7),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("os.kill(os.getpid(), 15)", 143),
+        ("raise ValueError('boom')", 1),
+        ("os._exit(255)", 255),
+    ],
+)
+def test_exit_code_is_the_workers_own(tmp_path: Path, action: str, code: int) -> None:
+    """Decision 10, C.6."""
+    script = rank_script(1, action) if code else "import sys; sys.exit(0)"
+    with Launcher(tmp_path, script, "--nproc_per_node=2") as job:
+        assert job.wait() == code
+        assert f"Exit code {code}" in job.stderr
+        assert ("Pod completed" if code == 0 else "Pod failed") in job.stderr
+        if code:
+            assert f"Worker 1 of 2 (host 127.0.0.1, pid {worker_pid(job, 1)}) was the first to fail" in job.stderr
+
+
+def test_the_first_failure_by_time_is_named(tmp_path: Path) -> None:
+    """Study 2.4: rank 2 dies, the others fail right after it because of that."""
+    script = """
+import os, time, sys
+rank = int(os.environ["RANK"])
+flag = "gone"
+if rank == 2:
+    time.sleep(0.3)
+    open(flag, "w").close()
+    os.kill(os.getpid(), 9)
+while not os.path.exists(flag):
+    time.sleep(0.001)
+time.sleep(0.02)
+print("RuntimeError: Connection reset by peer", flush=True)
+os.abort() if rank == 0 else sys.exit(1)
+"""
+    with Launcher(tmp_path, script, "--nproc_per_node=4") as job:
+        assert job.wait() == 137
+        assert "Worker 2 of 4" in job.stderr
+        assert "signal SIGKILL (exit code 137)" in job.stderr
+        assert "memory" in job.stderr
+
+
+def test_a_victim_that_ends_before_its_cause_is_not_named(tmp_path: Path) -> None:
+    """Rank 0 aborts on the lost connection while rank 1 still prints its traceback."""
+    script = """
+import os, time
+if os.environ["RANK"] == "0":
+    time.sleep(0.3)
+    print("[Gloo] Connection closed by peer [127.0.0.1]:1", flush=True)
+    os.abort()
+try:
+    time.sleep(0.3)
+    raise ValueError("the cause")
+finally:
+    time.sleep(0.08)
+"""
+    with Launcher(tmp_path, script, "--nproc_per_node=2") as job:
+        assert job.wait() == 1
+        assert "Worker 1 of 2" in job.stderr
+        assert "ValueError: the cause" in job.stderr
+
+
+def test_failure_ends_the_job_quickly_with_a_short_report(tmp_path: Path) -> None:
+    """Study 2.4: 0.7 s, at most 30 lines, though a peer ignores SIGTERM and the traceback is long."""
+    script = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+time.sleep(0.3)
+def deep(n):
+    return deep(n - 1) if n else int("x" * 2000)
+try:
+    deep(60)
+except ValueError:
+    import traceback
+    traceback.print_exc()
+    sys.stderr.flush()
+    open("failed_at", "w").write(repr(time.time()))
+    os._exit(3)
+"""
+    with Launcher(tmp_path, script, "--nproc_per_node=2") as job:
+        assert job.wait() == 3
+        took_s = time.time() - float((tmp_path / "failed_at").read_text())
+        report = job.stderr[job.stderr.index("Pod failed") :].splitlines()
+        assert len(report) <= 29
+        assert report[1].endswith("Container failed !!!")
+        assert re.match(r"Container rank 1 status failed cmd .* code 3 log log/workerlog.1", report[2])
+        assert any("ERROR LOG DETAIL" in line for line in report)
+        assert "ValueError" in report[-2]
+        assert report[-1].endswith("Exit code 3")
+        assert took_s < 1.5, "0.7 s on a quiet machine"
+
+
+def test_report_shows_this_runs_lines_only(tmp_path: Path) -> None:
+    """The log file is appended to; an old traceback is not this run's."""
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "workerlog.0").write_text("Traceback (most recent call last):\nOldError: yesterday\n")
+    with Launcher(tmp_path, "import sys; sys.exit(4)") as job:
+        assert job.wait() == 4
+        assert "OldError" not in job.stderr
+        assert "OldError" in job.log()
+        assert "OldError" not in job.stdout
+
+
+ORPHANS = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+q = subprocess.Popen(["sleep", "60"], env={})
+print("pids", os.getpid(), p.pid, q.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def started_pids(job: Launcher, count: int) -> list[int]:
+    pids = [job.process.pid]
+    for i in range(count):
+        pids += map(int, job.wait_for(r"pids ([\d ]+)\n", f"workerlog.{i}")[1].split())
+    return pids
+
+
+@pytest.mark.parametrize("ending", ["kill the launcher", "SIGTERM", "a worker fails"])
+def test_nothing_is_left(tmp_path: Path, ending: str) -> None:
+    """Study 2.4: no orphans within 1 s, a grandchild in a session of its own and one without the mark included."""
+    with Launcher(tmp_path, ORPHANS, "--nproc_per_node=2") as job:
+        pids = started_pids(job, 2)
+        if ending == "kill the launcher":
+            job.signal(signal.SIGKILL)
+        elif ending == "SIGTERM":
+            job.signal(signal.SIGTERM)
+        else:
+            os.kill(pids[1], signal.SIGKILL)
+        left = wait_until_gone(pids, 1.0 if ending == "kill the launcher" else 2.0)
+        assert left == []
+
+
+def test_a_process_without_the_mark_survives(tmp_path: Path) -> None:
+    """Only what belongs to the job is killed."""
+    with Launcher(tmp_path / "a", SLEEP) as one, Launcher(tmp_path / "b", SLEEP) as other:
+        first = int(one.wait_for(r"pid (\d+)")[1])
+        second = int(other.wait_for(r"pid (\d+)")[1])
+        one.signal(signal.SIGKILL)
+        assert wait_until_gone([first], 1.0) == []
+        time.sleep(0.3)
+        os.kill(second, 0)
+        other.signal(signal.SIGTERM)
+        assert other.wait() == 143
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_signal_to_the_launcher(tmp_path: Path, number: int, code: int) -> None:
+    """C.6: SIGTERM to the children, 128 + signal, within a second."""
+    script = """
+import os, signal, sys, time
+def stop(number, frame):
+    print("asked to stop by", number, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("pid", os.getpid(), flush=True)
+time.sleep(60)
+"""
+    with Launcher(tmp_path, script, "--nproc_per_node=2") as job:
+        job.wait_for("pid", "workerlog.0")
+        job.wait_for("pid", "workerlog.1")
+        began = time.monotonic()
+        job.signal(number)
+        assert job.wait() == code
+        assert time.monotonic() - began < 2.0
+        assert "asked to stop by 15" in job.log("workerlog.1")
+        assert f"Terminating with signal {int(number)}" in job.stderr
+        assert "asked to stop by 15" in job.stdout, "the last lines are echoed"
+
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pid", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    with Launcher(tmp_path, STUBBORN, "--shutdown_timeout=1") as job:
+        pid = int(job.wait_for(r"pid (\d+)")[1])
+        began = time.monotonic()
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert 0.9 < time.monotonic() - began < 3.0
+        assert wait_until_gone([pid], 0.1) == []
+
+
+def test_second_signal_cuts_the_grace_short(tmp_path: Path) -> None:
+    with Launcher(tmp_path, STUBBORN, "--shutdown_timeout=30") as job:
+        job.wait_for("pid")
+        job.signal(signal.SIGINT)
+        time.sleep(0.3)
+        began = time.monotonic()
+        job.signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert time.monotonic() - began < 2.0
+
+
+def test_sigterm_goes_to_the_worker_not_to_its_children(tmp_path: Path) -> None:
+    """Requirement 4: a data-loader child is ended by its parent, in the parent's own order."""
+    script = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time\\nsignal.signal(15, lambda *a: print('child got 15', flush=True))\\n"
+    "print('child ready', flush=True)\\ntime.sleep(60)"])
+def stop(number, frame):
+    time.sleep(0.3)
+    print("parent ends", flush=True)
+    sys.exit(0)
+signal.signal(15, stop)
+time.sleep(60)
+"""
+    with Launcher(tmp_path, script) as job:
+        job.wait_for("child ready")
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "parent ends" in job.log()
+        assert "child got 15" not in job.log()
+
+
+def test_rank_0_is_echoed_and_the_rest_only_in_files(tmp_path: Path) -> None:
+    """000-16; partial lines and bytes that are no text pass unchanged."""
+    script = """
+import os, sys, time
+rank = os.environ["RANK"]
+sys.stdout.buffer.write(b"rank " + rank.encode() + b" \\xff\\x00 bytes, no end of line")
+sys.stdout.flush()
+print("to stderr", rank, file=sys.stderr, flush=True)
+time.sleep(0.2)
+sys.stdout.write("last words")
+"""
+    with Launcher(tmp_path, script, "--nproc_per_node=2") as job:
+        assert job.wait() == 0
+        expected = (tmp_path / "log" / "workerlog.0").read_bytes()
+        assert (tmp_path / "stdout").read_bytes() == expected
+        assert expected.startswith(b"rank 0 \xff\x00 bytes, no end of line")
+        assert expected.endswith(b"last words")
+        assert "rank 1" in job.log("workerlog.1")
+
+
+def test_echo_is_live(tmp_path: Path) -> None:
+    script = "import time; print('first', time.time(), flush=True); time.sleep(30)"
+    with Launcher(tmp_path, script) as job:
+        printed = float(job.wait_for(r"first ([\d.]+)", "stdout")[1])
+        assert time.time() - printed < 1.0
+        job.signal(signal.SIGTERM)
+        job.wait()
+
+
+def test_log_files_modes_and_appending(tmp_path: Path) -> None:
+    """000-14, 000-19; C.6: appended to by default, emptied with --log_overwrite; nobody else may read them."""
+    for flags, count in ((), 1), ((), 2), (("--log_overwrite=True",), 1):
+        with Launcher(tmp_path, "print('one line')", *flags) as job:
+            assert job.wait() == 0
+            assert job.log().count("one line") == count
+    for path in (tmp_path / "log").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) & 0o027 == 0, path
+    pods = [path for path in (tmp_path / "log").iterdir() if re.fullmatch(r"default\.[a-z]{6}\.log", path.name)]
+    assert len(pods) == 3
+    assert "127.0.0.1" in pods[0].read_text()
+
+
+def test_lines_of_a_good_job_in_order(tmp_path: Path) -> None:
+    """000-10, 000-11."""
+    with Launcher(tmp_path, "pass", "--nproc_per_node=2") as job:
+        assert job.wait() == 0
+    prefix = r"LAUNCH INFO \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+    wanted = [
+        r"Job: default, mode collective, replicas 1\[1:1\], elastic False",
+        r"Run Pod: ([a-z]{6}), replicas 2, status ready",
+        r"Watching Pod: ([a-z]{6}), replicas 2, status running",
+        "Pod completed",
+        "Exit code 0",
+    ]
+    assert re.search("".join(f"{prefix}{line}\n" for line in wanted) + r"\Z", job.stderr)
+
+
+def test_a_planted_secret_reaches_no_file(tmp_path: Path) -> None:
+    """Study 5.4; decision 9. The worker does get it."""
+    secret, job_secret = "planted-3f9c1d", "ab" * 32
+    script = "import os; assert os.environ['MY_API_TOKEN'] and os.environ['FLEET_JOB_SECRET']; raise SystemExit(5)"
+    env = {"MY_API_TOKEN": secret, "FLEET_JOB_SECRET": job_secret, "https_proxy": f"http://user:{secret}@127.0.0.1:1"}
+    with Launcher(tmp_path, script, "--nproc_per_node=2", "--log_level=DEBUG", env=env) as job:
+        assert job.wait() == 5
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert secret.encode() not in content, path
+            assert job_secret.encode() not in content, path
+
+
+def test_worker_environment(tmp_path: Path) -> None:
+    """Requirement 1: inherited, without proxies, marked; standard input is empty."""
+    script = """
+import os, sys
+assert "http_proxy" not in os.environ, "proxy"
+assert os.environ["KEPT"] == "yes"
+assert len(os.environ["FLEET_POD"]) >= 8
+assert sys.stdin.read() == ""
+assert os.getpgrp() == os.getpid() == os.getsid(0)
+print(os.getcwd())
+"""
+    with Launcher(tmp_path, script, env={"http_proxy": "http://127.0.0.1:1", "KEPT": "yes"}) as job:
+        assert job.wait() == 0, job.log()
+        assert job.log().strip() == str(tmp_path)
+
+
+RESTARTED = """
+import os, sys, time
+generation = os.environ["FLEET_GENERATION"]
+print("start", generation, os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"], os.getpid(),
+      time.time(), flush=True)
+time.sleep(60)
+"""
+
+
+def kill_again_and_again(job: Launcher, kills: int, num_workers: int) -> tuple[list[float], set[str]]:
+    delays: list[float] = []
+    ports: set[str] = set()
+    killed_at = 0.0
+    for generation in range(kills + 1):
+        found = [
+            job.wait_for(rf"start {generation} {generation} (\d+) (\d+) ([\d.]+)\n", f"workerlog.{i}")
+            for i in range(num_workers)
+        ]
+        ports.add(found[0][1])
+        if generation:
+            delays.append(float(min(match[3] for match in found)) - killed_at)
+        if generation < kills:
+            killed_at = time.time()
+            os.kill(int(found[generation % num_workers][2]), signal.SIGKILL)
+    return delays, ports
+
+
+def test_killed_worker_restarts_the_group(tmp_path: Path) -> None:
+    """Study 2.4: a new generation, a new store port."""
+    with Launcher(tmp_path, RESTARTED, "--nproc_per_node=2", "--max_restart=3") as job:
+        delays, ports = kill_again_and_again(job, 3, 2)
+        assert len(ports) == 4
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143
+    assert statistics.median(delays) < 1.5, "0.5 s on a quiet machine"
+
+
+@pytest.mark.slow
+def test_twenty_kills_in_a_row_are_survived(tmp_path: Path) -> None:
+    """Study 2.4: 20 of 20."""
+    with Launcher(tmp_path, RESTARTED, "--nproc_per_node=4", "--max_restart=20") as job:
+        delays, ports = kill_again_and_again(job, 20, 4)
+        assert len(delays) == 20
+        assert len(ports) == 21
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_user_error_is_restarted_up_to_the_limit_then_returned(tmp_path: Path) -> None:
+    script = "import os, sys; print('start', os.environ['FLEET_GENERATION'], flush=True); sys.exit(9)"
+    with Launcher(tmp_path, script, "--max_restart=2") as job:
+        assert job.wait() == 9
+        assert re.findall(r"start (\d)", job.log()) == ["0", "1", "2"]
+        assert re.findall(r"start (\d)", job.stdout) == ["0", "1", "2"]
+        assert job.stderr.count("Pod failed") == 1
+
+
+def test_no_restart_unless_asked_for(tmp_path: Path) -> None:
+    with Launcher(tmp_path, "print('start', flush=True); raise SystemExit(2)") as job:
+        assert job.wait() == 2
+        assert job.log().count("start") == 1
+
+
+PS = """
+import os, sys, time
+role = os.environ["TRAINING_ROLE"]
+print(role, "starts", os.getpid(), flush=True)
+if role == "PSERVER":
+    {server}
+{worker}
+"""
+
+
+def ps_script(server: str = "time.sleep(60)", worker: str = "time.sleep(0.3)") -> str:
+    return PS.format(server=server, worker=worker)
+
+
+def test_servers_are_ended_once_the_workers_have_exited(tmp_path: Path) -> None:
+    """002-23: both lines, exit 0, though the server never returns; 002-24: file names."""
+    with Launcher(tmp_path, ps_script(), "--server_num=1", "--worker_num=2") as job:
+        assert job.wait() == 0
+        first = job.stderr.index("all workers exit, going to finish parameter server and heter_worker.")
+        assert job.stderr.index("all parameter server are killed.") > first
+        assert "PSERVER starts" in job.log("serverlog.0")
+        assert "TRAINER starts" in job.log("workerlog.1")
+        assert "TRAINER starts" in job.stdout, "worker 0 is echoed, not the server"
+        assert "PSERVER starts" not in job.stdout
+
+
+def test_server_that_returns_by_itself_is_not_waited_for(tmp_path: Path) -> None:
+    script = ps_script(server="time.sleep(0.8); print('returns', flush=True); sys.exit(0)", worker="time.sleep(0.5)")
+    with Launcher(tmp_path, script, "--server_num=1", "--worker_num=1") as job:
+        began = time.monotonic()
+        assert job.wait() == 0
+        assert time.monotonic() - began < 3.0
+        assert "returns" in job.log("serverlog.0")
+        assert "all parameter server are killed." in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("server", "worker", "code", "who"),
+    [
+        ("time.sleep(60)", "sys.exit(6)", 6, "Worker 0 of 1"),
+        ("time.sleep(0.3); sys.exit(8)", "time.sleep(60)", 8, "Server 0 of 1"),
+    ],
+)
+def test_failed_worker_or_server_ends_the_job(tmp_path: Path, server: str, worker: str, code: int, who: str) -> None:
+    with Launcher(tmp_path, ps_script(server, worker), "--server_num=1", "--worker_num=1") as job:
+        assert job.wait() == code
+        assert who in job.stderr
+
+
+def test_job_inside_a_worker_falls_with_it(tmp_path: Path) -> None:
+    """The mark is a path: the inner job's processes carry the outer mark too."""
+    (tmp_path / "inner.py").write_text("import os, time\nprint('inner', os.getpid(), flush=True)\ntime.sleep(60)\n")
+    script = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-m", "fleet.launch", "--log_dir", "inner_log", "inner.py"], start_new_session=True)
+"""
+    with Launcher(tmp_path, script) as job:
+        pid = int(job.wait_for(r"inner (\d+)")[1])
+        job.signal(signal.SIGKILL)
+        assert wait_until_gone([pid], 1.0) == []
