@@ -224,7 +224,8 @@ def _with_secret(config: LaunchConfig, settings: Settings, environment: Environm
 
 def _finish(config: LaunchConfig, settings: Settings, environment: Environment) -> LaunchConfig:
     """Returns the configuration with its printed arguments and notes; checks what only the whole can tell."""
-    if config.static_peers and settings.has("max_restart") and config.max_restart:
+    fixed = config.static_peers or (config.servers and not config.is_single_node)
+    if fixed and settings.has("max_restart") and config.max_restart:
         raise ConfigError(f"{settings.named('max_restart')}={config.max_restart} needs a place where the nodes meet "
                           "again after a restart. Use --nnodes with --master instead of a fixed list of nodes.")
     threads = (config.nproc_per_node or 0) > 1 and not environment.has("OMP_NUM_THREADS")

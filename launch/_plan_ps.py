@@ -47,8 +47,9 @@ def plan_ps(
     LaunchError when the job has no server or no worker, or two processes share an endpoint.
     """
     layout = _layout(config, peers, node_rank)
+    num_nodes, place_of_node = _listed_place(layout) if config.workers else (len(peers), node_rank)
     shared = {
-        **common_variables(config, environment, generation, len(peers)),
+        **common_variables(config, environment, generation, num_nodes),
         "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(layout.servers),
         "PADDLE_TRAINER_ENDPOINTS": ",".join(layout.workers),
         "PADDLE_TRAINERS_NUM": f"{len(layout.workers)}",
@@ -66,7 +67,7 @@ def plan_ps(
         for i, index in enumerate(layout.local_servers)
     ]
     for i, index in enumerate(layout.local_workers):
-        variables = {**shared, **_worker_variables(config, layout, i, node_rank, generation)}
+        variables = {**shared, **_worker_variables(config, layout, i, place_of_node, generation)}
         specs.append(
             place(
                 config, environment, role="worker", index=index, local_index=i, position=len(layout.local_servers) + i,
@@ -120,6 +121,13 @@ def _layout(config: LaunchConfig, peers: Sequence[Peer], node_rank: int) -> _Lay
         store=_store(config, peers, workers),
         http=_http(config, peers, servers),
     )
+
+
+def _listed_place(layout: _Layout) -> tuple[int, int]:
+    """Returns the number of nodes in the endpoint lists and this node's place, in the order they are first named."""
+    hosts = list(dict.fromkeys(split_endpoint(e, "the list")[0] for e in (*layout.servers, *layout.workers)))
+    own = [*(layout.servers[i] for i in layout.local_servers), *(layout.workers[i] for i in layout.local_workers)]
+    return len(hosts), hosts.index(split_endpoint(own[0], "the list")[0])
 
 
 def _store(config: LaunchConfig, peers: Sequence[Peer], workers: Sequence[str]) -> tuple[str, int]:

@@ -95,10 +95,11 @@ def test_several_nodes() -> None:
 
 def test_lists_on_several_nodes_agree_on_ports_without_a_word() -> None:
     flags = ("--servers=10.0.0.1:7000", "--workers=10.0.0.1:8000,10.0.0.2:8000")
-    for host in ("10.0.0.1", "10.0.0.2"):
+    for place, host in enumerate(("10.0.0.1", "10.0.0.2")):
         worker = plan(read(*flags, f"--host={host}"))[-1]
         assert worker.environment["PADDLE_MASTER"] == "10.0.0.1:8000"
         assert worker.environment["PADDLE_GLOO_HTTP_ENDPOINT"] == "10.0.0.1:6767"
+        assert (worker.environment["PADDLE_NNODES"], worker.environment["GROUP_RANK"]) == ("2", f"{place}")
 
 
 def test_a_job_without_servers_or_workers_is_an_error() -> None:

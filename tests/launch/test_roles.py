@@ -34,6 +34,7 @@ def test_counts_on_one_node() -> None:
         (("--run_mode=ps", "--nnodes=2"), "neither a server nor a worker"),
         (("--server_num=1", "--worker_num=1", "--nproc_per_node=2"), "belongs to collective"),
         (("--http_port=1",), "needs --server_num"),
+        (("--servers=127.0.0.1:1", "--workers=127.0.0.1:2,10.0.0.2:2", "--max_restart=1"), "meet again"),
     ],
 )
 def test_roles_that_cannot_work_are_errors(flags: tuple[str, ...], message: str) -> None:
