@@ -47,7 +47,7 @@ lint: $(READY)
 	$(PY) -m mypy
 
 docs: $(READY)
-	$(PY) -m tests.helpers.generated_text
+	$(PY) docs/generate.py
 
 bench: $(READY)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) "$$script"; done

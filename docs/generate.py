@@ -1,0 +1,82 @@
+"""Rewrites the parts of the documentation that are made from the code: ``make docs``.
+
+In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. tests/test_readme.py fails
+when one is out of date.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import yaml
+
+from fleet._options_text import option_listing_markdown, option_table_markdown
+from fleet.env import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+TEXTS = ("README.md", "README.zh-CN.md", "docs/options.md", "docs/environment.md")
+_PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def chinese() -> dict[str, str]:
+    """Returns the Chinese words of the option table, by English word, option name and English reason."""
+    sections: dict[str, dict[str, str]] = yaml.safe_load((ROOT / "docs/options.zh-CN.yaml").read_text(encoding="utf-8"))
+    return {key: text for section in sections.values() for key, text in section.items()}
+
+
+def training_diff() -> str:
+    """Returns the lines in which the two training scripts of the ResNet example differ, their titles left out."""
+    scripts = [ROOT / "examples/resnet" / name for name in ("train_torch.py", "train_fleet_dygraph.py")]
+    before, after = (script.read_text(encoding="utf-8").splitlines()[1:] for script in scripts)
+    return "```diff\n" + "\n".join(_hunks(before, after)) + "\n```\n"
+
+
+def _hunks(before: list[str], after: list[str]) -> Iterator[str]:
+    changes = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
+    for position, line in enumerate(changes):
+        if not line.startswith("@@"):
+            yield line
+        elif position:
+            yield ""
+
+
+def environment_table() -> str:
+    """Returns the table of every environment variable the project knows."""
+    rows = [
+        f"| `{variable.name}` | {variable.owner} | {'' if variable.default is None else f'`{variable.default}`'} "
+        f"| {variable.meaning} |"
+        for variable in VARIABLES.values()
+    ]
+    return "\n".join(["| Variable | Set by | Default | Meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "diff": training_diff,
+    "environment": environment_table,
+    "options": option_table_markdown,
+    "options-zh": lambda: option_table_markdown(chinese()),
+    "option-listing": option_listing_markdown,
+}
+
+
+def current(text: str) -> str:
+    """Returns ``text`` with every generated part made anew; raises KeyError for a part of an unknown name."""
+    return _PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", text)
+
+
+def main() -> None:
+    """Rewrites the texts that are out of date and prints their names."""
+    for name in TEXTS:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = current(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"{name}: rewritten")
+
+
+if __name__ == "__main__":
+    main()

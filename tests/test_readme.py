@@ -1,0 +1,267 @@
+"""The texts say what the code does: generated parts, links, names, commands, and every example runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fleet
+from fleet.launch._flags import BY_SPELLING
+from fleet.options import schema
+from fleet.strategies._base import NOT_YET
+from tests.helpers.sources import ROOT, project_files
+
+TEXTS = [path for path in project_files() if path.suffix == ".md"]
+READMES = ("README.md", "README.zh-CN.md")
+FENCED = re.compile(r"(?:<!-- example: ([\w./-]+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def read(name: str | Path) -> str:
+    """Returns a text of the project."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def generator() -> ModuleType:
+    """Returns docs/generate.py as a module."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fenced(name: str, language: str) -> list[str]:
+    """Returns the code blocks of a text in one language."""
+    return [body for _, kind, body in FENCED.findall(read(name)) if kind == language]
+
+
+def example(name: str, title: str) -> str:
+    """Returns the code block of a text that stands under ``<!-- example: TITLE -->``."""
+    (body,) = (body for found, _, body in FENCED.findall(read(name)) if found == title)
+    return body
+
+
+def run(code: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` in a new interpreter that sees the checkout, away from it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
+    environment = {**kept, "PYTHONPATH": f"{cwd}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": "", **variables}
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+# ---- made from the code ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", generator().TEXTS)
+def test_generated_parts_are_current(name: str) -> None:
+    text = read(name)
+    assert "<!-- generated: " in text
+    assert text == generator().current(text), "run `make docs`"
+
+
+def test_a_stale_part_is_noticed() -> None:
+    text = read("README.md").replace("from fleet import fleet", "from fleet import float")
+    assert generator().current(text) != text
+
+
+def test_every_option_has_chinese_words() -> None:
+    import yaml
+
+    sections = yaml.safe_load(read("docs/options.zh-CN.yaml"))
+    rules = {name: option.rule for name, option in schema().items()}
+    reasons = {rule.no_meaning or rule.refused for rule in rules.values()} - {None, NOT_YET}
+    assert set(sections["options"]) == set(rules)
+    assert set(sections["reasons"]) == reasons
+
+
+# ---- two languages, one content --------------------------------------------------------------------------------------
+
+
+def outline(name: str) -> list[str]:
+    """Returns what must be equal in both languages: the kind of each heading, item and row; links; commands."""
+    found = []
+    for line in read(name).splitlines():
+        words = re.sub(r"\s+#.*", "", line) if line.startswith("python -m") else ""
+        kind = re.match(r"#+ |- |\| |```\w*|(?=pip |strategy\.)", line)
+        cells = str(line.count(" | ")) if line.startswith("| ") else ""
+        if kind:
+            found.append(f"{kind[0]}{words}{cells}")
+    return found + sorted(set(LINK.findall(read(name))) - {*READMES})
+
+
+def test_both_readmes_have_the_same_outline() -> None:
+    english, chinese = (outline(name) for name in READMES)
+    assert english == chinese
+    assert len(english) > 80
+
+
+def test_each_readme_links_to_the_other() -> None:
+    assert "README.zh-CN.md" in LINK.findall(read("README.md"))
+    assert "README.md" in LINK.findall(read("README.zh-CN.md"))
+
+
+# ---- what the texts name exists --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=str)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = [target.partition("#")[0] for target in LINK.findall(read(path)) if "://" not in target]
+    assert [target for target in targets if target and not (ROOT / path.parent / target).exists()] == []
+
+
+def test_the_index_names_every_text() -> None:
+    linked = {(ROOT / "docs" / target).resolve() for target in LINK.findall(read("docs/README.md"))}
+    described = ("docs", "deploy", "strategies", "benchmarks")
+    wanted = {path for path in TEXTS if len(path.parts) == 1 or path.parts[0] in described}
+    assert {str(path) for path in wanted if (ROOT / path).resolve() not in linked} == {"docs/README.md"}
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_tree_names_paths_that_exist(name: str) -> None:
+    (tree,) = fenced(name, "")
+    paths = [line.split()[0] for line in tree.splitlines()]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert {path.parts[0] for path in project_files() if len(path.parts) > 1 and path.parts[0][0] != "."} == {
+        path.partition("/")[0] for path in paths
+    }
+
+
+@pytest.mark.parametrize("name", ["README.md", "deploy/README.md"])
+def test_the_launcher_knows_every_flag_that_is_shown(name: str) -> None:
+    lines = "\n".join(fenced(name, "bash")).replace("\\\n", " ").splitlines()
+    commands = [re.split(r"fleet\.launch|torch-fleet ", line.partition(" #")[0])[1] for line in lines if _starts(line)]
+    flags = {flag for command in commands for flag in re.findall(r"(?<= )--[\w-]+", command)}
+    assert len(commands) >= 2
+    assert {flag for flag in flags if flag not in BY_SPELLING} == set()
+
+
+def _starts(line: str) -> bool:
+    return "fleet.launch" in line or line.startswith("docker run")
+
+
+def test_names_of_the_package_exist() -> None:
+    names = set(re.findall(r"`(fleet(?:\.[A-Za-z_]\w*)+)", read("README.md")))
+    assert len(names) > 8
+    for name in names:
+        found = fleet
+        for part in name.split(".")[1:]:
+            found = (
+                getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
+            )
+
+
+def test_make_has_every_target_that_is_named() -> None:
+    targets = set(re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)[1].split())
+    named = {name for path in TEXTS for name in re.findall(r"`make ([a-z-]+)`", read(path))}
+    assert named >= {"demo", "test", "lint"}
+    assert named - targets == set()
+
+
+def test_the_demo_uses_options_that_the_example_has() -> None:
+    recipe = re.search(r"^demo:.*?\n\n", read("Makefile"), re.MULTILINE | re.DOTALL)[0]
+    script, *options = re.search(r"(examples/\S+\.py)(.*)", recipe).group(1, 2)
+    script_help = subprocess.run(
+        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for option in re.findall(r"--[\w-]+", options[0]):
+        assert option in script_help
+    for path in re.findall(r"\$\(PY\) (\S+\.py)", recipe):
+        assert (ROOT / path).is_file()
+
+
+def test_words_are_plain() -> None:
+    selling = re.compile(
+        r"\b(blazing|effortless\w*|elegant\w*|seamless\w*|powerful|state-of-the-art|world-class|simply|easily|robust)\b",
+        re.IGNORECASE,
+    )
+    assert {(str(path), found) for path in TEXTS for found in selling.findall(read(path))} == set()
+    assert {
+        str(path) for path in TEXTS if "!" in re.sub(r"<!--|`[^`]*`|```.*?```|!=", "", read(path), flags=re.DOTALL)
+    } == set()
+
+
+# ---- the container ---------------------------------------------------------------------------------------------------
+
+
+def test_the_container_image_is_described() -> None:
+    """000-22."""
+    dockerfile = read("deploy/Dockerfile")
+    sources = [word for line in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE) for word in line.split()[:-1]]
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    ignored = read(".dockerignore").splitlines()
+    assert [source for source in sources if f"!{source}" not in ignored] == []
+    torch = re.search(r"^torch==(.*)$", read("constraints.txt"), re.MULTILINE)[1]
+    assert f"ARG TORCH={torch}\n" in dockerfile
+    guide = read("deploy/README.md")
+    assert "--net=host" in guide
+    assert "--shm-size" in guide
+
+
+# ---- examples run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_strategy_example_runs(name: str, tmp_path: Path) -> None:
+    (code,) = fenced(name, "python")
+    done = run(f"{code}\nprint(fleet.worker_num())", tmp_path)
+    assert done.stdout.split()[-1:] == ["1"], done.stderr
+
+
+USE = """
+import torch
+from fleet import fleet
+{use}
+fleet.init(is_collective=True, strategy=strategy)
+model = torch.nn.Linear(4, 1)
+before = [p.detach().clone() for p in model.parameters()]
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+model = fleet.distributed_model(model)
+(model(torch.full((8, 4), 100.0)).sum()).backward()
+optimizer.step()
+moved = torch.stack([(p - q).norm() for p, q in zip(model.parameters(), before)]).norm()
+print("moved by", round(moved.item(), 4))
+for change in [("clip_gradients_configs", {{"max_norm": 0.0}}), ("clip_gradients_configs", {{"norm": 1.0}})]:
+    try:
+        setattr(strategy, *change)
+    except Exception as error:
+        print(type(error).__name__, error)
+strategy.sharding = True
+print(fleet.DistributedStrategy.load is not None, [str(e) for e in __import__("fleet.strategies._plan", fromlist=["x"])
+      .problems(strategy, 2)][0])
+"""
+
+
+def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
+    """The file of CONTRIBUTING.md, brought by another distribution through an entry point, limits the step."""
+    (tmp_path / "clip_gradients.py").write_text(example("CONTRIBUTING.md", "strategies/clip_gradients.py"))
+    info = tmp_path / "clip_gradients-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: clip-gradients\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fleet.strategies]\nclip_gradients = clip_gradients:ClipGradients\n")
+    done = run(USE.format(use=example("CONTRIBUTING.md", "use")), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "moved by 0.5\n" in done.stdout
+    assert re.search(r"ConfigError clip_gradients_configs\['max_norm'\] is 0.0; it must be greater than 0", done.stdout)
+    assert re.search(r"UnknownOptionError .*Did you mean 'max_norm'\?", done.stdout)
+    assert "'clip_gradients' and 'sharding' cannot both be on" in done.stdout
+
+
+def test_the_strategy_of_the_guide_is_in_style(tmp_path: Path) -> None:
+    file = tmp_path / "clip_gradients.py"
+    file.write_text(example("CONTRIBUTING.md", "strategies/clip_gradients.py"))
+    for words in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *words, "--config", ROOT / "pyproject.toml", file]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
