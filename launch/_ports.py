@@ -42,7 +42,8 @@ def free_ports(
     ephemeral range to every outgoing connection, so ports outside of it come first.
     """
     first, last = port_range or _RANGE
-    inside, outside = [], []
+    inside: list[int] = []
+    outside: list[int] = []
     low, high = (1, 0) if port_range else _ephemeral_range()
     for port in {*range(first, last + 1)}.difference(taken):
         (inside if low <= port <= high else outside).append(port)
