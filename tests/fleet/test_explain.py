@@ -1,0 +1,88 @@
+"""explain: the order, the effects, what changes nothing and what is refused; it never raises for a refusal."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+
+from fleet._explain import explain, explanation
+from fleet.errors import OptionWarning
+from fleet.options import DistributedStrategy
+from fleet.strategies import REGISTRY
+from fleet.strategies._base import NOT_YET
+
+
+def test_plain_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """One step, its effect, printed and returned."""
+    text = explain(DistributedStrategy(), world_size=2)
+    assert capsys.readouterr().out == text + "\n"
+    assert text.splitlines()[0] == "2 workers: data_parallel"
+    assert f"   model: {REGISTRY['data_parallel'].model_effect}" in text
+    assert "Refused" not in text
+    assert "changes nothing" not in text
+
+
+def test_one_worker_has_nothing_to_apply() -> None:
+    """A single process is left alone."""
+    out = io.StringIO()
+    assert explain(DistributedStrategy(), world_size=1, file=out) == "1 worker: nothing to apply"
+    assert out.getvalue() == "1 worker: nothing to apply\n"
+
+
+def test_order_and_effects() -> None:
+    """Every chosen strategy stands in the order of application with what it does."""
+    strategy = DistributedStrategy()
+    strategy.fp16_allreduce = True
+    strategy.sync_batch_norm = True
+    lines = explanation(strategy, 4).splitlines()
+    assert lines[0] == "4 workers: sync_batch_norm -> data_parallel -> fp16_allreduce"
+    assert [line for line in lines if line[:1].isdigit()][1:] == [
+        "1. sync_batch_norm", "2. data_parallel", "3. fp16_allreduce",
+    ]  # fmt: skip
+
+
+def test_refused_combination_is_shown() -> None:
+    """Conflicts, wrong combinations, what is not built and what is not offered, each with its reason."""
+    strategy = DistributedStrategy()
+    strategy.lars = True
+    strategy.lamb = True
+    strategy.recompute = True
+    strategy.semi_auto = True
+    strategy.hybrid_configs = {"dp_degree": 3}
+    text = explanation(strategy, 2)
+    assert "(refused; see below)" in text.splitlines()[0]
+    refused = text.partition("\nRefused:\n")[2]
+    assert "'lars' and 'lamb' cannot both be on: both replace the update rule." in refused
+    assert "recompute_configs['checkpoints'] is []" in refused
+    assert "dp_degree=3 is 3, but 2 processes" in refused
+    assert "DistributedStrategy.semi_auto = True cannot be honoured: there is no planner" in refused
+    for name in ("lars", "lamb", "recompute"):
+        assert (f"'{name}' cannot be honoured: {NOT_YET}" in refused) == (REGISTRY[name].refused is not None)
+
+
+def test_what_changes_nothing_is_listed() -> None:
+    """Settings without meaning and settings of what is off, once each, with the reason."""
+    strategy = DistributedStrategy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptionWarning)
+        strategy.nccl_comm_num = 2
+        strategy.hybrid_configs = {"dp_configs": {"nccl_config": {"nchannels": 4}}}
+    strategy.amp_configs = {"incr_ratio": 4.0}
+    strategy.a_sync = True
+    text = explanation(strategy, 2)
+    assert "Refused" not in text
+    listed = text.partition("\nAccepted, changes nothing:\n")[2].splitlines()
+    assert len(listed) == 4
+    assert any(line.startswith("- nccl_comm_num: ") for line in listed)
+    assert any(line.startswith("- hybrid_configs['dp_configs']['nccl_config']['nchannels']: ") for line in listed)
+    assert "- amp_configs was set and changes nothing: 'amp' is off." in listed
+    assert any(line.startswith("- a_sync was set") and "collective job" in line for line in listed)
+
+
+def test_parameter_server_job() -> None:
+    """The other kind of job."""
+    text = explanation(DistributedStrategy(), 2, collective=False)
+    assert text.splitlines()[0].startswith("2 workers: a_sync")
+    assert "data_parallel" not in text

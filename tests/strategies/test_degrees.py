@@ -1,0 +1,85 @@
+"""Degrees of parallelism and the hybrid settings (G9, G10)."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.options import DistributedStrategy
+from fleet.strategies import plan
+from fleet.strategies._degrees import AXES, plan_degrees
+from fleet.strategies._plan import problems
+
+
+def test_dp_takes_what_all_other_degrees_leave() -> None:
+    """G10: -1 is computed with sharding, sep and cp too, not with mp and pp alone."""
+    degrees = {"dp": -1, "pp": 2, "sharding": 3, "sep": 1, "cp": 1, "mp": 2}
+    assert plan_degrees("hybrid_configs", degrees, 24)["dp"] == 2
+    assert plan_degrees("hybrid_configs", {"dp": -1, "mp": 1}, 5) == {"dp": 5, "mp": 1}
+
+
+def test_product_must_be_the_number_of_workers() -> None:
+    """A.2 hybrid_configs: the message shows the product and what to change."""
+    with pytest.raises(
+        ConfigError,
+        match=r"^hybrid_configs: dp_degree=2 \* pp_degree=2 is 4, but 8 processes were started. Set dp_degree=4, or "
+        r"start 4\.$",
+    ):
+        plan_degrees("hybrid_configs", {"dp": 2, "pp": 2, "mp": 1}, 8)
+    with pytest.raises(ConfigError, match=r"dp_degree=3 is 3, but 1 process was started. Set dp_degree=1, or start 3"):
+        plan_degrees("hybrid_configs", {"dp": 3}, 1)
+    with pytest.raises(ConfigError, match="does not divide the 4 processes"):
+        plan_degrees("hybrid_configs", {"dp": -1, "sharding": 3}, 4)
+    with pytest.raises(ConfigError, match="Change the degrees, or start 3"):
+        plan_degrees("hybrid_configs", {"dp": 1, "sharding": 3}, 4)
+
+
+@pytest.mark.parametrize("axis", ["mp", "pp", "sep", "cp", "ep", "moe_sharding", "cp_sharding"])
+def test_axes_that_are_not_offered_are_refused(axis: str) -> None:
+    """A.2: a degree above 1 on an axis that is not built is refused with the reason."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {f"{axis}_degree": 2}
+    found = [str(e) for e in problems(strategy, 2) if isinstance(e, UnsupportedOptionError)]
+    assert any(text.startswith(f"hybrid_configs['{axis}_degree'] = 2 cannot be honoured") for text in found)
+
+
+def test_plain_data_parallel_degrees_plan() -> None:
+    """A.2: the quick-start form dp_degree = world, everything else 1."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 1, "pp_degree": 1}
+    assert [step.name for step in plan(strategy, 2).steps] == ["data_parallel"]
+    with pytest.raises(ConfigError, match="Set dp_degree=4"):
+        plan(strategy, 4)
+
+
+@pytest.mark.parametrize("degree", [0, -2])
+def test_dp_degree_is_minus_one_or_positive(degree: int) -> None:
+    """Part 2 of the design study: dp_degree = -7 is not accepted."""
+    with pytest.raises(ConfigError, match="dp_degree"):
+        DistributedStrategy().hybrid_configs = {"dp_degree": degree}
+
+
+def test_order_is_checked() -> None:
+    """A.1 hybrid_parallel_order: the membership check of Paddle never fires; this one does."""
+    strategy = DistributedStrategy()
+    assert strategy.hybrid_parallel_order == list(AXES)
+    strategy.hybrid_parallel_order = ["pp", "dp", "sharding", "sep", "mp"]
+    for wrong in (["dp"], [*AXES, "dp"], ["dp", "pp", "sharding", "sep", "xx"], []):
+        with pytest.raises(ConfigError, match="names each of dp, pp"):
+            strategy.hybrid_parallel_order = wrong
+    assert strategy.hybrid_parallel_order == ["pp", "dp", "sharding", "sep", "mp"]
+    with pytest.raises(ConfigError, match="names each of"):
+        strategy.hybrid_configs = {"order": ["dp", "dp"]}
+    strategy.hybrid_configs = {"order": list(AXES)}
+    assert any("Set one of them" in str(error) for error in problems(strategy, 2))
+
+
+def test_callers_dictionary_is_not_changed() -> None:
+    """A0.10: mp_configs and pp_configs stay in the caller's dictionary."""
+    given = {"dp_degree": 2, "mp_configs": {"sync_param": False}, "pp_configs": {"delay_scale_loss": True}}
+    before = {key: dict(value) if isinstance(value, dict) else value for key, value in given.items()}
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = given
+    assert given == before
+    assert strategy.hybrid_configs["mp_configs"]["sync_param"] is False
+    assert strategy.hybrid_configs["mp_configs"]["need_broadcast_data"] is True
