@@ -153,13 +153,11 @@ def _starts(line: str) -> bool:
 
 def test_names_of_the_package_exist() -> None:
     names = set(re.findall(r"`(fleet(?:\.[A-Za-z_]\w*)+)", read("README.md")))
-    assert len(names) > 8
+    assert len(names) >= 7
     for name in names:
         found = fleet
         for part in name.split(".")[1:]:
-            found = (
-                getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
-            )
+            found = getattr(found, part)
 
 
 def test_make_has_every_target_that_is_named() -> None:
@@ -187,9 +185,8 @@ def test_words_are_plain() -> None:
         re.IGNORECASE,
     )
     assert {(str(path), found) for path in TEXTS for found in selling.findall(read(path))} == set()
-    assert {
-        str(path) for path in TEXTS if "!" in re.sub(r"<!--|`[^`]*`|```.*?```|!=", "", read(path), flags=re.DOTALL)
-    } == set()
+    prose = {path: re.sub(r"<!--|```.*?```|`[^`]*`", "", read(path), flags=re.DOTALL) for path in TEXTS}
+    assert {str(path) for path, text in prose.items() if "!" in text} == set()
 
 
 # ---- the container ---------------------------------------------------------------------------------------------------
