@@ -6,7 +6,10 @@ Everything is written from the registry, so the documentation cannot differ from
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from fleet.options import Option, schema
 from fleet.strategies import REGISTRY
@@ -16,8 +19,8 @@ from fleet.strategies._config import Config, Rule, plain, type_name, value_types
 if TYPE_CHECKING:
     from fleet.options import DistributedStrategy
 
-# What happens to an option, and the head of the table. Languages beside English come with their own words.
-ENGLISH = {
+# What happens to an option, and the head of the table. Words of another language stand in docs/options.LANGUAGE.yaml.
+ENGLISH: Mapping[str, Any] = {
     "option": "Option",
     "type": "Type",
     "default": "Default",
@@ -25,7 +28,18 @@ ENGLISH = {
     "no meaning": "Accepted with one warning: {reason}.",
     "refused": "Refused: {reason}.",
     "not yet": "Not yet: refused.",
+    "settings of": "Settings of '{name}'.",
+    "meanings": {},
+    "reasons": {},
 }
+
+
+def words_of(language: str, folder: Path = Path(__file__).parents[1] / "docs") -> Mapping[str, Any]:
+    """Returns the words of ``language``; ``folder`` holds ``options.LANGUAGE.yaml``, English needs no file."""
+    if language == "en":
+        return ENGLISH
+    text = (folder / f"options.{language}.yaml").read_text(encoding="utf-8")
+    return {**ENGLISH, **yaml.safe_load(text)}
 
 
 def strategy_table(strategy: DistributedStrategy) -> str:
@@ -68,37 +82,38 @@ def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", item
 
 
-def option_table_markdown(words: Mapping[str, str] | None = None) -> str:
-    """Returns the table of every top-level option: name, type, default and what happens when it is set.
+def option_table_markdown(language: str = "en") -> str:
+    """Returns the table of every top-level option: name, type, default and what happens when it is set."""
+    words = words_of(language)
+    rows = [_row(option.name, option.kind, option.default, option.rule, words) for option in schema().values()]
+    return "\n".join([*_head(words), *rows]) + "\n"
 
-    Args:
-        words: text in another language: the keys of :data:`ENGLISH`, the names of options (their meaning) and
-            English reasons (translated). What is absent stays English.
+
+def option_listing_markdown(language: str = "en") -> str:
+    """Returns the table of the options, then for every option that has keys a section with the table of its keys.
+
+    The keys are described in English in every language.
     """
-    text = {**ENGLISH, **(words or {})}
-    head = f"| {text['option']} | {text['type']} | {text['default']} | {text['happens']} |"
-    rows = [_row(option.name, option.kind, option.default, option.rule, text) for option in schema().values()]
-    return "\n".join([head, "| --- | --- | --- | --- |", *rows]) + "\n"
-
-
-def option_listing_markdown(words: Mapping[str, str] | None = None) -> str:
-    """Returns the table of the options, then a section with the keys of every option that has keys.
-
-    ``words`` is as in :func:`option_table_markdown`.
-    """
-    text = {**ENGLISH, **(words or {})}
-    head = f"| {text['option']} | {text['type']} | {text['default']} | {text['happens']} |"
-    sections = [option_table_markdown(words)]
+    words = words_of(language)
+    sections = [option_table_markdown(language)]
     for option in schema().values():
         if isinstance(option.kind, type) and issubclass(option.kind, Config):
-            rows = [_row(*row, text) for row in _keys_of(option.kind)]
-            table = "\n".join([head, "| --- | --- | --- | --- |", *rows])
-            sections.append(f"## {option.name}\n\n{_meaning(option, text)}\n\n{table}\n")
+            keys = {**words, "meanings": {}}  # a key may have the name of an option
+            rows = [_row(name, kind, default, rule, keys) for name, kind, default, rule in _keys_of(option.kind)]
+            table = "\n".join([*_head(words), *rows])
+            sections.append(f"## {option.name}\n\n{_meaning(option.name, option.rule, words)}\n\n{table}\n")
     return "\n".join(sections)
 
 
-def _meaning(option: Option, text: Mapping[str, str]) -> str:
-    return text.get(option.name, option.rule.meaning)
+def _head(words: Mapping[str, Any]) -> list[str]:
+    names = " | ".join(words[name] for name in ("option", "type", "default", "happens"))
+    return [f"| {names} |", "| --- | --- | --- | --- |"]
+
+
+def _meaning(name: str, rule: Rule, words: Mapping[str, Any]) -> str:
+    switch = name.removesuffix("_configs")
+    own = words["settings of"].format(name=switch) if switch != name and switch in REGISTRY else rule.meaning
+    return str(words["meanings"].get(name, own))
 
 
 def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, Any, Rule]]:
@@ -111,15 +126,17 @@ def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, A
             yield f"{prefix}{key}", inner, value, kind.rule(key)
 
 
-def _row(name: str, kind: Any, default: Any, rule: Rule, text: Mapping[str, str]) -> str:
+def _row(name: str, kind: Any, default: Any, rule: Rule, words: Mapping[str, Any]) -> str:
     shown = "" if isinstance(default, Config) else f"`{plain(default)!r}`"
-    meaning = text.get(name, rule.meaning)
-    cells = [f"`{name}`", type_name(kind), shown, f"{meaning} {_outcome(rule, text)}".strip()]
+    happens = f"{_meaning(name, rule, words)} {_outcome(rule, words)}".strip()
+    cells = [f"`{name}`", type_name(kind), shown, happens]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _outcome(rule: Rule, text: Mapping[str, str]) -> str:
+def _outcome(rule: Rule, words: Mapping[str, Any]) -> str:
     if rule.refused == NOT_YET:
-        return text["not yet"]
+        return str(words["not yet"])
     reason = rule.no_meaning or rule.refused
-    return text[rule.outcome].format(reason=text.get(reason, reason)) if reason else ""
+    if reason is None:
+        return ""
+    return str(words[rule.outcome].format(reason=words["reasons"].get(reason, reason)))

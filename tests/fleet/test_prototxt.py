@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,10 +98,8 @@ def test_strings_round_trip(text: str) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused(text: str) -> None:
     """Nothing but ConfigError comes out of a wrong file."""
-    try:
-        parse(text, "f")
-    except ConfigError as error:
-        assert "line" in str(error)
+    with contextlib.suppress(ConfigError):
+        assert isinstance(parse(text, "f"), tuple)
 
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)

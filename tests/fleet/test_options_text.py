@@ -1,0 +1,78 @@
+"""The generated documentation of the options: complete, and true to the registry."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fleet._options_text import option_listing_markdown, option_table_markdown, strategy_table, words_of
+from fleet.options import DistributedStrategy, schema
+from fleet.strategies._base import NOT_YET
+from fleet.strategies._config import Config
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row for row in rows}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_table_has_every_option(language: str) -> None:
+    """Each option once, with type, default, meaning and outcome; four cells in each row."""
+    rows = cells(option_table_markdown(language))
+    assert list(rows) == list(schema())
+    assert {len(row) for row in rows.values()} == {4}
+    for name, option in schema().items():
+        assert rows[name][1]
+        assert rows[name][3].strip()
+        if isinstance(option.default, bool | int | float):
+            assert rows[name][2] == f"`{option.default!r}`"
+
+
+def test_outcomes_are_written_out() -> None:
+    """What warns, what is refused and what is not built yet can be told apart, with the reason."""
+    rows = cells(option_table_markdown())
+    for name, option in schema().items():
+        happens = rows[name][3]
+        assert ("Not yet: refused." in happens) == (option.rule.refused == NOT_YET)
+        if option.rule.no_meaning:
+            assert f"Accepted with one warning: {option.rule.no_meaning}." in happens
+        elif option.rule.refused and option.rule.refused != NOT_YET:
+            assert f"Refused: {option.rule.refused}." in happens
+        else:
+            assert "Accepted with" not in happens
+
+
+def test_chinese_words_are_complete() -> None:
+    """Decision 12: every option has a meaning in Chinese, and every reason of the table too."""
+    words = words_of("zh")
+    table = option_table_markdown("zh")
+    for name, row in cells(table).items():
+        assert re.search(r"[\u4e00-\u9fff]", row[3]), name
+        assert not re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", row[3]), f"{name} is in English"
+    assert set(words["meanings"]) <= set(schema())
+    used = {reason for option in schema().values() for reason in (option.rule.no_meaning, option.rule.refused)}
+    assert set(words["reasons"]) <= used
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_listing_has_every_key(language: str) -> None:
+    """docs/options.md: a section for each option with keys, nested keys with dots."""
+    text = option_listing_markdown(language)
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    assert set(sections) == {name for name, option in schema().items() if isinstance(option.default, Config)}
+    assert list(cells(sections["gradient_merge_configs"])) == ["k_steps", "avg"]
+    assert "mp_configs.sync_mode" in cells(sections["hybrid_configs"])
+    assert "dp_configs.nccl_config.nchannels" in cells(sections["hybrid_configs"])
+
+
+def test_strategy_table_shows_nested_changes() -> None:
+    """A0.12: keys of what is on in full, of the rest what was changed."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {"mp_configs": {"sync_mode": "average"}}
+    strategy.amp_configs = {}
+    lines = [line.split() for line in strategy_table(strategy).splitlines()[1:]]
+    assert ["mp_configs.sync_mode", "'average'"] in lines
+    assert ["amp_configs", "(defaults)"] in lines
+    assert len(lines) == 3
