@@ -1,0 +1,69 @@
+"""Trains a ResNet with Fleet and a compiled graph: what Fleet calls static mode is ``torch.compile`` here.
+
+The loop is Fleet's static one, too: ``minimize(loss)`` runs backward and updates the parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+from data import open_data
+from evaluation import find_hits
+from model import ResNet
+from options import parse, training_options
+from report import Report
+from schedule import warmup_cosine
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fleet import fleet
+
+
+def main() -> None:
+    """Trains, and prints the accuracy on the test images after each epoch and at the end."""
+    parser = training_options(__doc__)
+    args = parse(parser)
+    strategy = fleet.DistributedStrategy()
+    strategy.to_static = True
+    fleet.init(is_collective=True, strategy=strategy)
+    rank, world_size = fleet.worker_index(), fleet.worker_num()
+    torch.manual_seed(args.seed)
+    gpu = int(os.environ.get("FLAGS_selected_gpus") or 0)  # noqa: SIM112 - the launcher's name for it
+    device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+
+    train, test, class_names = open_data(args.data, args.image_size, args.seed)
+    loading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
+    sampler = DistributedSampler(train, world_size, rank, seed=args.seed)
+    train_loader = DataLoader(train, **loading, drop_last=True, sampler=sampler)
+    test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
+
+    model = ResNet(args.depth, len(class_names), stem=args.stem, width=args.width).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    optimizer = fleet.distributed_optimizer(optimizer)
+    model = fleet.distributed_model(model)
+
+    report = Report(args, active=fleet.is_first_worker())
+    num_steps = args.epochs * report.num_batches(train_loader)
+    scheduler = LambdaLR(optimizer, partial(warmup_cosine, num_steps=num_steps))
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        model.train()
+        for batch, (images, labels) in report.batches(train_loader, epoch):
+            images, labels = images.to(device), labels.to(device)
+            logits = model(images)
+            loss = cross_entropy(logits, labels)
+            optimizer.minimize(loss)
+            scheduler.step()
+            optimizer.clear_grad()
+            report.add_batch(batch, loss, logits, labels)
+        hits = find_hits(model, test_loader, device)[: len(range(rank, len(test), world_size))]
+        accuracy = fleet.metrics.acc(hits.sum(), hits.size)
+        report.end_epoch(fleet.util.all_reduce(report.sums), accuracy, optimizer.param_groups[0]["lr"])
+    report.line(f"Test accuracy: {accuracy:.5f} on {len(test)} images")
+
+
+if __name__ == "__main__":
+    main()
