@@ -26,6 +26,9 @@ class ModelObserver(Protocol):
     def after_clear(self) -> None:
         """Called after gradients were cleared through the model."""
 
+    def before_save(self) -> None:
+        """Called before a state is handed out."""
+
 
 class FleetModel(nn.Module):
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
@@ -107,6 +110,8 @@ class FleetModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the state of the user's module, under the user's names."""
+        if self._observer is not None:
+            self._observer.before_save()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -168,7 +168,22 @@ class Session:
                 "called. Call it before training."
             )
 
+    def close(self) -> None:
+        """Lets go of everything the strategies hold; the session is over."""
+        for strategy in self.strategies:
+            strategy.close()
+        self.strategies = []
+
+    def before_save(self) -> None:
+        """Warns when what is saved now is not what every worker has."""
+        for optimizer in self.optimizers:
+            note = optimizer.saving_note()
+            if note is not None:
+                warnings.warn(note, OptionWarning, stacklevel=4)
+
     def _make_strategies(self) -> None:
+        for strategy in self.strategies:
+            strategy.close()
         self.strategies = [step(_config_of(step, self.options), self) for step in self.plan.steps]
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:

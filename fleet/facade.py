@@ -61,6 +61,8 @@ class Fleet:
             raise ConfigError(f"fleet.init(role_maker=...) takes a role maker, got {role_maker!r}.")
         check_strategy("fleet.init(strategy=...)", strategy)
         set_log_level(log_level)
+        if self._session is not None:
+            self._session.close()
         self._session = start_session(role_maker, is_collective, copy.deepcopy(strategy) or DistributedStrategy())
         self._init_had_strategy = strategy is not None
         atexit.unregister(close_process_group)

@@ -164,6 +164,9 @@ class Strategy:
         """Returns ``optimizer``, or an optimizer of the same interface around it."""
         return optimizer
 
+    def close(self) -> None:
+        """Lets go of what the strategy holds outside the model and the optimizer; the session calls it at its end."""
+
 
 def top_level(group: type[Config]) -> type[Config]:
     """Registers a group of top-level options that belong to no strategy; usable as a class decorator."""

@@ -1,8 +1,21 @@
-"""What localsgd and adaptive_localsgd have in common."""
+"""What localsgd and adaptive_localsgd have in common: local steps, and an average of the parameters now and then.
+
+Paddle averages the change since the last average and adds it to a snapshot taken then. The mean of the parameters is
+the same number without the snapshot's memory.
+"""
 
 from __future__ import annotations
 
-from fleet.strategies._base import Values
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fleet.strategies._base import Values, Workers
+from fleet.strategies._flat import average, broadcast_from_rank_0
+from fleet.strategies._optimizer import OptimizerWrapper
 
 
 def local_training_notes(option: str, options: Values, world_size: int) -> tuple[str, ...]:
@@ -14,3 +27,84 @@ def local_training_notes(option: str, options: Values, world_size: int) -> tuple
         for name in ("fp16_allreduce", "use_hierarchical_allreduce")
         if options[name]
     )
+
+
+def start_from_rank_0(model: nn.Module, session: Workers) -> None:
+    """Makes parameters and buffers of ``model`` equal rank 0's."""
+    if session.process_group is not None:
+        broadcast_from_rank_0([*model.parameters(), *model.buffers()], session.process_group)
+
+
+class LocalOptimizer(OptimizerWrapper):
+    """Steps on this worker alone and averages the parameters of all workers when it is time.
+
+    ``steps`` counts the user's steps from 1; ``averaged_at`` is the step of the last average.
+
+    Args:
+        optimizer: the optimizer inside; its momentum stays local.
+        option: the option, which names the entry in ``state_dict``.
+        session: the workers.
+        begin_step: up to this step every step averages.
+        k_steps: steps between two averages after that.
+    """
+
+    def __init__(self, optimizer: Optimizer, option: str, session: Workers, begin_step: int, k_steps: int) -> None:
+        super().__init__(optimizer)
+        self._option, self._session, self._begin_step = option, session, begin_step
+        self.k_steps = k_steps
+        self.steps = self.averaged_at = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Steps the optimizer inside, and averages when it is time."""
+        result = super().step(closure)
+        self.steps += 1
+        if self.steps <= self._begin_step or self.steps - self.averaged_at >= self.k_steps:
+            self.average()
+        return result
+
+    def average(self) -> None:
+        """Averages the parameters of all workers now; every worker must call it at the same step."""
+        if self._session.process_group is not None:
+            average([p for p in self.parameters() if p.requires_grad], self._session.process_group)
+        self.averaged_at = self.steps
+
+    def saving_note(self) -> str | None:
+        """Returns what a user who saves now should know: between averages each worker has its own parameters."""
+        if self.steps == self.averaged_at or self._session.process_group is None:
+            return super().saving_note()
+        return (
+            f"{self._option}: this state is the one of worker {self._session.global_rank} alone; the parameters were "
+            f"averaged at step {self.averaged_at} and this is step {self.steps}. To save the average, let every worker "
+            "call optimizer.average() first; to resume exactly here, save one file for each worker."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the optimizer inside and where in the interval this worker is."""
+        return {**super().state_dict(), self._option: self.progress()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; a plain optimizer's state starts a new interval."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != self._option})
+        self.resume(state_dict.get(self._option, {"steps": 0, "averaged_at": 0}))
+
+    def progress(self) -> dict[str, Any]:
+        """Returns what :meth:`resume` needs."""
+        return {"steps": self.steps, "averaged_at": self.averaged_at}
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Continues where ``progress`` was taken."""
+        self.steps, self.averaged_at = int(progress["steps"]), int(progress["averaged_at"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_session": None}
+
+
+@torch.no_grad()
+def mean_over_workers(value: float, session: Workers) -> float:
+    """Returns the mean of ``value`` over all workers."""
+    if session.process_group is None:
+        return value
+    total = torch.tensor([value], dtype=torch.float64 if session.device.type == "cpu" else torch.float32)
+    total = total.to(session.device)
+    average([total], session.process_group)
+    return float(total)

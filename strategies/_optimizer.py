@@ -55,6 +55,10 @@ class OptimizerWrapper(Optimizer):
         """Returns whether a strategy keeps gradients out of ``.grad`` that came since the last step."""
         return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.has_new_gradients()
 
+    def saving_note(self) -> str | None:
+        """Returns what a user who saves a checkpoint at this moment should know, or ``None``."""
+        return self.optimizer.saving_note() if isinstance(self.optimizer, OptimizerWrapper) else None
+
     def note_step(self) -> None:
         """Lets a scheduler that was made on the optimizer inside know of a step that did not call it."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from fleet.errors import ConfigError
+from fleet.strategies._base import Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
-from fleet.strategies._local_training import local_training_notes
+from fleet.strategies._local_training import (
+    LocalOptimizer,
+    local_training_notes,
+    mean_over_workers,
+    start_from_rank_0,
+)
+from fleet.strategies._loss import watch_losses
 from fleet.strategies._optimizer_kinds import check_sgd
 
 
@@ -34,7 +45,6 @@ class AdaptiveLocalsgd(Strategy):
         "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
         "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
     }
-    refused = NOT_YET
     model_effect = "starts from rank 0's parameters and exchanges no gradients"
     optimizer_effect = "averages the parameters of all workers at intervals that it computes; momentum stays local"
 
@@ -46,3 +56,78 @@ class AdaptiveLocalsgd(Strategy):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is SGD."""
         check_sgd(self.name, optimizer)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``, which starts from rank 0's parameters and buffers."""
+        start_from_rank_0(model, self.session)
+        return model
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns an optimizer that averages the parameters at intervals it computes."""
+        config: AdaptiveLocalsgdConfig = self.config
+        wrapped = AdaptiveLocalOptimizer(optimizer, self.name, self.session, config.begin_step, config.init_k_steps)
+        self._stop_watching = watch_losses(wrapped.note_loss)
+        return wrapped
+
+    def close(self) -> None:
+        """Lets go of the losses."""
+        stop: Callable[[], None] | None = self.__dict__.get("_stop_watching")
+        if stop is not None:
+            stop()
+
+
+class AdaptiveLocalOptimizer(LocalOptimizer):
+    """Averages at intervals of k steps, recomputed at each average (Wang and Joshi, 2019, arXiv 1810.08313, eq. 18)::
+
+        k = clip(ceil(sqrt(lr_0 * loss / (lr * loss_0) * init_k)), 1, 16)
+
+    ``loss`` is the mean over the workers of the last value on which backward was called; ``lr_0`` and ``loss_0`` are
+    those of the first average.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._init_k_steps = self.k_steps
+        self._loss: Tensor | None = None
+        self._first: tuple[float, float] | None = None
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of this step; it is read only when parameters are averaged."""
+        self._loss = loss
+
+    def average(self) -> None:
+        """Averages the parameters and chooses the next interval; raises ConfigError when no loss was seen."""
+        if self._loss is None:
+            raise ConfigError(
+                "adaptive_localsgd follows the loss, and backward was not called on a single number since the start. "
+                "Call loss.backward() on the mean loss, or use localsgd."
+            )
+        super().average()
+        loss = mean_over_workers(float(self._loss), self._session)
+        rate = float(self.param_groups[0]["lr"])
+        if self._first is None:
+            self._first = (loss, rate)
+        self.k_steps = interval(loss, rate, *self._first, self._init_k_steps)
+
+    def progress(self) -> dict[str, Any]:
+        """Returns what :meth:`resume` needs."""
+        return {**super().progress(), "k_steps": self.k_steps, "first": list(self._first or ())}
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Continues where ``progress`` was taken."""
+        super().resume(progress)
+        self.k_steps = int(progress.get("k_steps", self._init_k_steps))
+        first = progress.get("first", ())
+        self._first = (float(first[0]), float(first[1])) if first else None
+
+
+def interval(loss: float, rate: float, first_loss: float, first_rate: float, init_k_steps: int) -> int:
+    """Returns the number of local steps until the next average, 1 to 16.
+
+    Example:
+        >>> interval(loss=0.5, rate=0.1, first_loss=2.0, first_rate=0.1, init_k_steps=16)
+        2
+    """
+    if rate <= 0 or first_loss <= 0 or not math.isfinite(loss):
+        return 1
+    return max(1, min(16, math.ceil(math.sqrt(max(first_rate * loss / (rate * first_loss) * init_k_steps, 0.0)))))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from fleet.strategies._base import Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
-from fleet.strategies._local_training import local_training_notes
+from fleet.strategies._local_training import LocalOptimizer, local_training_notes, start_from_rank_0
 from fleet.strategies._optimizer_kinds import check_sgd
 
 
@@ -35,7 +36,6 @@ class Localsgd(Strategy):
         "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
         "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
     }
-    refused = NOT_YET
     model_effect = "starts from rank 0's parameters and exchanges no gradients"
     optimizer_effect = "averages the parameters of all workers every k_steps steps; momentum stays local"
 
@@ -47,3 +47,12 @@ class Localsgd(Strategy):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is SGD."""
         check_sgd(self.name, optimizer)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``, which starts from rank 0's parameters and buffers."""
+        start_from_rank_0(model, self.session)
+        return model
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns an optimizer that averages the parameters every ``k_steps`` steps."""
+        return LocalOptimizer(optimizer, self.name, self.session, self.config.begin_step, self.config.k_steps)

@@ -1,0 +1,60 @@
+"""Collectives over many tensors with few messages: tensors of one type travel in one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A flat copy of the whole model would double its memory; 64 MiB is large enough for the wire to be busy.
+_CHUNK_BYTES = 64 * 1024 * 1024
+
+
+@torch.no_grad()
+def broadcast_from_rank_0(tensors: Sequence[Tensor], group: Any) -> None:
+    """Makes ``tensors`` equal those of rank 0 of ``group``, in place."""
+    root = dist.get_global_rank(group, 0)
+    for chunk in _chunks(tensors):
+        flat = _flattened(chunk)
+        dist.broadcast(flat, src=root, group=group)
+        _copy_back(flat, chunk)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], group: Any) -> None:
+    """Replaces ``tensors`` by their mean over the workers of ``group``, in place."""
+    num_workers = dist.get_world_size(group)
+    for chunk in _chunks(tensors):
+        flat = _flattened(chunk)
+        dist.all_reduce(flat, group=group)
+        _copy_back(flat.div_(num_workers), chunk)
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields lists of tensors of one type and device, in an order that is the same on every worker."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        chunk: list[Tensor] = []
+        size = 0
+        for tensor in same:
+            chunk.append(tensor)
+            size += tensor.numel() * tensor.element_size()
+            if size >= _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+
+def _flattened(chunk: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+
+
+def _copy_back(flat: Tensor, chunk: list[Tensor]) -> None:
+    for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+        tensor.copy_(part.view_as(tensor))
