@@ -70,7 +70,7 @@ def last_words(text: str, max_lines: int = MAX_TAIL_LINES) -> list[str]:
     if len(lines) <= max_lines:
         return lines
     if starts:
-        return [lines[0], f"  ... {len(lines) - max_lines + 2} lines left out ...", *lines[-(max_lines - 2) :]]
+        return [lines[0], f"  ... {len(lines) - max_lines + 1} lines left out ...", *lines[-(max_lines - 2) :]]
     return lines[-max_lines:]
 
 

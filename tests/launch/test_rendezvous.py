@@ -1,0 +1,235 @@
+"""Nodes that meet over a real service, each in a thread: agreement, news, outcomes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fleet.errors import RendezvousError
+from fleet.launch._kv_client import KeyValueClient
+from fleet.launch._kv_service import KeyValueService
+from fleet.launch._logs import LaunchLog
+from fleet.launch._membership import Generation
+from fleet.launch._rendezvous import Rendezvous
+from fleet.launch._signals import SignalInbox
+from fleet.launch._world import Node, Rules
+
+SECRET = b"secret"
+
+
+class Place:
+    """A service and the nodes that met at it; all are closed at the end."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.service = KeyValueService(listener, SECRET, lambda address: None)
+        self.signals = SignalInbox()
+        self.nodes: list[Rendezvous] = []
+
+    def node(self, name: str, rules: Rules, *, rank: int = -1, limit_s: float = 10.0, restarts: int = 0) -> Rendezvous:
+        client = KeyValueClient(self.address, SECRET, prefix="/fleet/job/", ttl_s=2.0)
+        client.connect()
+        node = Rendezvous(
+            client,
+            name=name,
+            node=Node(host="127.0.0.1", rank=rank),
+            rules=rules,
+            max_restarts=restarts,
+            grace_s=7.0,
+            wait_limit_s=limit_s,
+            log=LaunchLog("ERROR"),
+            signals=self.signals,
+        )
+        self.nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+        self.service.close()
+        self.signals.__exit__(None, None, None)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    one = Place()
+    yield one
+    one.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs the calls at the same time and returns their results; an exception is a result."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def two(place: Place, restarts: int = 0) -> tuple[Rendezvous, Rendezvous]:
+    rules = Rules(min_nodes=2, max_nodes=2)
+    pair = place.node("a", rules, restarts=restarts), place.node("b", rules, restarts=restarts)
+    together(lambda: pair[0].join({"p": 1}), lambda: pair[1].join({"p": 2}))
+    return pair
+
+
+def test_all_nodes_get_the_same_world(place: Place) -> None:
+    rules = Rules(min_nodes=3, max_nodes=3)
+    nodes = [place.node(name, rules) for name in "abc"]
+    worlds: list[Generation] = together(*(lambda n=n, i=i: n.join({"n": i}) for i, n in enumerate(nodes)))
+    assert worlds[0].peers == worlds[1].peers == worlds[2].peers
+    assert sorted(world.node_rank for world in worlds) == [0, 1, 2]
+    assert all(world.peers[world.node_rank] == {"n": i} for i, world in enumerate(worlds))
+    assert [world.number for world in worlds] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("attempt", range(20))
+def test_short_window_never_splits_the_world(place: Place, attempt: int) -> None:
+    """Study 2.2 and 2.4: 3 nodes, 2:3, a window about as long as the gaps: 20 of 20 agree, none hangs."""
+    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=0.15)
+    gap_s = 0.05 + 0.015 * attempt
+    results: list[Any] = []
+
+    def come(index: int) -> Any:
+        time.sleep(gap_s * index)
+        return place.node("abc"[index], rules, limit_s=1.5).join({"n": index})
+
+    results = together(*(lambda i=i: come(i) for i in range(3)))
+    started = [result for result in results if isinstance(result, Generation)]
+    worlds = {len(result.peers) for result in started}
+    assert len(worlds) == 1, results
+    assert worlds == {len(started)}, "every member of the world started, and nobody else"
+    assert all(isinstance(result, Generation | RendezvousError) for result in results)
+
+
+def test_absent_nodes_are_named(place: Place) -> None:
+    """003-36."""
+    node = place.node("a", Rules(min_nodes=3, max_nodes=3), rank=1, limit_s=0.6)
+    with pytest.raises(RendezvousError, match="absent node ranks: 0, 2"):
+        node.join({})
+
+
+def test_a_taken_rank_is_refused(place: Place) -> None:
+    rules = Rules(min_nodes=2, max_nodes=2)
+    one, other = place.node("a", rules, rank=0, limit_s=6), place.node("b", rules, rank=0, limit_s=6)
+    first = threading.Thread(target=lambda: pytest.raises(RendezvousError, one.join, {}))
+    first.start()
+    time.sleep(0.3)
+    with pytest.raises(RendezvousError, match="--rank 0 is held by another node"):
+        other.join({})
+    first.join()
+
+
+def test_no_news_while_all_is_well(place: Place) -> None:
+    one, other = two(place)
+    time.sleep(0.3)
+    assert one.take() is None
+    assert other.take() is None
+
+
+def test_failure_reaches_the_other_node_with_its_code(place: Place) -> None:
+    one, other = two(place)
+    one.fail(23, "Worker 0 failed")
+    assert _news(other) == ("stop", 0.3)
+    reason = other.reason()
+    assert (reason.code, reason.text, reason.restart) == (23, "Worker 0 failed", False)
+
+
+def test_a_signalled_stop_leaves_the_other_node_its_grace(place: Place) -> None:
+    one, other = two(place)
+    one.stop(143, "stopped")
+    assert _news(other) == ("stop", 7.0)
+    assert other.reason().code == 143
+
+
+def test_of_two_failures_the_first_counts_on_both(place: Place) -> None:
+    one, other = two(place)
+    assert one.fail(5, "first").code == 5
+    assert other.fail(6, "second").code == 5
+
+
+def test_restart_gives_the_next_generation(place: Place) -> None:
+    one, other = two(place, restarts=1)
+    assert other.fail(9, "dead").restart
+    assert _news(one) == ("stop", 0.3)
+    again = together(lambda: one.join({"p": 3}), lambda: other.join({"p": 4}))
+    assert [world.restarts for world in again] == [1, 1]
+    assert again[0].number == again[1].number > 0
+    assert not one.fail(9, "dead again").restart
+
+
+def test_lost_node_is_noticed(place: Place) -> None:
+    one, other = two(place)
+    other._client._closed = True  # as when its launcher is killed: no farewell, connections broken
+    for channel in (other._client._requests, other._client._waits):
+        assert channel is not None
+        channel.close()
+    began = time.monotonic()
+    assert _news(one) == ("stop", 0.3)
+    assert time.monotonic() - began < 4.0
+    assert one.reason().kind == "lost"
+
+
+def test_lost_service_stops_the_node(place: Place) -> None:
+    """Self-fencing: a node that is cut off ends its workers within its lease and a little."""
+    one, _ = two(place)
+    place.service.close()
+    began = time.monotonic()
+    assert _news(one) == ("stop", 0.3)
+    assert time.monotonic() - began < 5.0
+    assert "has not answered" in one.reason().text
+
+
+def test_servers_may_end_when_all_workers_are_done(place: Place) -> None:
+    one, other = two(place)
+    one.workers_done()
+    time.sleep(0.2)
+    assert one.take() is None
+    other.workers_done()
+    assert _news(one)[0] == "servers"
+
+
+def test_finish_waits_for_all(place: Place) -> None:
+    one, other = two(place)
+    done = threading.Thread(target=one.finish)
+    done.start()
+    time.sleep(0.3)
+    assert done.is_alive()
+    assert other.finish() is None
+    done.join(5)
+    assert not done.is_alive()
+
+
+def test_finish_hears_of_a_failure(place: Place) -> None:
+    one, other = two(place)
+    reasons: list[Any] = []
+    done = threading.Thread(target=lambda: reasons.append(one.finish()))
+    done.start()
+    other.fail(4, "late")
+    done.join(5)
+    assert reasons[0].code == 4
+
+
+def _news(node: Rendezvous) -> tuple[str, float]:
+    deadline = time.monotonic() + 8
+    while time.monotonic() < deadline:
+        event = node.take()
+        if event is not None:
+            return event.kind, event.grace_s
+        time.sleep(0.01)
+    raise AssertionError("no news")

@@ -1,0 +1,151 @@
+"""Watching a group: order of ends, news from peers, the fallback without pidfd. Whole jobs are in test_job."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleet.launch import _process
+from fleet.launch._guardian import Guardian
+from fleet.launch._logs import LaunchLog
+from fleet.launch._records import GroupResult, ProcessSpec
+from fleet.launch._signals import SignalInbox
+from fleet.launch._supervisor import PeerEvent, Supervisor
+
+
+def spec(path: Path, index: int, code: str, role: str = "worker") -> ProcessSpec:
+    return ProcessSpec(
+        role=role, index=index, local_index=index, command=(sys.executable, "-c", code), environment={},
+        log_path=path / f"{role}log.{index}",
+    )
+
+
+class News:
+    """Peers that want what the test says, when it says so."""
+
+    def __init__(self) -> None:
+        self.read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        self.event: PeerEvent | None = None
+        self.num_done = 0
+
+    def fileno(self) -> int:
+        return self.read_fd
+
+    def say(self, event: PeerEvent) -> None:
+        self.event = event
+        os.write(self.write_fd, b"!")
+
+    def take(self) -> PeerEvent | None:
+        event, self.event = self.event, None
+        if event is not None:
+            os.read(self.read_fd, 10)
+        return event
+
+    def workers_done(self) -> None:
+        self.num_done += 1
+        self.say(PeerEvent("servers"))
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    mark = os.urandom(8).hex()
+    guardian = Guardian.start(mark)
+    with SignalInbox() as signals:
+        yield Supervisor(
+            log=LaunchLog("ERROR"), signals=signals, guardian=guardian, mark=mark, inherited=dict(os.environ), grace_s=5
+        )
+    guardian.dismiss()
+
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_group_ends_with_its_first_failure(
+    supervisor: Supervisor, tmp_path: Path, has_pidfd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_pidfd:
+        monkeypatch.setattr(_process, "_open_pidfd", lambda pid: None)
+    codes = [SLEEP, "import time; time.sleep(0.3); raise SystemExit(5)", SLEEP]
+    result = supervisor.run([spec(tmp_path, i, code) for i, code in enumerate(codes)])
+    assert result.exit_code == 5
+    assert result.first_failure is not None
+    assert result.first_failure.spec.index == 1
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_ends_come_in_the_order_of_death(supervisor: Supervisor, tmp_path: Path, attempt: int) -> None:
+    """Eight processes killed one after the other while nobody looks: the first one killed is named."""
+    specs = [spec(tmp_path, i, SLEEP) for i in range(8)]
+    order = [(3 + 5 * i + attempt) % 8 for i in range(8)]
+
+    def kill_all() -> None:
+        pids = {p.spec.index: p.pid for p in group[0].processes}
+        for index in order:
+            os.kill(pids[index], 9)
+            os.waitid(os.P_PID, pids[index], os.WEXITED | os.WNOWAIT)
+
+    group = []
+    original = supervisor._group
+
+    def keep(news: object) -> object:
+        group.append(original(None))
+        return group[0]
+
+    supervisor._group = keep  # type: ignore[method-assign, assignment]
+    result = supervisor.run(specs, started=kill_all)
+    assert result.first_failure is not None
+    assert result.first_failure.spec.index == order[0]
+
+
+def test_stop_from_the_peers(supervisor: Supervisor, tmp_path: Path) -> None:
+    news = News()
+    began = time.monotonic()
+    started = lambda: news.say(PeerEvent("stop", 0.2))  # noqa: E731
+    result = supervisor.run([spec(tmp_path, 0, SLEEP)], news=news, started=started)
+    assert result.interrupted
+    assert result.first_failure is None
+    assert time.monotonic() - began < 2
+
+
+def test_the_end_is_announced_before_anything_is_stopped(supervisor: Supervisor, tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, lambda *a: open('asked', 'w')); time.sleep(60)"
+    asked = tmp_path / "asked"
+    code = code.replace("'asked'", repr(str(asked)))
+    seen: list[tuple[GroupResult, bool]] = []
+    bad = "import time; time.sleep(0.4); raise SystemExit(3)"
+    supervisor.run(
+        [spec(tmp_path, 0, code), spec(tmp_path, 1, bad)], ending=lambda result: seen.append((result, asked.exists()))
+    )
+    assert [(result.exit_code, stopped) for result, stopped in seen] == [(3, False)]
+    assert asked.exists()
+
+
+def test_servers_wait_for_the_workers_of_other_nodes(supervisor: Supervisor, tmp_path: Path) -> None:
+    news = News()
+    result = supervisor.run([spec(tmp_path, 0, SLEEP, "server"), spec(tmp_path, 0, "pass")], news=news)
+    assert (result.exit_code, news.num_done) == (0, 1)
+
+
+def test_servers_alone_run_until_they_return(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A node of a static list that has servers only."""
+    code = "import time; time.sleep(0.5)"
+    began = time.monotonic()
+    assert supervisor.run([spec(tmp_path, 0, code, "server")], ends_servers=False).exit_code == 0
+    assert time.monotonic() - began > 0.4
+
+
+def test_a_program_that_does_not_start_leaves_nothing(supervisor: Supervisor, tmp_path: Path) -> None:
+    from fleet.errors import LaunchError
+
+    bad = ProcessSpec(
+        role="worker", index=1, local_index=1, command=("/no/such",), environment={}, log_path=tmp_path / "log"
+    )
+    with pytest.raises(LaunchError):
+        supervisor.run([spec(tmp_path, 0, SLEEP), bad])
