@@ -72,13 +72,14 @@ def check_role(record: RoleRecord, collective: bool) -> None:
 
 
 def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
-    """Returns the device of this worker, and makes it the current one: a GPU unless the job runs on gloo.
+    """Returns the device of this worker, and makes it the current one.
 
-    Raises ConfigError when the launcher assigned a GPU that torch cannot see.
+    It is a GPU when torch sees one, unless the starter asked for gloo and assigned none: gloo with an assigned GPU is
+    how several workers share it. Raises ConfigError when the assigned GPU is one that torch cannot see.
     """
-    if record.backend == "gloo" or not torch.cuda.is_available():
-        return torch.device("cpu")
     selected = environment.list("FLAGS_selected_gpus")
+    if not torch.cuda.is_available() or (record.backend == "gloo" and not selected):
+        return torch.device("cpu")
     count = torch.cuda.device_count()
     if selected and not (selected[0].isdigit() and int(selected[0]) < count):
         raise ConfigError(
