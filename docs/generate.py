@@ -9,9 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-
-import yaml
 
 from fleet._options_text import option_listing_markdown, option_table_markdown
 from fleet.env import VARIABLES
@@ -19,12 +18,6 @@ from fleet.env import VARIABLES
 ROOT = Path(__file__).parents[1]
 TEXTS = ("README.md", "README.zh-CN.md", "docs/options.md", "docs/environment.md")
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def chinese() -> dict[str, str]:
-    """Returns the Chinese words of the option table, by English word, option name and English reason."""
-    sections: dict[str, dict[str, str]] = yaml.safe_load((ROOT / "docs/options.zh-CN.yaml").read_text(encoding="utf-8"))
-    return {key: text for section in sections.values() for key, text in section.items()}
 
 
 def training_diff() -> str:
@@ -57,7 +50,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "diff": training_diff,
     "environment": environment_table,
     "options": option_table_markdown,
-    "options-zh": lambda: option_table_markdown(chinese()),
+    "options-zh": partial(option_table_markdown, "zh"),
     "option-listing": option_listing_markdown,
 }
 

@@ -15,8 +15,6 @@ import pytest
 
 import fleet
 from fleet.launch._flags import BY_SPELLING
-from fleet.options import schema
-from fleet.strategies._base import NOT_YET
 from tests.helpers.sources import ROOT, project_files
 
 TEXTS = [path for path in project_files() if path.suffix == ".md"]
@@ -73,16 +71,6 @@ def test_generated_parts_are_current(name: str) -> None:
 def test_a_stale_part_is_noticed() -> None:
     text = read("README.md").replace("from fleet import fleet", "from fleet import float")
     assert generator().current(text) != text
-
-
-def test_every_option_has_chinese_words() -> None:
-    import yaml
-
-    sections = yaml.safe_load(read("docs/options.zh-CN.yaml"))
-    rules = {name: option.rule for name, option in schema().items()}
-    reasons = {rule.no_meaning or rule.refused for rule in rules.values()} - {None, NOT_YET}
-    assert set(sections["options"]) == set(rules)
-    assert set(sections["reasons"]) == reasons
 
 
 # ---- two languages, one content --------------------------------------------------------------------------------------

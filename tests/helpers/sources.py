@@ -58,8 +58,13 @@ class Import:
         return any(self.target == module or self.target.startswith(f"{module}.") for module in modules)
 
 
-def imports_of(path: Path) -> Iterator[Import]:
-    """Yields every import of a file, those inside functions and under TYPE_CHECKING too."""
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
+    """Returns every import of a file, those inside functions and under TYPE_CHECKING too."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[Import]:
     for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
