@@ -126,8 +126,6 @@ class DistributedStrategy:
         for other, changes in (strategy.also_sets if strategy else {}).items():
             self._values[other] = self._values[other].updated(changes)
         self._values[name] = new
-        # The last assignment stands last: a file that is read back assigns in this order.
-        self._assigned.pop(name, None)
         self._assigned[name] = None
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Every option of ``DistributedStrategy`` that does something: one public module of this folder = one option.
+"""Every option of ``DistributedStrategy``: one public module of this folder = one option, or one group of settings.
 
 Importing this package fills the registry: first the modules of this folder, then the entry points of the group
 ``fleet.strategies`` that other distributions declare.

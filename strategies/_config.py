@@ -98,6 +98,7 @@ class Config:
     """A frozen group of settings; ``option`` is what the user types to reach it."""
 
     option: ClassVar[str] = ""
+    in_ps_job: ClassVar[bool] = True  # of a group of top-level options: whether a parameter-server job reads it
 
     def __init_subclass__(cls, option: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -14,6 +14,8 @@ from fleet.errors import ConfigError, StrategyConflictError, UnsupportedOptionEr
 from fleet.strategies._base import GROUPS, REGISTRY, Strategy, Values
 from fleet.strategies._config import Config
 
+_IN_PS_JOB = "this is a parameter-server job, and the option belongs to collective training"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,6 +55,9 @@ def remarks(
     """Returns what the user should know: settings that change nothing with this plan, each with its reason."""
     names = [step.name for step in steps]
     found = [note for step in steps for note in step.notes(options, world_size)]
+    if not collective:
+        unread = [key for group in GROUPS if not group.in_ps_job for key in group.key_names() if options.is_set(key)]
+        found += [f"{key} was set and changes nothing: {_IN_PS_JOB}." for key in unread]
     for name, strategy in REGISTRY.items():
         if name in names:
             continue
@@ -86,7 +91,7 @@ def foreign(strategy: type[Strategy], *, collective: bool) -> str | None:
     if collective and not strategy.in_collective_job:
         return "this is a collective job, and the option belongs to the parameter server"
     if not collective and not strategy.in_ps_job:
-        return "this is a parameter-server job, and the option belongs to collective training"
+        return _IN_PS_JOB
     return None
 
 

@@ -64,6 +64,7 @@ class HybridConfig(Config, option="hybrid_configs"):
 class HybridSettings(Config):
     """The options that lay the workers out as a mesh."""
 
+    in_ps_job = False
     hybrid_configs: HybridConfig = setting(HybridConfig, "Number of workers along each axis of the mesh.")
     hybrid_parallel_order: tuple[str, ...] = setting(
         list(AXES), "Axes of the mesh from the outermost to the innermost; ranks are neighbours along the last."

@@ -156,8 +156,9 @@ def test_composition_order() -> None:
          "gradient_merge"]
     ):  # fmt: skip
         assert names.index(inner) < names.index(outer), names
-    local = ordered(chosen_strategies(strategy_with("amp", "localsgd"), 2, collective=True))
-    assert [step.name for step in local] == ["amp", "localsgd"]  # and no data_parallel: gradients stay local
+    for name in ("localsgd", "adaptive_localsgd"):
+        local = ordered(chosen_strategies(strategy_with("amp", name), 2, collective=True))
+        assert [step.name for step in local] == ["amp", name]  # and no data_parallel: gradients stay local
     sharded = ordered(chosen_strategies(strategy_with("recompute", "sharding", "lamb", "amp"), 2, collective=True))
     assert [step.name for step in sharded] == ["recompute", "sharding", "lamb", "amp"]
 
@@ -216,6 +217,15 @@ def test_collective_switches_in_a_server_job_are_remarked(name: str) -> None:
     assert [step.name for step in steps if step.in_ps_job] == [step.name for step in steps] == ["a_sync"]
     notes = remarks(strategy, steps, 2, collective=False)
     assert any(note.startswith(f"{name} was set") and "parameter-server job" in note for note in notes), notes
+
+
+def test_the_mesh_in_a_server_job_is_remarked() -> None:
+    """A.5: degrees lay out collective workers; a PS job says that it has no mesh, and does not check the product."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 7}
+    steps = chosen_strategies(strategy, 2, collective=False)
+    assert any(note.startswith("hybrid_configs was set") for note in remarks(strategy, steps, 2, collective=False))
+    assert not any("dp_degree" in str(error) for error in problems(strategy, 2, collective=False))
 
 
 @pytest.mark.parametrize("name", ["amp", "recompute", "asp"])
