@@ -11,6 +11,7 @@ from model import ResNet
 from options import parse, training_options
 from report import Report
 from schedule import warmup_cosine
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
@@ -45,20 +46,33 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, num_steps=num_steps))
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        model.train()
-        for batch, (images, labels) in report.batches(train_loader, epoch):
-            images, labels = images.to(device), labels.to(device)
-            logits = model(images)
-            loss = cross_entropy(logits, labels)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            report.add_batch(batch, loss, logits, labels)
+        train_epoch(epoch, model, optimizer, scheduler, train_loader, device, report)
         hits = find_hits(model, test_loader, device)[: len(range(rank, len(test), world_size))]
         accuracy = fleet.metrics.acc(hits.sum(), hits.size)
         report.end_epoch(fleet.util.all_reduce(report.sums), accuracy, optimizer.param_groups[0]["lr"])
     report.line(f"Test accuracy: {accuracy:.5f} on {len(test)} images")
+
+
+def train_epoch(
+    epoch: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    loader: DataLoader[tuple[Tensor, Tensor]],
+    device: torch.device,
+    report: Report,
+) -> None:
+    """Makes one pass over the training images of this process."""
+    model.train()
+    for batch, (images, labels) in report.batches(loader, epoch):
+        images, labels = images.to(device), labels.to(device)
+        logits = model(images)
+        loss = cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        report.add_batch(batch, loss, logits, labels)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from model import ResNet
 from options import parse, training_options
 from report import Report
 from schedule import warmup_cosine
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
@@ -58,16 +58,7 @@ def main() -> None:
     for epoch in range(start_epoch, args.epochs):
         torch.manual_seed(args.seed + epoch)  # the same random shifts, whether the run was interrupted or not
         sampler.set_epoch(epoch)
-        model.train()
-        for batch, (images, labels) in report.batches(train_loader, epoch):
-            images, labels = images.to(device), labels.to(device)
-            logits = model(images)
-            loss = cross_entropy(logits, labels)
-            loss.backward()
-            optimizer.minimize(loss)  # Fleet's loop; step() and zero_grad() do the same
-            scheduler.step()
-            model.clear_gradients()
-            report.add_batch(batch, loss, logits, labels)
+        train_epoch(epoch, model, optimizer, scheduler, train_loader, device, report)
         hits = find_hits(model, test_loader, device)[: len(range(rank, len(test), world_size))]
         accuracy = fleet.metrics.acc(hits.sum(), hits.size)
         report.end_epoch(fleet.util.all_reduce(report.sums), accuracy, optimizer.param_groups[0]["lr"])
@@ -76,10 +67,32 @@ def main() -> None:
         report.line(f"Test accuracy: {accuracy:.5f} on {len(test)} images")
 
 
+def train_epoch(
+    epoch: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    loader: DataLoader[tuple[Tensor, Tensor]],
+    device: torch.device,
+    report: Report,
+) -> None:
+    """Makes one pass over the training images of this process."""
+    model.train()
+    for batch, (images, labels) in report.batches(loader, epoch):
+        images, labels = images.to(device), labels.to(device)
+        logits = model(images)
+        loss = cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.minimize(loss)  # Fleet's loop; step() and zero_grad() do the same
+        scheduler.step()
+        model.clear_gradients()
+        report.add_batch(batch, loss, logits, labels)
+
+
 def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Restores the model from rank 0's file, and the momentum on every rank; returns the epoch to start with."""
     start_epoch = 0
-    if int(fleet.local_rank()) == 0 and os.path.isfile(path):
+    if fleet.is_first_worker() and os.path.isfile(path):
         state = fleet.load(path)
         start_epoch = state.pop("epoch") + 1
         settings = optimizer.state_dict()["param_groups"]  # those of the command line, on every rank
