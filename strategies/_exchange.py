@@ -7,6 +7,7 @@ from what DistributedDataParallel does by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -15,34 +16,50 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+
 class GradientExchange:
     """The exchange of one DistributedDataParallel module.
 
     Attributes:
         average: divide the sum by the number of workers.
         wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
+        route: exchanges a bucket in another way than by one all_reduce; it reads the other fields itself.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.average = True
         self.wire_dtype: torch.dtype | None = None
+        self.route: Route | None = None
         self._module = module
         self._registered = False
 
-    def change(self, *, average: bool | None = None, wire_dtype: torch.dtype | None = None) -> None:
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The workers that exchange."""
+        return cast(dist.ProcessGroup, self._module.process_group)
+
+    def change(
+        self, *, average: bool | None = None, wire_dtype: torch.dtype | None = None, route: Route | None = None
+    ) -> None:
         """Sets the given fields and makes sure that the hook is registered."""
         if average is not None:
             self.average = average
         if wire_dtype is not None:
             self.wire_dtype = wire_dtype
+        if route is not None:
+            self.route = route
         if not self._registered:
             # Without annotations: torch compares them as types, and here they are text.
             self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
             self._registered = True
 
     def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self.route is not None:
+            return self.route(bucket)
         gradients = bucket.buffer()
-        group = self._module.process_group
+        group = self.process_group
         compress = self.wire_dtype is not None and gradients.dtype == torch.float32
         sent = gradients.to(self.wire_dtype) if compress else gradients
         if self.average:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy
+from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._base import Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
-from fleet.strategies._optimizer_kinds import check_momentum
+from fleet.strategies._exchange import GradientExchange, data_parallel_in, exchange_of
+from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +46,215 @@ class Dgc(Strategy):
         "lars": "dgc applies momentum before the exchange, and lars scales gradients before momentum",
         "lamb": "dgc needs torch.optim.SGD with momentum, and lamb works on Adam",
     }
-    refused = NOT_YET
     model_effect = "leaves large float32 gradients out of the common exchange"
     optimizer_effect = "adds up momentum and gradients locally, and exchanges only their largest entries"
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is SGD with momentum."""
         check_momentum(self.name, optimizer)
+        check_settings_off(self.name, optimizer, "dampening", "maximize")
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that one worker exchanges nothing."""
+        return ("dgc changes nothing with one worker: nothing is exchanged.",) if world_size == 1 else ()
+
+    def __init__(self, config: Any, session: Workers) -> None:
+        """Starts at step 0 with nothing held back."""
+        super().__init__(config, session)
+        self.compressor = Compressor(config)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``, whose exchange sends the largest entries of each large gradient."""
+        if data_parallel_in(model) is not None:
+            exchange = exchange_of(model)
+            exchange.change(route=lambda bucket: self.compressor.exchange(bucket, exchange))
+        return model
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer that applies the sparse updates; momentum is in them already."""
+        if self.session.world_size == 1:
+            return optimizer
+        return SparseUpdateOptimizer(optimizer, self.compressor, self.session)
+
+
+SMALLEST = 16384  # entries; below this, index and value cost more than they save
+
+
+class Compressor:
+    """Momentum correction and momentum factor masking (Lin et al., 2018, arXiv 1712.01887, algorithm 2).
+
+    For a large float32 gradient g of one worker, weight decay included, with momentum m::
+
+        u = m * u + g          (Nesterov: u = m * (u + g), and g is added to v as well)
+        v = v + u
+        send the k largest entries of |v|; set u and v to zero there
+
+    The entries of all workers are added up and divided by their number. ``steps`` counts updates from 0; compression
+    starts at ``rampup_begin_step``, until then the exchange is dense and the optimizer applies momentum.
+    """
+
+    def __init__(self, config: DgcConfig) -> None:
+        self._begin, self._rampup = config.rampup_begin_step, config.rampup_step
+        self._sparsity = config.sparsity or (0.999,)
+        self.steps = 0
+        self.u: dict[Tensor, Tensor] = {}
+        self.v: dict[Tensor, Tensor] = {}
+        self.groups: dict[Tensor, dict[str, Any]] = {}  # parameter -> the optimizer's group it belongs to
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Returns whether the gradient of ``parameter`` is sent sparsely at this step."""
+        large = parameter.numel() >= SMALLEST and parameter.dtype == torch.float32
+        return large and self.steps >= self._begin and parameter in self.groups
+
+    def num_sent(self, numel: int) -> int:
+        """Returns how many of ``numel`` entries are sent at this step, at least 1."""
+        place = int((self.steps - self._begin) * len(self._sparsity) / self._rampup)
+        sparsity = self._sparsity[min(place, len(self._sparsity) - 1)]
+        return max(1, int(numel * (1 - sparsity)))
+
+    @torch.no_grad()
+    def select(self, parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns index (int32) and value of the entries to send; holds the others back."""
+        group = self.groups[parameter]
+        flat = gradient.flatten()
+        if group["weight_decay"]:
+            flat = flat.add(parameter.detach().flatten(), alpha=group["weight_decay"])
+        u = self.u.setdefault(parameter, torch.zeros_like(flat))
+        v = self.v.setdefault(parameter, torch.zeros_like(flat))
+        if group["nesterov"]:
+            u.add_(flat).mul_(group["momentum"])
+            v.add_(u).add_(flat)
+        else:
+            u.mul_(group["momentum"]).add_(flat)
+            v.add_(u)
+        index = v.abs().topk(self.num_sent(flat.numel()), sorted=False).indices
+        value = v[index]
+        u[index] = 0
+        v[index] = 0
+        return index.int(), value
+
+    def exchange(self, bucket: dist.GradBucket, exchange: GradientExchange) -> torch.futures.Future[Tensor]:
+        """Exchanges one bucket: large gradients sparsely, the others in one dense buffer."""
+        group, num_workers = exchange.process_group, exchange.process_group.size()
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        sparse = [(p, g) for p, g in pairs if self.compresses(p)]
+        dense = [g for p, g in pairs if not self.compresses(p)]
+        waiting, finish = [], []
+        if dense:
+            flat = torch.cat([g.flatten() for g in dense])
+            waiting.append(dist.all_reduce(flat, group=group, async_op=True).get_future())
+            finish.append(lambda: _unflatten(flat, dense))
+        if sparse:
+            chosen = [self.select(p, g) for p, g in sparse]
+            index, value = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+            indices = index.new_empty(num_workers * index.numel())
+            values = value.new_empty(num_workers * value.numel())
+            waiting.append(dist.all_gather_into_tensor(indices, index, group=group, async_op=True).get_future())
+            waiting.append(dist.all_gather_into_tensor(values, value, group=group, async_op=True).get_future())
+            counts = [len(part) for part, _ in chosen]
+            finish.append(lambda: _add_up(indices, values, counts, [g for _, g in sparse], num_workers))
+
+        def combine(done: Any) -> Tensor:
+            for part in finish:
+                part()
+            return bucket.buffer().div_(num_workers) if exchange.average else bucket.buffer()
+
+        return torch.futures.collect_all(waiting).then(combine)
+
+
+def _unflatten(flat: Tensor, gradients: list[Tensor]) -> None:
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _add_up(indices: Tensor, values: Tensor, counts: list[int], gradients: list[Tensor], num_workers: int) -> None:
+    """Replaces each gradient by the sum of what the workers sent for it."""
+    per_worker = zip(indices.chunk(num_workers), values.chunk(num_workers), strict=True)
+    for gradient in gradients:
+        gradient.zero_()
+    for index, value in per_worker:
+        for gradient, i, x in zip(gradients, index.split(counts), value.split(counts), strict=True):
+            gradient.view(-1).index_add_(0, i.long(), x)
+
+
+class SparseUpdateOptimizer(OptimizerWrapper):
+    """Applies sparse updates as they are (``p -= lr * update``) and leaves all other parameters to SGD inside.
+
+    What is held back is each worker's own: ``state_dict()`` is exact for the worker that saved it, and another worker
+    that loads it starts with nothing held back.
+    """
+
+    def __init__(self, optimizer: Optimizer, compressor: Compressor, session: Workers) -> None:
+        super().__init__(optimizer)
+        self._compressor, self._session = compressor, session
+        self._note_groups()
+
+    def _note_groups(self) -> None:
+        self._compressor.groups = {p: group for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter and moves on to the next step of the rampup."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = {p: p.grad for p in self.parameters() if p.grad is not None and self._compressor.compresses(p)}
+        for parameter in updates:
+            parameter.grad = None
+        super().step()
+        for parameter, update in updates.items():
+            parameter.add_(update, alpha=-float(self._compressor.groups[parameter]["lr"]))
+            parameter.grad = update
+        self._compressor.steps += 1
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, whose large gradients are compressed too."""
+        super().add_param_group(param_group)
+        self._note_groups()
+
+    def saving_note(self) -> str | None:
+        """Returns what a user who saves should know: what is held back is this worker's own."""
+        if not self._compressor.v:
+            return super().saving_note()
+        return (
+            f"dgc: the optimizer state holds what worker {self._session.global_rank} has not sent yet. To resume "
+            "exactly, save one file for each worker; from a single file the others start with nothing held back."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of SGD, the step of the rampup, and what this worker holds back."""
+        places = {p: place for place, p in enumerate(self.parameters())}
+        held = {
+            name: {places[p]: t.clone() for p, t in getattr(self._compressor, name).items() if p in places}
+            for name in ("u", "v")
+        }
+        mine = {"steps": self._compressor.steps, "rank": self._session.global_rank, **held}
+        return {**super().state_dict(), "dgc": mine}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; raises ConfigError when it holds back entries of parameters of another size."""
+        saved = state_dict.get("dgc", {"steps": 0, "rank": self._session.global_rank, "u": {}, "v": {}})
+        parameters = self.parameters()
+        for place, held in saved["v"].items():
+            if place >= len(parameters) or parameters[place].numel() != held.numel():
+                raise ConfigError(f"dgc: the state holds {held.numel()} entries for parameter {place}, which differs.")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "dgc"})
+        self._note_groups()
+        self._compressor.steps = int(saved["steps"])
+        mine = saved["rank"] == self._session.global_rank
+        if not mine and saved["v"]:
+            warnings.warn(
+                f"dgc: this state was saved by worker {saved['rank']}; worker {self._session.global_rank} starts with "
+                "nothing held back.",
+                OptionWarning,
+                stacklevel=2,
+            )
+        for name in ("u", "v"):
+            held = saved[name].items() if mine else ()
+            setattr(self._compressor, name, {parameters[i]: t.to(parameters[i].device, copy=True) for i, t in held})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_session": None, "_compressor": None}
