@@ -106,13 +106,13 @@ def expand_hosts(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
         >>> expand_hosts("gpu[01-03,7]-ib,login")
         ['gpu01-ib', 'gpu02-ib', 'gpu03-ib', 'gpu7-ib', 'login']
     """
+    if set("[]") & set(re.sub(r"\[[^\[\]]*\]", "", text)):
+        raise ConfigError(f"{name} is {text!r}; its brackets do not match.")
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
         pieces = re.split(r"(\[[^\]]*\])", item.strip())
         choices = [_expand_range(piece[1:-1], text, name) if piece.startswith("[") else [piece] for piece in pieces]
         hosts.extend("".join(parts) for parts in product(*choices))
-    if re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
-        raise ConfigError(f"{name} is {text!r}; its brackets do not match.")
     return hosts
 
 

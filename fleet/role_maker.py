@@ -13,6 +13,7 @@ scripts use both.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from fleet._role_record import USER, Role, RoleRecord, check_endpoints, check_ra
 from fleet._starter_ps import has_servers, read_ps
 from fleet._starters import read_record
 from fleet.env import Environment
-from fleet.errors import ConfigError, UnknownOptionError, UnsupportedOptionError, did_you_mean
+from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError, did_you_mean
 
 __all__ = [
     "GeneralRoleMaker",
@@ -44,7 +45,7 @@ class PaddleCloudRoleMaker(RoleMakerBase):
     Args:
         is_collective: workers only, no parameter server.
         environment: the variables to read; ``None`` reads the process environment.
-        kwargs: ``init_gloo`` and ``path`` of older scripts; host arrays can always be exchanged after ``fleet.init``.
+        kwargs: ``init_gloo`` and ``path`` of older scripts; they give a warning, since the environment decides.
 
     Raises:
         ConfigError: at the first question, when variables are missing or contradict each other.
@@ -57,6 +58,14 @@ class PaddleCloudRoleMaker(RoleMakerBase):
     def __init__(self, is_collective: bool = False, environment: Environment | None = None, **kwargs: Any) -> None:
         super().__init__(is_collective)
         _check_names(self, kwargs, ("init_gloo", "path"))
+        given = [name for name, value in kwargs.items() if value]
+        if given:
+            warnings.warn(
+                f"PaddleCloudRoleMaker({', '.join(given)}) changes nothing: PADDLE_WITH_GLOO and PADDLE_GLOO_* say "
+                "whether and where host arrays are exchanged.",
+                OptionWarning,
+                stacklevel=2,
+            )
         self._environment = environment if environment is not None else Environment()
 
     def _generate_role(self) -> RoleRecord:
