@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
+# Adds a tensor up over all workers, in place; the future holds a list of that tensor.
+Sum = Callable[[torch.Tensor], "torch.futures.Future[list[torch.Tensor]]"]
 
 
 class GradientExchange:
@@ -25,12 +27,14 @@ class GradientExchange:
     Attributes:
         average: divide the sum by the number of workers.
         wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
-        route: exchanges a bucket in another way than by one all_reduce; it reads the other fields itself.
+        sum: adds a buffer up over the workers; one all_reduce by default.
+        route: exchanges a bucket in another way than by a sum of its buffer; it reads the other fields itself.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.average = True
         self.wire_dtype: torch.dtype | None = None
+        self.sum: Sum = self._all_reduce
         self.route: Route | None = None
         self._module = module
         self._registered = False
@@ -41,13 +45,20 @@ class GradientExchange:
         return cast(dist.ProcessGroup, self._module.process_group)
 
     def change(
-        self, *, average: bool | None = None, wire_dtype: torch.dtype | None = None, route: Route | None = None
+        self,
+        *,
+        average: bool | None = None,
+        wire_dtype: torch.dtype | None = None,
+        sum: Sum | None = None,
+        route: Route | None = None,
     ) -> None:
         """Sets the given fields and makes sure that the hook is registered."""
         if average is not None:
             self.average = average
         if wire_dtype is not None:
             self.wire_dtype = wire_dtype
+        if sum is not None:
+            self.sum = sum
         if route is not None:
             self.route = route
         if not self._registered:
@@ -59,19 +70,22 @@ class GradientExchange:
         if self.route is not None:
             return self.route(bucket)
         gradients = bucket.buffer()
-        group = self.process_group
         compress = self.wire_dtype is not None and gradients.dtype == torch.float32
         sent = gradients.to(self.wire_dtype) if compress else gradients
         if self.average:
             # Before the sum, not after it: a float16 sum over many workers overflows first.
-            sent = sent.div_(group.size())
-        future = dist.all_reduce(sent, group=group, async_op=True).get_future()
+            sent = sent.div_(self.process_group.size())
+        future = self.sum(sent)
 
         def restore(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             received = done.value()[0]
             return gradients.copy_(received) if compress else received
 
         return cast("torch.futures.Future[torch.Tensor]", future.then(restore))
+
+    def _all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        return cast("torch.futures.Future[list[torch.Tensor]]", work.get_future())
 
 
 def exchange_of(model: nn.Module) -> GradientExchange:

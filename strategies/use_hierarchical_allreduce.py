@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fleet.strategies._base import Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
+from fleet.strategies._exchange import data_parallel_in, exchange_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +19,9 @@ class HierarchicalSettings(Config):
     """The size of a group."""
 
     hierarchical_allreduce_inter_nranks: int = setting(
-        1, "workers in each inner group of use_hierarchical_allreduce, usually those of a node", at_least=1
+        1,
+        "workers in each inner group of use_hierarchical_allreduce; 1 takes the number of workers on a node",
+        at_least=1,
     )
 
 
@@ -24,7 +32,6 @@ class UseHierarchicalAllreduce(Strategy):
     meaning = "Sum gradients inside each node first, then between nodes."
     stage = Stage.COMM
     Settings = HierarchicalSettings
-    refused = NOT_YET
     model_effect = "sums gradients inside each group of neighbours, then between the groups"
 
     @classmethod
@@ -37,3 +44,40 @@ class UseHierarchicalAllreduce(Strategy):
             f"hierarchical_allreduce_inter_nranks is {size}, which does not divide the {world_size} processes that "
             f"were started. Set it to the number of workers per node."
         )
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that one group has nobody to sum with."""
+        if world_size > 1 and options["hierarchical_allreduce_inter_nranks"] != world_size:
+            return ()
+        return ("use_hierarchical_allreduce changes nothing: all workers are in one group.",)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model`` with its exchange on two levels; every worker must call this."""
+        size = self.session.options["hierarchical_allreduce_inter_nranks"]
+        size = size if size > 1 else self.session.local_world_size
+        if data_parallel_in(model) is not None and 1 < size < self.session.world_size:
+            levels = TwoLevels(self.session.global_rank, self.session.world_size, size)
+            exchange_of(model).change(sum=levels.sum)
+        return model
+
+
+class TwoLevels:
+    """The process groups of both levels: neighbours, and the first of each group of neighbours (the leaders)."""
+
+    def __init__(self, global_rank: int, world_size: int, size: int) -> None:
+        starts = range(0, world_size, size)
+        self._leader = global_rank - global_rank % size
+        # Every process takes part in making every group, in the same order.
+        inner = [dist.new_group(list(range(start, start + size))) for start in starts]
+        self._between: Any = dist.new_group(list(starts))
+        self._inside: Any = inner[global_rank // size]
+        self._leads = global_rank == self._leader
+
+    def sum(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
+        """Adds ``tensor`` up over all workers, in place: to the leader, between leaders, and back."""
+        dist.reduce(tensor, dst=self._leader, group=self._inside)
+        if self._leads:
+            dist.all_reduce(tensor, group=self._between)
+        work = dist.broadcast(tensor, src=self._leader, group=self._inside, async_op=True)
+        return cast("torch.futures.Future[list[Tensor]]", work.get_future())

@@ -109,10 +109,13 @@ def test_fp16_allreduce_composes_with_the_scale() -> None:
         torch.testing.assert_close(result, torch.full((2, 4), 3.0), atol=0, rtol=0)
 
 
-def fp16_gradient(rank: int, world_size: int) -> torch.Tensor:
+def fp16_gradient(rank: int, world_size: int, dtype: str, levels: int) -> torch.Tensor:
     """Returns the exchanged gradient of a weight whose local gradients are not float16 numbers."""
     strategy = fleet.DistributedStrategy()
     strategy.fp16_allreduce = True
+    strategy.fp16_allreduce_configs = {"dtype": dtype}
+    strategy.use_hierarchical_allreduce = levels > 1
+    strategy.hierarchical_allreduce_inter_nranks = levels
     fleet.init(is_collective=True, strategy=strategy)
     layer = nn.Linear(3, 1, bias=False)
     model = fleet.distributed_model(layer)
@@ -122,13 +125,47 @@ def fp16_gradient(rank: int, world_size: int) -> torch.Tensor:
     return gradient.clone()
 
 
-def test_fp16_allreduce_rounds_to_float16() -> None:
-    """A.1 fp16_allreduce: cast, divide, sum in float16, cast back; the parameter's gradient stays float32."""
-    local = [torch.tensor([[1 / 3, 0.1, 2049.0 + rank]]).half() for rank in range(2)]
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fp16_allreduce_rounds(dtype: str) -> None:
+    """A.1 fp16_allreduce: cast, divide, sum in the narrow type, cast back; the gradient stays float32."""
+    narrow = getattr(torch, dtype)
+    local = [torch.tensor([[1 / 3, 0.1, 2049.0 + rank]]).to(narrow) for rank in range(2)]
     expected = (local[0] / 2 + local[1] / 2).float()
-    for result in run_workers(fp16_gradient, 2, backend=None):
+    for result in run_workers(fp16_gradient, 2, dtype, 1, backend=None):
         assert result.dtype == torch.float32
         torch.testing.assert_close(result, expected, atol=0, rtol=0)
+
+
+def test_hierarchical_allreduce_on_two_levels() -> None:
+    """A.1 use_hierarchical_allreduce: 4 workers in groups of 2 get the mean over all, also in float16."""
+    results = run_workers(fp16_gradient, 4, "float16", 2, backend=None)
+    for result in results:
+        torch.testing.assert_close(result, torch.tensor([[1 / 3, 0.1, 2050.5]]), atol=1.0, rtol=1e-3)
+        torch.testing.assert_close(result, results[0], atol=0, rtol=0)
+
+
+def hierarchical_sums(rank: int, world_size: int) -> list[float]:
+    """Returns what the two levels add up, and how many groups this worker sends to."""
+    from fleet.strategies.use_hierarchical_allreduce import TwoLevels
+
+    levels = TwoLevels(rank, world_size, 2)
+    calls: list[str] = []
+    for name in ("reduce", "all_reduce", "broadcast"):
+        real = getattr(torch.distributed, name)
+
+        def counted(*args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _real(*args, **kwargs)
+
+        setattr(torch.distributed, name, counted)
+    tensor = torch.tensor([float(rank + 1)])
+    levels.sum(tensor).wait()
+    return [tensor.item(), float(calls.count("all_reduce"))]
+
+
+def test_only_leaders_talk_between_groups() -> None:
+    """A.1 use_hierarchical_allreduce: the sum is right, and one worker of each group talks to the other group."""
+    assert run_workers(hierarchical_sums, 4) == [[10.0, 1.0], [10.0, 0.0], [10.0, 1.0], [10.0, 0.0]]
 
 
 class Partial(nn.Module):
