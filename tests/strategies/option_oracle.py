@@ -276,4 +276,4 @@ KEYS = {
 }  # fmt: skip
 
 # Options of this package that Fleet does not have; everything else in the registry must stand above.
-OWN = {"to_static", "to_static_configs"}
+OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs"}
