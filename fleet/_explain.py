@@ -51,5 +51,3 @@ def explanation(strategy: DistributedStrategy, world_size: int, *, collective: b
         if items:
             lines += ["", head, *(f"- {item}" for item in items)]
     return "\n".join(lines)
-
-

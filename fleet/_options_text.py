@@ -46,9 +46,12 @@ def strategy_table(strategy: DistributedStrategy) -> str:
     """Returns a table of the options that were assigned or are on, with those of their keys that matter.
 
     Example:
-        >>> strategy = DistributedStrategy(); strategy.amp = True
-        >>> print(strategy_table(strategy).splitlines()[1])
-          amp                        True
+        >>> from fleet.options import DistributedStrategy
+        >>> strategy = DistributedStrategy()
+        >>> strategy.fuse_grad_size_in_MB = 16
+        >>> print(strategy_table(strategy))
+        DistributedStrategy (every other option holds its default)
+          fuse_grad_size_in_MB  16
     """
     rows = list(_changed_rows(strategy))
     if not rows:
