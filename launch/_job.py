@@ -144,7 +144,7 @@ def _open_membership(
 
 def _print(lines: Sequence[str]) -> None:
     """Prints for the terminal alone: the copy command holds the job's secret, which belongs in no file."""
-    if lines:
+    with contextlib.suppress(OSError):  # nobody reads; the job goes on
         print("\n".join(lines), flush=True)
 
 
@@ -201,7 +201,8 @@ class JobLoop:
         if is_first:
             self._log.info(job_line(config, len(peers)))
             self._log.file_only(node_line(config, own.host, generation.node_rank))
-            _print(start_messages(config, specs))
+            for message in start_messages(config, specs):
+                self._log.plain(message)
         else:
             self._log.info(f"Restart {generation.restarts} of {config.max_restart}")
         write_job_files(config.log_dir, specs)

@@ -21,6 +21,7 @@ from fleet.launch._wire import Message
 _CONNECT_S = 2.0
 _REQUEST_S = 5.0
 _RETRY_S = 0.1
+_RECONNECT_S = 1.0  # at least this long is tried, however old the last answer is
 
 
 class StoreLostError(LaunchError):
@@ -58,6 +59,7 @@ class KeyValueClient:
         self._waits: _Channel | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._answered_at = 0.0
 
     def connect(self) -> None:
         """Opens the session; raises StoreLostError when nobody answers, StoreRefusedError when the secrets differ."""
@@ -85,12 +87,12 @@ class KeyValueClient:
             try:
                 if self._waits is None:
                     self._waits = self._open()
-                return self._view(self._waits.request(message, timeout_s + self.ttl_s))
+                return self._view(self._answered(self._waits.request(message, max(self.ttl_s, timeout_s + 1.0))))
             except (OSError, _wire.WireError) as error:
                 if self._waits is not None:
                     self._waits.close()
                 self._waits = None
-                give_up_at = give_up_at or time.monotonic() + self.ttl_s
+                give_up_at = give_up_at or self._give_up_at()
                 self._pause_or_give_up(give_up_at, error)
 
     def close(self) -> None:
@@ -110,13 +112,21 @@ class KeyValueClient:
                 try:
                     if self._requests is None:
                         self._requests = self._open()
-                    return self._requests.request(message, self.ttl_s)
+                    return self._answered(self._requests.request(message, self.ttl_s))
                 except (OSError, _wire.WireError) as error:
                     if self._requests is not None:
                         self._requests.close()
                     self._requests = None
-                    give_up_at = give_up_at or time.monotonic() + self.ttl_s
+                    give_up_at = give_up_at or self._give_up_at()
                     self._pause_or_give_up(give_up_at, error)
+
+    def _answered(self, answer: Message) -> Message:
+        self._answered_at = time.monotonic()
+        return answer
+
+    def _give_up_at(self) -> float:
+        """Returns when the lease is over for certain, counted from the last answer: who is cut off stops by then."""
+        return max(self._answered_at + self.ttl_s, time.monotonic() + _RECONNECT_S)
 
     def _pause_or_give_up(self, give_up_at: float, error: Exception) -> None:
         if self._closed or time.monotonic() > give_up_at:

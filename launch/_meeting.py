@@ -41,7 +41,7 @@ class Meeting:
 
     def __init__(self, rendezvous: Rendezvous, service: KeyValueService | None, log: LaunchLog, signals: SignalInbox):
         self._rendezvous, self._service, self._log, self._signals = rendezvous, service, log, signals
-        self._completed = False
+        self._linger_s: float | None = 0.0  # nobody needs the service of a host that leaves before the start
         self._reason: Reason | None = None
 
     @property
@@ -56,7 +56,7 @@ class Meeting:
     def announce_end(self, result: GroupResult, failure: str) -> None:
         """Ends the generation on every node, unless another node did so first: then its reason stands."""
         if result.stop_signal is not None:
-            text = f"The launcher of pod {self._rendezvous.name} was stopped by signal {result.stop_signal}."
+            text = f"The launcher of {self._rendezvous.place} was stopped by signal {result.stop_signal}."
             self._reason = self._rendezvous.stop(result.exit_code, text)
         else:
             self._reason = self._rendezvous.fail(result.exit_code, failure)
@@ -64,6 +64,7 @@ class Meeting:
     def settle(self, result: GroupResult) -> Outcome:
         """Follows the reason that came first; after a success waits for the others."""
         reason, self._reason = self._reason, None
+        self._linger_s = _LINGER_S
         if result.stop_signal is not None:
             return Outcome(result.exit_code)
         if reason is not None:
@@ -76,12 +77,14 @@ class Meeting:
             self._rendezvous.stop(error.exit_code, f"{error}")
             raise
         if reason is None:
-            self._completed = True
+            self._linger_s = None
             return Outcome(0)
         return self._follow(reason)
 
     def _follow(self, reason: Reason) -> Outcome:
-        if reason.node != self._rendezvous.name or reason.kind == "lost":
+        if reason.restart and reason.node != self._rendezvous.name:
+            self._log.warning(f"Another node starts the workers again: {reason.text}")
+        elif reason.node != self._rendezvous.name or reason.kind == "lost":
             self._log.error(f"Another node ended the job: {reason.text}")
         return Outcome(reason.code, reason.restart)
 
@@ -92,11 +95,10 @@ class Meeting:
             return
         began = time.monotonic()
         told = False
-        limit_s = None if self._completed else _LINGER_S
         num_signals = len(self._signals.received)
         while self._service.num_sessions() and len(self._signals.received) == num_signals:
             waited_s = time.monotonic() - began
-            if limit_s is not None and waited_s > limit_s:
+            if self._linger_s is not None and waited_s > self._linger_s:
                 break
             if waited_s > _NOTICE_PERIOD_S and not told:
                 told = True
@@ -227,5 +229,3 @@ def _pause(signals: SignalInbox, seconds: float) -> None:
         selector.register(signals, selectors.EVENT_READ)
         selector.select(seconds)
     signals.take()
-
-

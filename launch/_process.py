@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 
 from fleet.errors import LaunchError
@@ -52,15 +53,7 @@ class Process:
         self.log_start_bytes = os.fstat(log_fd).st_size
         self.started_at = time.monotonic()
         try:
-            self._popen = subprocess.Popen(  # noqa: S603
-                spec.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log_fd,
-                stderr=log_fd,
-                env=_child_environment(spec, inherited, mark),
-                start_new_session=True,
-                preexec_fn=_parent_death_hook(),
-            )
+            self._popen = _start(spec, _child_environment(spec, inherited, mark), log_fd)
         except OSError as error:
             code = 127 if isinstance(error, FileNotFoundError) else 126
             raise LaunchError(f"{spec.command[0]!r} cannot be started: {error.strerror}.", code) from error
@@ -120,6 +113,22 @@ class Process:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def _start(spec: ProcessSpec, environment: Mapping[str, str], log_fd: int) -> subprocess.Popen[bytes]:
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of any code between fork and exec in a program with threads. Ours is one system
+        # call, prepared beforehand.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return subprocess.Popen(
+            spec.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_parent_death_hook(),
+        )
 
 
 def _child_environment(spec: ProcessSpec, inherited: Mapping[str, str], mark: str) -> dict[str, str]:

@@ -122,6 +122,11 @@ class Rendezvous:
         self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
         self._lost: StoreLostError | None = None
 
+    @property
+    def place(self) -> str:
+        """This node as messages call it: its pod and address."""
+        return f"pod {self._node.peer.get('name', self.name)} on {self._node.host}"
+
     # -- meeting ------------------------------------------------------------------------------------------------
 
     def join(self, peer: Mapping[str, Any]) -> Generation:

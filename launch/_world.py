@@ -141,8 +141,8 @@ def _advance(nodes: Mapping[str, Node], world: World) -> World | None:
 
 def _lost(world: World, node: str) -> Reason:
     index = world.nodes.index(node)
-    host = world.peers[index].get("host", "unknown")
-    text = f"Node {index} of {len(world.nodes)} (host {host}, pod {node}) is gone: its launcher gives no sign of life."
+    host, pod = (world.peers[index].get(name, "unknown") for name in ("host", "name"))
+    text = f"Node {index} of {len(world.nodes)} (host {host}, pod {pod}) is gone: its launcher gives no sign of life."
     return Reason(kind="lost", code=1, node=node, text=text)
 
 

@@ -50,12 +50,21 @@ def test_only_marked_processes_are_found_and_killed(children: list[subprocess.Po
 
 
 def test_kill_marked_catches_processes_that_keep_forking(children: list[subprocess.Popen[bytes]]) -> None:
-    script = "import os, time\nwhile True:\n    if os.fork():\n        os._exit(0)\n    time.sleep(0.002)"
+    """One scan of /proc can miss a child that is forked while it reads; the sweep looks again."""
+    script = """
+import os, time
+while True:
+    if not os.fork():
+        os.setsid()
+        time.sleep(20)
+    time.sleep(0.004)
+"""
     children.append(subprocess.Popen([sys.executable, "-c", script], env={MARK_VARIABLE: "forker"}))
-    time.sleep(0.3)
-    assert marked_processes("forker")
+    deadline = time.monotonic() + 5
+    while len(marked_processes("forker")) < 20 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert kill_marked("forker", limit_s=5)
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert marked_processes("forker") == []
 
 

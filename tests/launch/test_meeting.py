@@ -118,6 +118,7 @@ def test_wrong_secret_is_refused(tmp_path: Path) -> None:
             assert (one.wait(), two.wait()) == (0, 0)
 
 
+@pytest.mark.slow
 def test_missing_peer_times_out_and_is_named(tmp_path: Path) -> None:
     """003-36, 002-27: which ranks are absent; exit code not 0."""
     flags = ("--nnodes=3", "--nproc_per_node=1", "--elastic_timeout=1", master())
