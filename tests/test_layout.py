@@ -205,12 +205,9 @@ def covering_tests(path: Path) -> list[str]:
 
 def is_only_refused(path: Path) -> bool:
     """Returns whether a file describes options and refuses all of them; the contract tests cover such a file."""
-    described = [strategy for strategy in REGISTRY.values() if strategy.__module__ == module_name(path)]
-    return (
-        path.parts[0] == "strategies"
-        and not path.stem.startswith("_")
-        and all(strategy.refused for strategy in described)
-    )
+    if path.parts[0] != "strategies" or path.stem.startswith("_"):
+        return False
+    return all(strategy.refused for strategy in REGISTRY.values() if strategy.__module__ == module_name(path))
 
 
 def test_every_module_has_a_test() -> None:

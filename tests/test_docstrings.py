@@ -1,0 +1,88 @@
+"""The examples in docstrings run and show what is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fleet
+from fleet.facade import Fleet
+from tests.helpers.sources import ROOT, module_name, python_files
+
+# Docstrings whose examples need other processes or programs; what they show is tested elsewhere.
+NOT_RUN: dict[str, str] = {
+    "fleet": "wraps a model of the user; every test of the facade does the same",
+    "fleet.data_parallel.DataParallel": "warns in a single process",
+    "fleet._util.UtilBase.get_file_shard": "shows worker 0 of 2",
+    "fleet.parallel.spawn": "starts processes that import the user's script",
+    "fleet.utils._hdfs.HDFSClient": "needs the hadoop program",
+    "fleet.utils._run_check.run_check": "trains on every device",
+}
+
+
+class ShownOutput(doctest.OutputChecker):
+    """Compares what an example shows; an example that shows nothing has only to run."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Returns what an example may use without saying so: an initialised fleet, and a model with its loss."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    fleet.init(is_collective=True)
+    model = torch.nn.Linear(4, 2)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model = fleet.distributed_model(model)
+    fleet.save({"model": model.state_dict()}, "checkpoint.pdparams")
+    loss = model(torch.ones(3, 4)).sum()
+    return {"fleet": fleet, "np": np, "torch": torch, "model": model, "net": model.module, "optimizer": optimizer} | {
+        "loss": loss
+    }
+
+
+def modules_with_examples() -> list[str]:
+    """Returns the modules that hold a docstring example."""
+    paths = python_files("fleet", "strategies", "launch")
+    return [module_name(path) for path in paths if ">>> " in (ROOT / path).read_text(encoding="utf-8")]
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    """Returns the docstrings of a module that hold examples."""
+    module = importlib.import_module(name)
+    finder = doctest.DocTestFinder(exclude_empty=True, recurse=name != "fleet")  # its attributes come when asked for
+    return [found for found in finder.find(module, name) if found.examples]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_run(name: str, names: dict[str, Any]) -> None:
+    runner = doctest.DocTestRunner(ShownOutput(), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    report = io.StringIO()
+    with contextlib.redirect_stdout(report):
+        for found in examples(name):
+            if found.name not in NOT_RUN:
+                found.globs = {**names, **found.globs}
+                runner.run(found, out=report.write)
+    assert runner.failures == 0, report.getvalue()
+
+
+def test_every_exception_names_an_example() -> None:
+    known = {found.name for name in modules_with_examples() for found in examples(name)}
+    assert set(NOT_RUN) - known == set()
+
+
+def test_a_wrong_example_is_noticed() -> None:
+    wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
+    runner = doctest.DocTestRunner(ShownOutput())
+    runner.run(wrong, out=lambda text: None)
+    assert runner.failures == 1
