@@ -36,6 +36,8 @@ _HOMES = {
     "UtilBase": "fleet._util",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
+    "recompute": "fleet.strategies._segments",
+    "recompute_sequential": "fleet.strategies._segments",
     "spawn": "fleet.parallel",
 }
 _MODULES = ("base", "env", "errors", "launch", "metrics", "options", "parallel", "role_maker", "strategies", "utils")

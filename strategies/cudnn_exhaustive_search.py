@@ -14,6 +14,7 @@ class CudnnExhaustiveSearch(Strategy):
     name = "cudnn_exhaustive_search"
     meaning = "Let cuDNN time its convolution algorithms at the first batch of each shape and keep the fastest."
     stage = Stage.MODULE
+    in_ps_job = True
     model_effect = "sets torch.backends.cudnn.benchmark"
 
     @classmethod

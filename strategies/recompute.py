@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from torch import nn
+
+from fleet.errors import ConfigError, did_you_mean
+from fleet.strategies._base import Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
+from fleet.strategies._segments import norm_modules, run_segment
 
 _NO_TUNER = "it belongs to Paddle's automatic parallelism, which has no counterpart here"
 
@@ -16,7 +21,7 @@ class RecomputeConfig(Config, option="recompute_configs"):
     """Which modules are computed twice."""
 
     checkpoints: tuple[str, ...] = setting(
-        [], "qualified names of the modules to recompute, as in model.named_modules()"
+        [], "modules to recompute: qualified names as in model.named_modules(), or patterns such as 'layer*.0'"
     )
     enable_offload: bool = setting(False, "keep the inputs of the recomputed modules in pinned host memory")
     checkpoint_shape: tuple[int, ...] = setting(
@@ -41,7 +46,6 @@ class Recompute(Strategy):
     # Outside the modules that these put in place, so that what is computed twice is the final module.
     after = ("qat", "sync_batch_norm", "tensor_parallel")
     in_ps_job = True
-    refused = NOT_YET
     model_effect = "computes the modules in recompute_configs['checkpoints'] a second time in backward"
 
     @classmethod
@@ -53,3 +57,45 @@ class Recompute(Strategy):
             "recompute is on and recompute_configs['checkpoints'] is []; it names the modules to compute twice. "
             "Set recompute_configs = {'checkpoints': ['layer1', 'layer2']} with names from model.named_modules()."
         )
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that offload has nowhere to go on a machine without a GPU."""
+        import torch
+
+        if not options["recompute_configs"].enable_offload or torch.cuda.is_available():
+            return ()
+        return ("recompute_configs['enable_offload'] changes nothing on the CPU: the inputs are in host memory.",)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError when a name or pattern in ``checkpoints`` fits no module."""
+        find_modules(model, self.config.checkpoints)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``; the named modules compute their activations again in backward."""
+        for module in find_modules(model, self.config.checkpoints):
+            module.forward = RecomputedForward(module, self.config.enable_offload)  # type: ignore[method-assign]
+        return model
+
+
+class RecomputedForward:
+    """The forward of a module, run as a segment; everything else of the module stays as it is."""
+
+    def __init__(self, module: nn.Module, offload: bool) -> None:
+        self._forward, self._norms, self._offload = module.forward, norm_modules(module), offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_segment(self._forward, args, kwargs, self._norms, None if self._offload else set())
+
+
+def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """Returns the modules that ``patterns`` name, each once, in the order of ``model.named_modules()``.
+
+    Raises ConfigError for a pattern that fits nothing, with the nearest names.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            near = did_you_mean(pattern, modules) or f" Modules: {', '.join(list(modules)[:12])}."
+            raise ConfigError(f"recompute_configs['checkpoints'] has {pattern!r}, which names no module.{near}")
+    return [m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -31,6 +31,7 @@ class ToStatic(Strategy):
     name = "to_static"
     meaning = "Compile the model with torch.compile, the counterpart of Fleet's static graph."
     stage = Stage.COMPILE
+    in_ps_job = True
     Config = ToStaticConfig
     model_effect = "compiles the wrapped module with torch.compile at its first call"
 

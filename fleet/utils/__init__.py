@@ -1,4 +1,4 @@
-"""Fleet's utilities: ``run_check``, file systems (``fleet.utils.fs``)."""
+"""Fleet's utilities: ``run_check``, ``recompute``, file systems (``fleet.utils.fs``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 _HOMES = {
     "HDFSClient": "fleet.utils.fs",
     "LocalFS": "fleet.utils.fs",
+    "recompute": "fleet.strategies._segments",
+    "recompute_sequential": "fleet.strategies._segments",
     "run_check": "fleet.utils._run_check",
 }
 
-__all__ = ["HDFSClient", "LocalFS", "run_check"]
+__all__ = ["HDFSClient", "LocalFS", "recompute", "recompute_sequential", "run_check"]
 
 
 def __getattr__(name: str) -> Any:

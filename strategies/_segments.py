@@ -1,0 +1,220 @@
+"""Activation checkpointing of one module or function: what recompute and ``fleet.recompute`` run on.
+
+The inputs of a segment are kept by a :class:`SegmentInputs`, which can hold them in pinned host memory between forward
+and backward; everything else a segment saves for backward is dropped and computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from fleet.errors import ConfigError
+
+
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    use_reentrant: bool = False,
+    offload_indices: Sequence[int] = (),
+    **kwargs: Any,
+) -> Any:
+    """Returns ``function(*args, **kwargs)``, whose activations are computed again in backward.
+
+    Random numbers (dropout) are the same both times, and batch-norm statistics are updated once. Inputs need no
+    gradient.
+
+    Args:
+        function: a module or a function.
+        args: its inputs.
+        preserve_rng_state: False saves the time of restoring random generators; only for functions without dropout.
+        use_reentrant: torch's older form, in which at least one input must need a gradient; Paddle's default.
+        offload_indices: places in ``args`` of the tensors that wait for backward in pinned host memory.
+        kwargs: handed to ``function``.
+
+    Raises:
+        ConfigError: an offload index is out of range, or offload is asked for together with the reentrant form.
+
+    Example:
+        >>> y = fleet.recompute(block, x)
+    """
+    wrong = [index for index in offload_indices if not 0 <= index < len(args)]
+    if wrong:
+        raise ConfigError(f"recompute(offload_indices={list(offload_indices)!r}): there are {len(args)} inputs, 0 based.")
+    if use_reentrant:
+        if offload_indices:
+            raise ConfigError("recompute(offload_indices=...) needs use_reentrant=False.")
+        return checkpoint(function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state)
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    norms = norm_modules(module) if isinstance(module, nn.Module) else []
+    return run_segment(function, args, kwargs, norms, set(offload_indices), preserve_rng_state)
+
+
+def recompute_sequential(ctx: dict[str, Any], functions: nn.Sequential | Sequence[Callable[..., Any]], *args: Any) -> Any:
+    """Returns the result of calling ``functions`` one after the other, all segments but the last recomputed.
+
+    Args:
+        ctx: ``{"segments": 1, "preserve_rng_state": True}``; ``segments`` is the number of pieces.
+        functions: modules or functions; each gets what the one before returned.
+        args: inputs of the first.
+
+    Raises:
+        ConfigError: a key of ``ctx`` is unknown or ``segments`` is not between 1 and the number of functions.
+    """
+    unknown = set(ctx) - {"segments", "preserve_rng_state"}
+    if unknown:
+        raise ConfigError(f"recompute_sequential: ctx has no key {sorted(unknown)[0]!r}. Keys: segments, preserve_rng_state.")
+    steps = list(functions)
+    num_segments = ctx.get("segments", 1)
+    if isinstance(num_segments, bool) or not isinstance(num_segments, int) or not 1 <= num_segments <= len(steps):
+        raise ConfigError(f"recompute_sequential: segments is {num_segments!r}; it must be 1 to {len(steps)}.")
+    size = len(steps) // num_segments
+    for start in range(0, size * (num_segments - 1), size):
+        piece = nn.Sequential(*steps[start : start + size]) if _all_modules(steps) else _Chain(steps[start : start + size])
+        result = recompute(piece, *args, preserve_rng_state=ctx.get("preserve_rng_state", True))
+        args = result if isinstance(result, tuple) else (result,)
+    return _Chain(steps[size * (num_segments - 1) :])(*args)
+
+
+def _all_modules(steps: list[Any]) -> bool:
+    return all(isinstance(step, nn.Module) for step in steps)
+
+
+class _Chain:
+    """Calls functions one after the other."""
+
+    def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
+        self._steps = steps
+
+    def __call__(self, *args: Any) -> Any:
+        for step in self._steps:
+            result = step(*args)
+            args = result if isinstance(result, tuple) else (result,)
+        return result
+
+
+def run_segment(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    norms: Sequence[_NormBase],
+    offloaded: set[int] | None = None,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Returns ``function(*args, **kwargs)`` as one segment; ``offloaded`` are places in ``args``, ``None`` all of them."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        # The compiler makes the statistics' update part of forward alone, and moves no memory to the host.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    inputs = SegmentInputs(args, kwargs, offloaded)
+
+    def run(held: SegmentInputs) -> Any:
+        own_args, own_kwargs = held.take()
+        return function(*own_args, **own_kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), frozen_statistics(norms)
+
+    result = checkpoint(
+        run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts
+    )
+    inputs.set_aside()
+    return result
+
+
+def norm_modules(module: nn.Module) -> list[_NormBase]:
+    """Returns the modules in ``module`` that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+
+@contextmanager
+def frozen_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Keeps the running statistics of ``norms`` as they are: inside the context the modules update copies.
+
+    Copies and not a switch: backward saves the running statistics too, and must save as many tensors as forward did.
+    """
+    kept = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm._buffers.update(buffers)
+
+
+class SegmentInputs:
+    """The inputs of a segment: the originals in forward, and in backward the same or copies that waited on the host.
+
+    Args:
+        args: positional inputs.
+        kwargs: named inputs.
+        offloaded: places in ``args`` of what waits on the host; ``None`` for everything, an empty set for nothing.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: set[int] | None) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._offloaded = set(range(len(args))) if offloaded is None else offloaded
+        self._with_kwargs = offloaded is None
+
+    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs, on the device they came from."""
+        return tree_map_only(OnHost, OnHost.back, (self._args, self._kwargs))  # type: ignore[no-any-return]
+
+    def set_aside(self) -> None:
+        """Moves what is to wait on the host there; the device's memory is free when nobody else holds it."""
+
+        def move(value: Any) -> Any:
+            return tree_map_only(Tensor, lambda t: OnHost(t) if worth_moving(t) else t, value)
+
+        self._args = tuple(move(a) if place in self._offloaded else a for place, a in enumerate(self._args))
+        if self._with_kwargs:
+            self._kwargs = {name: move(value) for name, value in self._kwargs.items()}
+
+
+def worth_moving(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` is an activation on a device with memory of its own; parameters stay in any case."""
+    return tensor.device.type != "cpu" and not isinstance(tensor, nn.Parameter)
+
+
+class OnHost:
+    """A tensor's copy in pinned host memory, made and brought back without stopping the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device, self._requires_grad = tensor.device, tensor.requires_grad
+        self._copy = torch.empty(
+            tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda", device="cpu"
+        )
+        self._ready: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            side = _side_stream(tensor.device)
+            side.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(side):
+                self._copy.copy_(tensor.detach(), non_blocking=True)
+                # The allocator must not hand the memory out before the copy has read it.
+                tensor.detach().record_stream(side)
+                self._ready = side.record_event()
+        else:
+            self._copy.copy_(tensor.detach())
+
+    def back(self) -> Tensor:
+        """Returns the tensor on its device; whether it needs a gradient is as it was."""
+        if self._ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ready)
+        return self._copy.to(self._device, non_blocking=True).requires_grad_(self._requires_grad)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of copies to the host, one for each device."""
+    return torch.cuda.Stream(device)

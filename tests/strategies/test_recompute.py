@@ -1,0 +1,223 @@
+"""recompute: bit-equal gradients, dropout and batch norm, data parallel, names and patterns, memory, the functions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fleet
+from fleet.errors import ConfigError
+from fleet.strategies._segments import OnHost, SegmentInputs, frozen_statistics, recompute, recompute_sequential
+from fleet.strategies.recompute import Recompute, RecomputeConfig, find_modules
+from tests.helpers.workers import run_workers
+
+
+class Block(nn.Module):
+    """Convolution, batch norm, dropout, and a named argument."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.bn = nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(0.3)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.runs += 1
+        return torch.relu(self.drop(self.bn(self.conv(x)))) * scale + x
+
+
+class Net(nn.Module):
+    """Three blocks; the first one's input needs no gradient."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer0, self.layer1, self.layer2 = Block(width), Block(width), Block(width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer2(self.layer1(self.layer0(x), scale=0.5)).mean((2, 3)))
+
+
+def applied(net: nn.Module, *names: str, offload: bool = False) -> nn.Module:
+    """Returns ``net`` with the strategy on."""
+    strategy = Recompute(RecomputeConfig(checkpoints=names, enable_offload=offload), None)  # type: ignore[arg-type]
+    strategy.check_model(net)
+    return strategy.wrap_model(net)
+
+
+def step(net: nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Runs forward and backward once; returns the loss, gradients and buffers."""
+    torch.manual_seed(seed)
+    loss = net(torch.randn(5, 4, 6, 6)).square().mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients, **dict(net.named_buffers())}
+
+
+@pytest.mark.parametrize("names", [("layer0",), ("layer0", "layer1", "layer2"), ("layer?",), ("layer1.*",)])
+def test_gradients_are_bit_equal(names: tuple[str, ...]) -> None:
+    """A.2 recompute_configs: gradients, dropout and running statistics are those of no recompute, bit by bit."""
+    torch.manual_seed(0)
+    plain = Net()
+    twice = applied(copy.deepcopy(plain), *names)
+    assert [n for n, _ in twice.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    for _ in range(2):
+        plain.zero_grad()
+        twice.zero_grad()
+        torch.testing.assert_close(step(twice), step(plain), atol=0, rtol=0)
+
+
+def test_the_named_modules_run_twice() -> None:
+    """recompute really computes again, only the named modules, and not without gradients."""
+    net = applied(Net(), "layer1")
+    step(net)
+    assert [net.layer0.runs, net.layer1.runs, net.layer2.runs] == [1, 2, 1]
+    with torch.no_grad():
+        net(torch.randn(1, 4, 6, 6))
+    assert net.layer1.runs == 3
+
+
+def test_frozen_statistics() -> None:
+    """Inside the context the running statistics stay; in evaluation mode they are still what the norm computes with."""
+    norm = nn.BatchNorm1d(2)
+    before = copy.deepcopy(norm.state_dict())
+    with frozen_statistics([norm]):
+        norm(torch.randn(4, 2))
+    torch.testing.assert_close(dict(norm.state_dict()), dict(before), atol=0, rtol=0)
+    norm.eval().running_mean.fill_(5.0)
+    with frozen_statistics([norm]):
+        assert norm(torch.full((3, 2), 5.0)).abs().max() < 1e-3
+
+
+def test_unknown_names_raise_with_the_nearest() -> None:
+    """A.2: an unknown name raises before anything changes, and lists candidates."""
+    net = Net()
+    with pytest.raises(ConfigError, match="Did you mean 'layer1'"):
+        applied(net, "layer0", "layerr1")
+    assert "forward" not in net.layer0.__dict__
+    with pytest.raises(ConfigError, match="Modules: layer0, layer0.conv"):
+        find_modules(net, ("x", ))
+    strategy = fleet.DistributedStrategy()
+    strategy.recompute = True
+    with pytest.raises(ConfigError, match="checkpoints"):
+        fleet.init(is_collective=True, strategy=strategy)
+
+
+def test_activation_memory_falls() -> None:
+    """What is saved for backward falls to the inputs of the segments."""
+
+    def saved_bytes(net: nn.Module) -> int:
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            net(torch.randn(8, 16, 12, 12))
+        return sum(sizes)
+
+    assert saved_bytes(applied(Net(16), "layer?")) < 0.2 * saved_bytes(Net(16))
+
+
+def test_model_still_copies() -> None:
+    """A recomputed model deep-copies, and the copy trains its own parameters."""
+    net = applied(Net(), "layer1")
+    twin = copy.deepcopy(net)
+    step(twin)
+    assert twin.layer1.conv.weight.grad is not None
+    assert net.layer1.conv.weight.grad is None
+
+
+def train(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
+    """Trains two steps under data parallel."""
+    strategy = fleet.DistributedStrategy()
+    if names:
+        strategy.recompute = True
+        strategy.recompute_configs = {"checkpoints": names}
+    fleet.init(is_collective=True, strategy=strategy)
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    model = fleet.distributed_model(net)
+    for count in range(2):
+        torch.manual_seed(10 * count + rank)
+        model(torch.randn(4, 4, 6, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def test_under_data_parallel() -> None:
+    """A.2, 003-14: with data parallel the result is bit-equal to no recompute, on both workers."""
+    plain = run_workers(train, 2, [], backend=None)
+    twice = run_workers(train, 2, ["layer0", "layer2"], backend=None)
+    torch.testing.assert_close(twice, plain, atol=0, rtol=0)
+
+
+def test_functions() -> None:
+    """B.9: recompute and recompute_sequential equal the plain calls; wrong arguments raise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(6, 4)
+    plain = copy.deepcopy(net)
+    plain(x).sum().backward()
+    for run in (
+        lambda model: fleet.recompute(model, x),
+        lambda model: recompute(model.forward, x, preserve_rng_state=False),
+        lambda model: recompute(model, x.clone().requires_grad_(), use_reentrant=True),
+        lambda model: fleet.recompute_sequential({"segments": 2}, model, x),
+        lambda model: recompute_sequential({"segments": 5}, list(model), x),
+    ):
+        twice = copy.deepcopy(net)
+        run(twice).sum().backward()
+        for name, p in twice.named_parameters():
+            torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, atol=0, rtol=0)
+    for wrong in ({"segments": 9}, {"segments": 0}, {"pieces": 2}):
+        with pytest.raises(ConfigError):
+            recompute_sequential(wrong, net, x)
+    with pytest.raises(ConfigError, match="1 inputs"):
+        recompute(net, x, offload_indices=[1])
+    with pytest.raises(ConfigError, match="use_reentrant=False"):
+        recompute(net, x, offload_indices=[0], use_reentrant=True)
+
+
+def test_inputs_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A.2 enable_offload: the copies come back with values and flags, and gradients are bit-equal."""
+    monkeypatch.setattr("fleet.strategies._segments.worth_moving", lambda t: not isinstance(t, nn.Parameter))
+    x = torch.randn(3, requires_grad=True)
+    inputs = SegmentInputs((x, 2), {"y": [torch.ones(1)]}, None)
+    inputs.set_aside()
+    assert isinstance(inputs._args[0], OnHost)
+    (back, two), named = inputs.take()
+    assert (back is not x, back.requires_grad, two, named["y"][0].item()) == (True, True, 2, 1.0)
+    torch.testing.assert_close(back, x)
+    torch.manual_seed(0)
+    plain = Net()
+    moved = applied(copy.deepcopy(plain), "layer?", offload=True)
+    torch.testing.assert_close(step(moved), step(plain), atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+def test_offload_frees_device_memory() -> None:
+    """A.2 enable_offload on a GPU: less is allocated at the end of forward, gradients are equal."""
+    torch.manual_seed(0)
+    plain = Net(32).cuda()
+    nets = {"plain": copy.deepcopy(plain), "offload": applied(copy.deepcopy(plain), "layer?", offload=True)}
+    used, gradients = {}, {}
+    for name, net in nets.items():
+        torch.manual_seed(1)
+        x = torch.randn(16, 32, 64, 64, device="cuda")
+        before = torch.cuda.memory_allocated()
+        loss = net(x).square().mean()
+        torch.cuda.synchronize()
+        used[name] = torch.cuda.memory_allocated() - before
+        loss.backward()
+        gradients[name] = {n: p.grad for n, p in net.named_parameters()}
+    assert used["offload"] < 0.25 * used["plain"]
+    torch.testing.assert_close(gradients["offload"], gradients["plain"])
