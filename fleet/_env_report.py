@@ -87,7 +87,7 @@ def _gpus() -> str:
         import torch
 
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if names else ""  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if names else ""
     except Exception as error:  # noqa: BLE001 - a driver that does not fit is worth a line, not a crash
         return f"cannot be asked: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from fleet._role_record import RoleRecord
+from fleet._starter_fleet import read_device_ids
 from fleet._starters import read_record
 from fleet.env import Environment, export
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError, did_you_mean
@@ -93,8 +93,9 @@ class ParallelEnv:
     @property
     def device_id(self) -> int:
         """Index of the device among those this process sees; 0 on a CPU."""
-        if self._record.local_device_ids:
-            return _selected(self._environment, self._record)
+        selected = read_device_ids(self._environment, "FLAGS_selected_gpus")
+        if selected:
+            return selected[0]
         return self._record.local_rank % torch.cuda.device_count() if self.device_type == "gpu" else 0
 
     @property
@@ -121,12 +122,6 @@ class ParallelEnv:
     local_rank = rank
     nranks = world_size
     dev_id = device_id
-
-
-def _selected(environment: Environment, record: RoleRecord) -> int:
-    """FLAGS_selected_gpus counts among the visible devices; PADDLE_LOCAL_DEVICE_IDS holds absolute numbers."""
-    flags = environment.list("FLAGS_selected_gpus")
-    return int(flags[0]) if flags and flags[0].isdigit() else record.local_device_ids[0]
 
 
 def spawn(
@@ -178,7 +173,7 @@ def spawn(
                 "Use fewer processes, or backend='gloo' to run on the CPU."
             )
     environments = _environments(count, gpus if on_gpu else None, "nccl" if on_gpu else "gloo")
-    return start_processes(  # type: ignore[no-untyped-call]
+    return start_processes(
         _run_worker,
         args=(func, tuple(args), environments),
         nprocs=count,

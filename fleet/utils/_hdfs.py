@@ -139,6 +139,10 @@ class HDFSClient(FS):
             return
         self._operation(lambda end: self._command(["-touchz", fs_path], end))
 
+    def rename(self, fs_src_path: str, fs_dst_path: str) -> None:
+        """Renames a file or folder without looking first."""
+        self.mv(fs_src_path, fs_dst_path, test_exists=False)
+
     def mv(self, src_path: str, dst_path: str, overwrite: bool = False, test_exists: bool = True) -> None:
         """Moves ``src_path`` to the name ``dst_path``; ``test_exists=False`` leaves the two looks beforehand out."""
         if overwrite and self.is_exist(dst_path):
@@ -154,6 +158,7 @@ class HDFSClient(FS):
 
     def upload(self, local_path: str, fs_path: str, multi_processes: int = 5, overwrite: bool = False) -> None:
         """Copies a local file or folder to the name ``fs_path``; a folder's entries go up in parallel."""
+        _check_threads(multi_processes)
         if not os.path.exists(local_path):
             raise FSFileNotExistsError(f"upload({local_path!r}, ...): there is no such file or folder.")
         self._make_room("upload", fs_path, self.is_exist(fs_path), overwrite, self.delete)
@@ -173,6 +178,7 @@ class HDFSClient(FS):
 
     def download(self, fs_path: str, local_path: str, multi_processes: int = 5, overwrite: bool = False) -> None:
         """Copies a file or folder to the local name ``local_path``; a folder's entries come in parallel."""
+        _check_threads(multi_processes)
         if not self.is_exist(fs_path):
             raise FSFileNotExistsError(f"download({fs_path!r}, ...): there is no such file or folder.")
         self._make_room("download", local_path, os.path.lexists(local_path), overwrite, _delete_local)
@@ -221,15 +227,21 @@ class HDFSClient(FS):
     def _operation(self, act: Callable[[float], T]) -> T:
         """Runs ``act`` until it succeeds or the client's time is up; ``act`` is given the moment of that."""
         end = time.monotonic() + self._time_out_s
-        while True:
+        last: ExecuteError | None = None
+        while last is None or time.monotonic() + self._sleep_s < end:
+            if last is not None:
+                time.sleep(self._sleep_s)
             try:
                 return act(end)
             except (_NotAgain, FSShellCmdAborted):
                 raise
+            except FSTimeOut:
+                if last is None:
+                    raise
+                break
             except ExecuteError as error:
-                if time.monotonic() + self._sleep_s >= end:
-                    raise FSTimeOut(f"{error} It went on failing for {self._time_out_s:g} s.") from error
-            time.sleep(self._sleep_s)
+                last = error
+        raise FSTimeOut(f"{last} It went on failing for {self._time_out_s:g} s.") from last
 
     def _test(self, flag: str, fs_path: str, end: float) -> bool:
         """Asks ``hadoop fs -test``: 0 is yes; 1 without a complaint is no; anything else failed."""
@@ -305,10 +317,13 @@ def _base_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _in_parallel(num_threads: int, calls: Sequence[Callable[[], None]]) -> None:
-    """Runs ``calls`` with at most ``num_threads`` at a time; the first error is raised when all have ended."""
+def _check_threads(num_threads: int) -> None:
     if type(num_threads) is not int or num_threads < 1:
         raise ConfigError(f"multi_processes={num_threads!r} takes a whole number of at least 1.")
+
+
+def _in_parallel(num_threads: int, calls: Sequence[Callable[[], None]]) -> None:
+    """Runs ``calls`` with at most ``num_threads`` at a time; the first error is raised when all have ended."""
     with ThreadPoolExecutor(num_threads) as pool:
         for future in [pool.submit(call) for call in calls]:
             future.result()

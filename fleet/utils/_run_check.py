@@ -125,7 +125,7 @@ def _check_pass(run: Callable[..., Any], layer: nn.Linear, inputs: torch.Tensor,
         )
 
 
-def check_parallel(count: int, backend: str) -> None:
+def check_parallel(count: int, backend: str, start_method: str = "spawn") -> None:
     """Trains two layers for one step in ``count`` processes, one for each device.
 
     Raises:
@@ -134,7 +134,7 @@ def check_parallel(count: int, backend: str) -> None:
     """
     from fleet.parallel import spawn
 
-    spawn(_train_step, nprocs=count, backend=backend)
+    spawn(_train_step, nprocs=count, backend=backend, start_method=start_method)
 
 
 def _train_step() -> None:

@@ -45,7 +45,8 @@ def test_auc_is_the_trapezoid_area_from_the_last_bucket(buckets: list[tuple[int,
 def test_auc_equals_sklearns(data: st.DataObject) -> None:
     """B.6: exact on predictions that lie on the buckets, ties included."""
     count = data.draw(st.integers(2, 60))
-    labels = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count).filter(lambda x: 0 < sum(x) < len(x)))
+    both = st.lists(st.integers(0, 1), min_size=count, max_size=count).filter(lambda x: 0 < sum(x) < len(x))
+    labels = data.draw(both)
     buckets = data.draw(st.lists(st.integers(0, 15), min_size=count, max_size=count))
     stat = metrics.StatAuc(bins=16)
     stat.update(np.array(buckets) / 16, labels)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from fleet._starters import read_record, read_single, read_torch
@@ -134,3 +138,24 @@ def test_a_rank_exported_in_the_batch_shell_is_found_out() -> None:
     env = {**SRUN, "RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigError, match="SLURM_PROCID"):
         read_record(Environment(env))
+
+
+@pytest.mark.slow
+def test_a_real_torchrun(tmp_path: Path) -> None:
+    """fleet.init joins the job of torchrun, whose agent serves the store."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "from fleet import fleet\n"
+        "fleet.init(is_collective=True)\n"
+        "total = fleet.all_reduce(fleet.worker_index() + 1)\n"
+        "text = f'{total} {fleet.worker_num()} {fleet.local_rank()} {fleet.session.record.source}'\n"
+        "pathlib.Path(sys.argv[1], str(fleet.worker_index())).write_text(text)\n"
+    )
+    options = ["--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path)]
+    root = Path(__file__).parents[2]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3 2 0 torchrun", "3 2 1 torchrun"]

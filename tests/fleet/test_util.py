@@ -48,7 +48,8 @@ def _reduce_many(rank: int, world_size: int) -> dict[str, Any]:
         "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)) + rank,
         "swapped": np.array([1, 2], ">i4") + np.array(rank, ">i4"),
     }
-    results = {f"{mode} {name}": util.all_reduce(v, mode) for mode in ("sum", "min", "max") for name, v in values.items()}
+    modes = ("sum", "min", "max")
+    results = {f"{mode} {name}": util.all_reduce(v, mode) for mode in modes for name, v in values.items()}
     results["sum complex"] = util.all_reduce(np.array([1 + 2j]) * (rank + 1))
     return {name: (value, str(value.dtype)) for name, value in results.items()}
 
