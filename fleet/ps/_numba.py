@@ -15,4 +15,4 @@ def kernels_work() -> bool:
         import numba
     except Exception:  # numba refuses interpreters and numpy versions it does not know in several ways
         return False
-    return not numba.config.DISABLE_JIT
+    return not getattr(numba.config, "DISABLE_JIT", 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +51,8 @@ class ReferenceStore:
         self.clear()
 
     def _allocate(self, capacity: int) -> None:
-        def grown(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-            fresh = np.zeros(shape, dtype)
+        def grown(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+            fresh: npt.NDArray[Any] = np.zeros(shape, dtype)
             if self._used:
                 fresh[: self._used] = getattr(self, name)[: self._used]
             return fresh
@@ -93,8 +94,9 @@ class ReferenceStore:
                                        0.0 if clicks is None else float(clicks[i]))
                 self._count(key, score)
             for places in _rounds(keys):
-                self._push_distinct(keys[places], gradients[places], *(
-                    None if a is None else a[places] for a in (shows, clicks, slots)))
+                self._push_distinct(
+                    keys[places], gradients[places], None if shows is None else shows[places],
+                    None if clicks is None else clicks[places], None if slots is None else slots[places])
 
     def _push_distinct(
         self, keys: Int64s, gradients: Float32s, shows: Float32s | None, clicks: Float32s | None,
@@ -215,7 +217,8 @@ class ReferenceStore:
         array = np.array(keys, np.int64)
         hashes = twins.mix(array)
         place = twins.place_of(hashes)
-        return array[(twins.sub_shard_of(hashes) == window[0]) & (place >= window[1]) & (place < window[2])]
+        inside = (twins.sub_shard_of(hashes) == window[0]) & (place >= window[1]) & (place < window[2])
+        return np.asarray(array[inside], np.int64)
 
     def copy_window(self, window: Window) -> RowBlock:
         """Returns a copy of the window's rows, ids that wait for admission among them."""

@@ -181,7 +181,7 @@ class Rule:
 
 def _check_hyper(rule: str, key: str, value: float) -> None:
     where = f"rule {rule!r}: {key} is {value!r}"
-    if isinstance(value, str | bytes) or not isinstance(value, int | float) or value != value:
+    if not isinstance(value, int | float) or math.isnan(value):
         raise ConfigError(f"{where}; it takes a number.")
     if key in ("beta1", "beta2", "momentum", "decay") and not 0.0 <= value <= 1.0:
         raise ConfigError(f"{where}; it must lie in [0, 1].")

@@ -6,8 +6,7 @@ Safe for any number of threads: a table is 64 sub-shards with a lock each, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -209,7 +208,7 @@ class SparseTable:
         self._store.set_learning_rate(float(value))
         self._learning_rate = float(value)
 
-    def _check(self, what: str, array: npt.NDArray[np.generic], shape: tuple[int, ...], dtype: type) -> npt.NDArray:
+    def _check(self, what: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: type) -> npt.NDArray[Any]:
         if array.dtype != dtype or array.shape != shape:
             raise ConfigError(f"table {self.config.name!r}: {what} are {array.dtype} {array.shape}; they take "
                               f"{np.dtype(dtype)} {shape}.")
@@ -227,7 +226,7 @@ def _new_store(config: SparseTableConfig, use_kernels: bool | None) -> Reference
         from fleet.ps._numba import kernels_work
 
         use_kernels = kernels_work()
-    if not use_kernels or find_spec("fleet.ps._kernel_store") is None:
+    if not use_kernels:
         return ReferenceStore(config)
     from fleet.ps._kernel_store import KernelStore
 

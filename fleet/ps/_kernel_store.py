@@ -1,0 +1,248 @@
+"""KernelStore: the rows of one sparse table in raw memory, worked by the numba kernels.
+
+The same results as :class:`fleet.ps._reference_store.ReferenceStore`. Memory is the kernels' own and is released by
+:meth:`KernelStore.close` or with the object.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.errors import PSError
+from fleet.ps import _kernels as k
+from fleet.ps import _kernels_draws as draws
+from fleet.ps import _kernels_find as finds
+from fleet.ps import _kernels_life as life
+from fleet.ps import _kernels_requests as requests
+from fleet.ps import _kernels_rows as rows
+from fleet.ps import _kernels_rules as rules
+from fleet.ps._accessor import Accessor
+from fleet.ps._layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
+from fleet.ps._reference import GOLDEN, NUM_SUB_SHARDS, mix_int
+from fleet.ps._rows import MAX_ROW_COUNT, RowBlock, Statistics
+from fleet.ps._rules import LEARNING_RATE
+
+Window = tuple[int, int, int]
+_PLACES = 2**32
+_AGING_PERIOD = 16384
+_STATISTICS = np.dtype([("show", "<f8"), ("click", "<f8"), ("delta", "<f4"), ("slot", "<u4")])
+
+
+def address_of(array: npt.NDArray[Any] | None) -> int:
+    """Returns the address of an array's data, 0 for ``None``."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])
+
+
+def _scratch(n: int) -> npt.NDArray[np.int64]:
+    return np.empty(finds.scratch_words(n), np.int64)
+
+
+class KernelStore:
+    """Holds the state block (see [Note: State block]) and calls the kernels with its address."""
+
+    def __init__(self, config: SparseTableConfig) -> None:
+        self.config, self.layout = config, plan_layout(config)
+        self._header = np.zeros(k.HEADER_WORDS + 8, np.int64)
+        self._subs = np.zeros(NUM_SUB_SHARDS * k.SUB_WORDS + 8, np.int64)
+        self._floats = np.zeros(k.NUM_FLOATS)
+        self._params = [rules.rule_parameters(block.rule) for block in self.layout.blocks]
+        self._nonces = itertools.count(1)
+        self._table = self._fill_header()
+        self._check(life.open_table(self._table))
+        self._finalizer = weakref.finalize(self, life.close_table, self._table)
+        self._finalizer_keeps = weakref.finalize(self, _keep, self._header, self._subs, self._floats, self._params)
+
+    def _fill_header(self) -> int:
+        config, layout, accessor = self.config, self.layout, self.config.accessor or Accessor()
+        # Locks and sub-shards start on cache lines of their own.
+        table, subs = (-(-address_of(a) // 64) * 64 for a in (self._header, self._subs))
+        h = self._words = np.ndarray(k.HEADER_WORDS, np.int64, self._header, table - address_of(self._header))
+        self._shards = np.ndarray((NUM_SUB_SHARDS, k.SUB_WORDS), np.int64, self._subs, subs - address_of(self._subs))
+        h[k.NUM_WEIGHTS], h[k.NUM_COUNTERS], h[k.ROW_BYTES] = (
+            layout.num_weights, layout.num_counters, 4 * layout.row_floats)
+        h[k.HAS_STATISTICS], h[k.NUM_BLOCKS] = layout.has_statistics, len(layout.blocks)
+        h[k.CREATE_ON_PULL] = config.create_on == "pull"
+        h[k.WHOLE_ROWS] = len(layout.blocks) == 1 or (config.create_on == "pull" and accessor.embedx_threshold <= 0)
+        h[k.ADMISSION], h[k.ADMISSION_ARGUMENT] = admission_of(config.entry)
+        h[k.DRAW] = draws.draw_address(config.initializer.code)
+        h[k.GROUP], h[k.FIND], h[k.ADMIT] = finds.group_keys.address, finds.find_rows.address, rows.admit.address
+        h[k.ZERO_INIT] = config.accessor is not None and accessor.zero_init
+        h[k.SCALES_BY_SHOW] = config.accessor is None or accessor.scales_by_show
+        h[k.CREATE_BY_SCORE] = accessor.create_by_score
+        h[k.FLOATS], h[k.SUB_SHARDS] = address_of(self._floats), subs
+        h[k.CHUNK_BYTES] = k.CHUNK_ROWS * (4 * layout.row_floats + k.STATISTICS_BYTES * layout.has_statistics)
+        f = self._floats
+        f.view(np.uint64)[k.SEED_BASE] = mix_int(config.seed + GOLDEN)
+        f[k.INIT_A], f[k.INIT_B] = config.initializer.a, config.initializer.b
+        f[k.NONCLK_COEFF], f[k.CLICK_COEFF] = accessor.nonclk_coeff, accessor.click_coeff
+        f[k.EMBEDX_THRESHOLD] = accessor.embedx_threshold
+        for number, block in enumerate(layout.blocks):
+            f[k.INITIAL_STATE + number] = block.rule.initial_state
+            h[k.BLOCKS + k.BLOCK_WORDS * number :][:6] = (
+                rules.update_address(block.rule), block.column, block.width, block.state, block.state_width,
+                address_of(self._params[number]))
+        return table
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise PSError(f"table {self.config.name!r}: out of memory at {self.num_rows} rows and "
+                          f"{self.memory_bytes >> 20} MiB. Shrink the table, or run it on more servers.")
+
+    @functools.cached_property
+    def _walks(self) -> ModuleType:
+        """The walk kernels, compiled when a table is first walked."""
+        return import_module("fleet.ps._kernels_walks")
+
+    def close(self) -> None:
+        """Releases the memory; the store cannot be used afterwards."""
+        self._finalizer()
+
+    def clear(self) -> None:
+        """Removes every row; the memory is kept for new ones."""
+        life.clear_table(self._table)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
+        """Writes the pulled columns of each key; creates missing rows where ``create`` and the policies allow."""
+        n = len(keys)
+        scratch = _scratch(n)
+        self._check(requests.pull(self._table, address_of(keys), n, address_of(out), int(create), address_of(scratch)))
+
+    def push(
+        self, keys: Int64s, gradients: Float32s, shows: Float32s | None, clicks: Float32s | None,
+        slots: npt.NDArray[np.uint32] | None,
+    ) -> None:
+        """Applies one gradient row per key."""
+        scratch = _scratch(len(keys))
+        self._check(requests.push(
+            self._table, address_of(keys), len(keys), address_of(gradients), address_of(shows), address_of(clicks),
+            address_of(slots), next(self._nonces), address_of(scratch)))
+
+    def add(self, keys: Int64s, deltas: Float32s) -> None:
+        """Adds one row of deltas per key to the weights; state and statistics stay."""
+        scratch = _scratch(len(keys))
+        self._check(requests.add(
+            self._table, address_of(keys), len(keys), address_of(deltas), next(self._nonces), address_of(scratch)))
+
+    def contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
+        """Returns which keys have a row."""
+        found = np.empty(len(keys), np.bool_)
+        scratch = _scratch(len(keys))
+        requests.contains(self._table, address_of(keys), len(keys), address_of(found), address_of(scratch))
+        return found
+
+    # -- walks ---------------------------------------------------------------------------------------------------
+
+    def plan_windows(self, rows_per_window: int) -> list[Window]:
+        """Returns windows (sub-shard, first place, last place + 1) that together hold every key once."""
+        windows = []
+        for s, entries in enumerate(self._shards[:, k.NUM_ENTRIES].tolist()):
+            parts = max(1, -(-entries // rows_per_window))
+            edges = [_PLACES * i // parts for i in range(parts + 1)]
+            windows += [(s, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        return windows
+
+    def copy_window(self, window: Window) -> RowBlock:
+        """Returns a copy of the window's rows, ids that wait for admission among them."""
+        s, first, last = window
+        room = int(self._shards[s, k.NUM_ENTRIES]) * (last - first) // _PLACES * 5 // 4 + 64
+        while True:
+            keys, metas = np.empty(room, np.int64), np.empty(room, np.uint64)
+            values = np.empty((room, self.layout.row_floats), np.float32)
+            traffic = np.empty(room if self.layout.has_statistics else 0, _STATISTICS)
+            n = self._walks.copy_rows(self._table, s, first, last, room, address_of(keys), address_of(metas),
+                                      address_of(values), address_of(traffic))
+            if n >= 0:
+                return self._to_block(keys[:n], metas[:n], values[:n], traffic[:n])
+            room *= 2
+
+    def _to_block(
+        self, keys: Int64s, metas: npt.NDArray[np.uint64], values: Float32s, traffic: npt.NDArray[np.void]
+    ) -> RowBlock:
+        low = (metas & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        admitted = low & k.PENDING == 0
+        seen = (metas >> np.uint64(32)).astype(np.int64) & 0xFFFF
+        counts = np.where(admitted, (metas >> np.uint64(48)).astype(np.int64) & MAX_ROW_COUNT, low & k.PENDING_COUNT)
+        kept = None
+        if self.layout.has_statistics:
+            kept = Statistics(traffic["show"].copy(), traffic["click"].copy(), traffic["delta"].copy(),
+                              traffic["slot"].copy())
+        return RowBlock(keys, (self.day - seen) & 0xFFFF, counts, admitted, (metas >> np.uint64(63)).astype(np.bool_),
+                        values, kept)
+
+    def insert(self, block: RowBlock) -> None:
+        """Puts the rows of ``block`` into the table, over those of the same keys."""
+        seen = ((self.day - block.unseen_days) & 0xFFFF).astype(np.uint64) << np.uint64(32)
+        counts = np.minimum(block.counts, MAX_ROW_COUNT).astype(np.uint64) << np.uint64(48)
+        embedx = block.has_embedx.astype(np.uint64) << np.uint64(63)
+        pending = np.uint64(k.PENDING) | block.counts.astype(np.uint64)
+        metas = np.where(block.admitted, counts | embedx, pending) | seen
+        traffic = np.zeros(len(block) if self.layout.has_statistics else 0, _STATISTICS)
+        if block.statistics is not None and self.layout.has_statistics:
+            kept = block.statistics
+            traffic["show"], traffic["click"] = kept.shows, kept.clicks
+            traffic["delta"], traffic["slot"] = kept.delta_scores, kept.slots
+        keys, values = np.ascontiguousarray(block.keys, np.int64), np.ascontiguousarray(block.values, np.float32)
+        arrays = (keys, metas, values, traffic, _scratch(len(block)))
+        self._check(self._walks.insert_rows(self._table, len(block), *map(address_of, arrays)))
+
+    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> int:
+        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns how many."""
+        return int(self._walks.shrink_rows(self._table, *window, float(least), float(max_unseen_days), float(decay)))
+
+    def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
+        """Takes ``delta_scores`` off the rows that still exist."""
+        if self.layout.has_statistics:
+            keys, deltas = np.ascontiguousarray(keys), np.ascontiguousarray(delta_scores, np.float32)
+            scratch = _scratch(len(keys))
+            self._walks.settle_rows(self._table, address_of(keys), len(keys), address_of(deltas), address_of(scratch))
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def day(self) -> int:
+        """The day that pushes stamp on rows."""
+        return int(self._words[k.DAY])
+
+    @day.setter
+    def day(self, value: int) -> None:
+        self._words[k.DAY] = value
+        if value % _AGING_PERIOD == 0:
+            for s in range(NUM_SUB_SHARDS):
+                self._walks.age_rows(self._table, s)
+
+    @property
+    def num_rows(self) -> int:
+        """How many keys have a row."""
+        return int(self._shards[:, k.NUM_ROWS].sum())
+
+    @property
+    def num_entries(self) -> int:
+        """How many keys are known: rows, and ids that wait for admission."""
+        return int(self._shards[:, k.NUM_ENTRIES].sum())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of indexes and of the chunks that hold rows."""
+        lengths, chunks = self._shards[:, k.LENGTH], self._shards[:, k.NUM_CHUNKS]
+        return int(16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES]
+                   + self._header.nbytes + self._subs.nbytes)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Makes every later push use ``learning_rate`` in each block whose rule has one."""
+        for block, params in zip(self.layout.blocks, self._params, strict=True):
+            if LEARNING_RATE in block.rule.hyper:
+                params[rules.LEARNING_RATE] = learning_rate
+
+
+def _keep(*arrays: object) -> None:
+    """Runs after the table's memory is gone; its arguments lived until then."""

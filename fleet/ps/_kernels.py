@@ -1,0 +1,235 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""What all kernels stand on: raw memory, locks, the key hash, and the words of a table's state block.
+
+[Note: State block]
+A table is one int64 array (the header) whose words hold numbers and addresses; the sub-shards are a second one that
+the header points to. Kernels get the header's address and read every other address from it, those of a sub-shard
+under the sub-shard's lock, so that growth by one thread is seen by all and a connection loop compiled by numba can
+call them with nothing but numbers. Rows live in chunks of 1024, cut from slabs that are never moved; the index of a
+sub-shard is one array of 16-byte entries::
+
+    word 0   the 64 mixed bits of the key (a bijection, so the key itself is not needed to compare)
+    word 1   bits  0..31  slot of the row; bit 31: not admitted yet, bits 0..30 count its pushes; all ones: empty
+             bits 32..47  day of the last push
+             bits 48..62  pushes so far, saturating;  bit 63: the row has its embedx part
+
+The place of an entry is proportional to 32 of its hash bits and probing never wraps, so an interval of hashes is an
+interval of the index at any capacity: that is what makes walks safe while rows come, go and the index grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from fleet.ps._reference import _M1, _M2
+
+# Words of the header.
+NUM_WEIGHTS, ROW_BYTES, NUM_COUNTERS, HAS_STATISTICS, NUM_BLOCKS = 0, 1, 2, 3, 4
+CREATE_ON_PULL, WHOLE_ROWS, ADMISSION, ADMISSION_ARGUMENT = 5, 6, 7, 8
+_, ZERO_INIT, DAY, SCALES_BY_SHOW, CREATE_BY_SCORE, FLOATS = 10, 11, 12, 13, 14, 15
+BLOCKS, BLOCK_WORDS = 16, 8
+SUB_SHARDS, CHUNK_BYTES, SLAB_AT, SLAB_LEFT, SLAB_BYTES, NUM_SLABS, SLABS, SLABS_ROOM = 32, 33, 34, 35, 36, 37, 38, 39
+GROUP, FIND, ADMIT, DRAW = 40, 41, 42, 43
+TABLE_LOCK, HEADER_WORDS = 48, 64
+# Words of a block in the header.
+UPDATE, COLUMN, WIDTH, STATE, STATE_WIDTH, PARAMS = 0, 1, 2, 3, 4, 5
+# The numbers that FLOATS points to: float64, and the seed's mixed bits in the last of them.
+INIT_A, INIT_B, NONCLK_COEFF, CLICK_COEFF, EMBEDX_THRESHOLD, INITIAL_STATE = 0, 1, 2, 3, 4, 5
+SEED_BASE, NUM_FLOATS = 7, 8
+# Words of a sub-shard; its lock stands first.
+INDEX, CAPACITY, LENGTH, NUM_ENTRIES, NUM_ROWS = 8, 9, 10, 11, 12
+CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, NEXT_SLOT, FREE_SLOT, SUB_WORDS = 13, 14, 15, 16, 17, 32
+
+CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
+LOW32, EMPTY, PENDING, PENDING_COUNT = 0xFFFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FFFFFFF
+# Flag of a slot that a find returns: the row has its embedx part.
+HAS_EMBEDX = 1 << 40
+HUGE_PAGE, FIRST_SLAB, LAST_SLAB = 1 << 21, 1 << 20, 1 << 26
+
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+C_OPTIONS: dict[str, Any] = {"nopython": True, "cache": True, "error_model": "numpy"}
+Compile = Callable[[Callable[..., Any]], Any]
+
+# numba's types, which are also its casts.
+i64: Any = types.int64
+i32: Any = types.int32
+u32: Any = types.uint32
+u64: Any = types.uint64
+f32: Any = types.float32
+f64: Any = types.float64
+boolean: Any = types.boolean
+none: Any = types.void
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles a function that Python calls: on first use, without the GIL, kept on disk between runs."""
+    return njit(**OPTIONS)(function)
+
+
+def part(signature: Any) -> Compile:
+    """Compiles a function that only kernels call, for just this signature.
+
+    Without one numba makes a version for each literal argument; without wrappers it compiles twice as fast.
+    """
+    options = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(Compile, njit(signature, **options))
+
+
+def c_function(signature: Any, **options: Any) -> Compile:
+    """Compiles a function that is called by its ``address``."""
+    return cast(Compile, cfunc(signature, **{**C_OPTIONS, **options}))
+
+
+def _intrinsic(function: Callable[..., Any]) -> Any:
+    return intrinsic(function)
+
+
+def _pointer_to(element: Any) -> Any:
+    @_intrinsic
+    def pointer(typing_context, address):
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(i64), generate
+
+    return pointer
+
+
+# The address as a typed pointer: ``words(address)[3]``.
+words = _pointer_to(i64)
+floats = _pointer_to(f32)
+doubles = _pointer_to(f64)
+ints = _pointer_to(i32)
+uints = _pointer_to(u32)
+octets = _pointer_to(types.uint8)
+
+
+@_intrinsic
+def prefetch(typing_context, address):
+    """Starts loading the cache line of ``address``."""
+
+    def generate(context, builder, signature, arguments):
+        i32, octet = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [octet, i32, i32, i32])
+        load = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(load, [builder.inttoptr(arguments[0], octet), i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return none(i64), generate
+
+
+def _indirect(result: Any, *arguments: Any) -> Any:
+    """What an intrinsic returns that calls the C function at the address of its first argument.
+
+    [Note: Calls by address]
+    A kernel that calls another by name is compiled together with a copy of it, down the whole chain. The parts that
+    many kernels share, and those that depend on the configuration, are C functions whose addresses stand in the
+    header; each is compiled once, and only when a table needs it.
+    """
+
+    def generate(context, builder, signature, values):
+        kinds = [context.get_value_type(kind) for kind in (result, *arguments)]
+        function = ir.FunctionType(ir.VoidType() if result is none else kinds[0], kinds[1:])
+        value = builder.call(builder.inttoptr(values[0], function.as_pointer()), list(values[1:]))
+        return context.get_dummy_value() if result is none else value
+
+    return result(i64, *arguments), generate
+
+
+UPDATE_ARGUMENTS = (i64,) * 10
+GROUP_ARGUMENTS = (i64,) * 3
+FIND_ARGUMENTS = (i64,) * 11
+ADMIT_ARGUMENTS = (i64, i64, i64, i64, i64, f64, i64)
+DRAW_ARGUMENTS = (i64, i64, i64)
+
+
+@_intrinsic
+def call_update(typing, function, rows, n, order, gradients, stride, shows, column, width, state, params):
+    """Calls an update rule, see :mod:`fleet.ps._kernels_rules`."""
+    return _indirect(none, *UPDATE_ARGUMENTS)
+
+
+@_intrinsic
+def call_group(typing, function, keys, n, scratch):
+    """Calls :func:`fleet.ps._kernels_find.group_keys`."""
+    return _indirect(none, *GROUP_ARGUMENTS)
+
+
+@_intrinsic
+def call_find(typing, function, table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes):
+    """Calls :func:`fleet.ps._kernels_find.find_rows`."""
+    return _indirect(i64, *FIND_ARGUMENTS)
+
+
+@_intrinsic
+def call_admit(typing, function, table, sub, h, at, mode, score, nonce):
+    """Calls :func:`fleet.ps._kernels_rows.admit`."""
+    return _indirect(i64, *ADMIT_ARGUMENTS)
+
+
+@_intrinsic
+def call_draw(typing, function, numbers, key, column):
+    """Calls a function of :mod:`fleet.ps._kernels_draws`."""
+    return _indirect(f64, *DRAW_ARGUMENTS)
+
+
+# The C library; an address is an int64, and memory is zero-sized never.
+allocate_aligned: Any = types.ExternalFunction("aligned_alloc", i64(i64, i64))
+release: Any = types.ExternalFunction("free", none(i64))
+fill_bytes: Any = types.ExternalFunction("memset", i64(i64, i32, i64))
+copy_bytes: Any = types.ExternalFunction("memcpy", i64(i64, i64, i64))
+advise: Any = types.ExternalFunction("madvise", i32(i64, i64, i32))
+lock_mutex: Any = types.ExternalFunction("pthread_mutex_lock", i32(i64))
+unlock_mutex: Any = types.ExternalFunction("pthread_mutex_unlock", i32(i64))
+create_mutex: Any = types.ExternalFunction("pthread_mutex_init", i32(i64, i64))
+
+MIX_1, MIX_2 = _M1, _M2
+UNMIX_1, UNMIX_2 = pow(_M1, -1, 2**64), pow(_M2, -1, 2**64)
+_ADVISE_HUGE_PAGES = 14
+
+
+@part(i64(i64))
+def allocate(num_bytes):
+    """Returns the address of at least ``num_bytes``, 64-byte aligned, in huge pages where that pays; 0 if none."""
+    if num_bytes < HUGE_PAGE:
+        return allocate_aligned(64, (num_bytes + 63) // 64 * 64)
+    address = allocate_aligned(HUGE_PAGE, num_bytes)
+    if address != 0:
+        advise(address, num_bytes, i32(_ADVISE_HUGE_PAGES))
+    return address
+
+
+@part(u64(i64))
+def mix(key):
+    """Returns the mixed bits of an int64 as uint64."""
+    h = u64(key)
+    h = (h ^ (h >> u64(33))) * u64(MIX_1)
+    h = (h ^ (h >> u64(33))) * u64(MIX_2)
+    return h ^ (h >> u64(33))
+
+
+@part(i64(i64))
+def unmix(h):
+    """Returns the int64 key whose mixed bits ``h`` are."""
+    k = u64(h)
+    k = (k ^ (k >> u64(33))) * u64(UNMIX_2)
+    k = (k ^ (k >> u64(33))) * u64(UNMIX_1)
+    return i64(k ^ (k >> u64(33)))
+
+
+@part(i64(i64))
+def sub_shard_of(h):
+    """Returns the sub-shard of mixed bits."""
+    return i64((u64(h) >> u64(46)) & u64(63))
+
+
+@part(i64(i64))
+def place_of(h):
+    """Returns the 32-bit place of mixed bits."""
+    return i64((u64(h) >> u64(14)) & u64(LOW32))

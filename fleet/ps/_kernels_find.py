@@ -1,0 +1,142 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""What every request starts with, as C functions: group the keys by sub-shard, find or create their rows."""
+
+from __future__ import annotations
+
+from fleet.ps._kernels import (
+    ADMIT,
+    CAPACITY,
+    CLICK_COEFF,
+    DAY,
+    FIND_ARGUMENTS,
+    FLOATS,
+    GROUP_ARGUMENTS,
+    HAS_EMBEDX,
+    INDEX,
+    LOW32,
+    NONCLK_COEFF,
+    PENDING,
+    c_function,
+    call_admit,
+    doubles,
+    f64,
+    floats,
+    i32,
+    i64,
+    ints,
+    mix,
+    none,
+    part,
+    place_of,
+    prefetch,
+    sub_shard_of,
+    words,
+)
+from fleet.ps._kernels_index import find
+from fleet.ps._kernels_rows import COUNT, FIND_ONLY, row_at
+
+_AHEAD = 12
+_COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
+
+
+
+# [Note: Scratch]
+# A request works in scratch_words(n) words of the caller's memory: 65 bounds of the groups, 64 working heads, then n
+# mixed bits in group order, n slots, n row addresses, and n input places (int32). The slots hold the mixed bits in
+# input order first.
+HEADS, HASHES = 72, 136
+
+
+def scratch_words(n: int) -> int:
+    """Returns how many int64 words of scratch a request of ``n`` keys needs."""
+    return HASHES + 3 * n + (n + 1) // 2
+
+
+@part(i64(i64, i64))
+def slots_in(scratch, n):
+    """Returns the address of the slots."""
+    return scratch + 8 * (HASHES + n)
+
+
+@part(i64(i64, i64))
+def rows_in(scratch, n):
+    """Returns the address of the row addresses, which a push works with group by group."""
+    return scratch + 8 * (HASHES + 2 * n)
+
+
+@part(i64(i64, i64))
+def order_in(scratch, n):
+    """Returns the address of the input places."""
+    return scratch + 8 * (HASHES + 3 * n)
+
+
+@c_function(none(*GROUP_ARGUMENTS))
+def group_keys(keys, n, scratch):
+    """Groups keys by sub-shard into ``scratch``, see [Note: Scratch]."""
+    source, edges, heads = words(keys), words(scratch), words(scratch + 8 * HEADS)
+    grouped, mixed, places = words(scratch + 8 * HASHES), words(slots_in(scratch, n)), ints(order_in(scratch, n))
+    for s in range(64):
+        heads[s] = 0
+    for i in range(n):
+        h = i64(mix(source[i]))
+        mixed[i] = h
+        heads[sub_shard_of(h)] += 1
+    total = i64(0)
+    for s in range(64):
+        edges[s] = total
+        total += heads[s]
+        heads[s] = edges[s]
+    edges[64] = total
+    for i in range(n):
+        s = sub_shard_of(mixed[i])
+        grouped[heads[s]] = mixed[i]
+        places[heads[s]] = i32(i)
+        heads[s] += 1
+
+
+@part(f64(i64, f64, f64))
+def score_of(table, show, click):
+    """Returns the score of shows and clicks."""
+    numbers = doubles(words(table)[FLOATS])
+    return (show - click) * numbers[NONCLK_COEFF] + click * numbers[CLICK_COEFF]
+
+
+@c_function(i64(*FIND_ARGUMENTS))
+def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes):
+    """Writes the slots of ``n`` mixed bits (-1 for no row) and starts loading ``line_bytes`` of each row.
+
+    ``mode`` FIND_ONLY looks, CREATE creates missing rows, COUNT and ADD also count a push. Returns 1 without
+    memory. The caller holds the sub-shard's lock.
+    """
+    header, shard, wanted, found, places = words(table), words(sub), words(hashes), words(slots), ints(order)
+    scored = mode == COUNT and (shows != 0 or clicks != 0)
+    score = score_of(table, 1.0, 0.0)
+    today = (header[DAY] & 0xFFFF) << 32
+    for i in range(min(_AHEAD, n)):
+        prefetch(shard[INDEX] + 16 * ((place_of(wanted[i]) * shard[CAPACITY]) >> 32))
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch(shard[INDEX] + 16 * ((place_of(wanted[i + _AHEAD]) * shard[CAPACITY]) >> 32))
+        at, slot = find(sub, wanted[i]), i64(-1)
+        meta = words(at)[1] if at != 0 else i64(PENDING)
+        if meta & PENDING == 0:
+            slot = meta & LOW32
+            if meta < 0:
+                slot |= HAS_EMBEDX
+            if mode >= COUNT:
+                if meta & _COUNT_MASK != _COUNT_MASK:
+                    meta += _COUNT_ONE
+                words(at)[1] = (meta & ~(0xFFFF << 32)) | today
+        elif mode != FIND_ONLY:
+            if scored:
+                show = 1.0 if shows == 0 else f64(floats(shows)[places[i]])
+                score = score_of(table, show, 0.0 if clicks == 0 else f64(floats(clicks)[places[i]]))
+            slot = call_admit(header[ADMIT], table, sub, wanted[i], at, mode, score, nonce)
+            if slot == -2:
+                return i64(1)
+        found[i] = slot
+        if slot >= 0:
+            row = row_at(table, sub, slot & LOW32)
+            for line in range(row, row + line_bytes, 64):
+                prefetch(line)
+    return i64(0)

@@ -1,0 +1,200 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Walk kernels: copy, insert, shrink and settle rows.
+
+A window is an interval of places in one sub-shard. Entries keep to their interval whatever is inserted, erased or
+moved by growth between two windows, so a walk meets every row that exists throughout exactly once.
+"""
+
+from __future__ import annotations
+
+from fleet.ps._kernels import (
+    CAPACITY,
+    DAY,
+    EMPTY,
+    FIND,
+    GROUP,
+    HAS_STATISTICS,
+    INDEX,
+    LENGTH,
+    LOW32,
+    PENDING,
+    ROW_BYTES,
+    STATISTICS_BYTES,
+    SUB_SHARDS,
+    SUB_WORDS,
+    boolean,
+    call_find,
+    call_group,
+    copy_bytes,
+    doubles,
+    f64,
+    fill_bytes,
+    floats,
+    i32,
+    i64,
+    ints,
+    kernel,
+    lock_mutex,
+    none,
+    part,
+    place_of,
+    unlock_mutex,
+    unmix,
+    words,
+)
+from fleet.ps._kernels_find import HASHES, order_in, score_of, slots_in
+from fleet.ps._kernels_index import erase_entry, find, insert_entry
+from fleet.ps._kernels_rows import FIND_ONLY, free_slot, new_slot, row_at, statistics_at
+
+
+@part(none(i64, i64, i64))
+def erase_row(table, sub, at):
+    """Removes the entry at ``at`` and frees its row."""
+    slot = words(at)[1] & LOW32
+    if slot & PENDING == 0:
+        free_slot(table, sub, slot)
+    erase_entry(sub, at)
+
+
+@part(i64(i64, i64))
+def home_of(sub, place):
+    """Returns the index address where probing for a place starts."""
+    return words(sub)[INDEX] + 16 * ((place * words(sub)[CAPACITY]) >> 32)
+
+
+@kernel
+def copy_rows(table, s, first, last, room, keys, metas, values, statistics):
+    """Copies the rows of places ``first`` to ``last`` (excluded); returns how many, or -1 if ``room`` is too small."""
+    header = words(table)
+    sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+    size, n = header[ROW_BYTES], i64(0)
+    lock_mutex(sub)
+    at, end = home_of(sub, first), home_of(sub, last - 1)
+    while True:
+        h, meta = words(at)[0], words(at)[1]
+        if (meta & LOW32) == EMPTY:
+            if at >= end:
+                break
+        elif first <= place_of(h) < last:
+            if n == room:
+                n = i64(-1)
+                break
+            words(keys)[n], words(metas)[n] = unmix(h), meta
+            slot = meta & LOW32
+            if slot & PENDING == 0:
+                copy_bytes(values + n * size, row_at(table, sub, slot), size)
+                if header[HAS_STATISTICS] != 0:
+                    copy_bytes(statistics + n * STATISTICS_BYTES, statistics_at(table, sub, slot), STATISTICS_BYTES)
+            else:
+                fill_bytes(values + n * size, i32(0), size)
+                if header[HAS_STATISTICS] != 0:
+                    fill_bytes(statistics + n * STATISTICS_BYTES, i32(0), STATISTICS_BYTES)
+            n += 1
+        at += 16
+    unlock_mutex(sub)
+    return n
+
+
+@part(i64(*(i64,) * 6))
+def insert_row(table, sub, h, meta, values, statistics):
+    """Puts one row in, over the one of the same key; returns 1 without memory."""
+    header = words(table)
+    at = find(sub, h)
+    if at != 0:
+        erase_row(table, sub, at)
+    if meta & PENDING == 0:
+        slot = new_slot(table, sub)
+        if slot < 0:
+            return i64(1)
+        copy_bytes(row_at(table, sub, slot), values, header[ROW_BYTES])
+        if header[HAS_STATISTICS] != 0:
+            copy_bytes(statistics_at(table, sub, slot), statistics, STATISTICS_BYTES)
+        meta = (meta & ~LOW32) | slot
+    return i64(0) if insert_entry(sub, h, meta) != 0 else i64(1)
+
+
+@kernel
+def insert_rows(table, n, keys, metas, values, statistics, scratch):
+    """Puts rows in, over those of the same keys; returns 1 without memory."""
+    header = words(table)
+    call_group(header[GROUP], keys, n, scratch)
+    bounds, hashes, order = words(scratch), scratch + 8 * HASHES, order_in(scratch, n)
+    for s in range(64):
+        sub, status = header[SUB_SHARDS] + 8 * SUB_WORDS * s, 0
+        lock_mutex(sub)
+        for i in range(bounds[s], bounds[s + 1]):
+            place = i64(ints(order)[i])
+            status |= insert_row(
+                table, sub, words(hashes)[i], words(metas)[place], values + place * header[ROW_BYTES],
+                statistics + place * STATISTICS_BYTES)
+        unlock_mutex(sub)
+        if status != 0:
+            return i64(1)
+    return i64(0)
+
+
+@part(boolean(i64, i64, i64, f64, f64, f64))
+def is_doomed(table, sub, at, least, max_unseen_days, decay):
+    """Decays a row's statistics and returns whether the shrink deletes it."""
+    header, meta = words(table), words(at)[1]
+    slot, level = meta & LOW32, least
+    if slot & PENDING == 0:
+        level = f64((meta >> 48) & 0x7FFF)
+        if header[HAS_STATISTICS] != 0:
+            numbers = doubles(statistics_at(table, sub, slot))
+            numbers[0] *= decay
+            numbers[1] *= decay
+            level = score_of(table, numbers[0], numbers[1])
+    unseen = (header[DAY] - (meta >> 32)) & 0xFFFF
+    return level < least or unseen > max_unseen_days
+
+
+@kernel
+def shrink_rows(table, s, first, last, least, max_unseen_days, decay):
+    """Decays statistics, deletes rows below ``least`` or unseen too long, returns how many."""
+    sub = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s
+    erased = 0
+    lock_mutex(sub)
+    at, end = home_of(sub, first), home_of(sub, last - 1)
+    while True:
+        if (words(at)[1] & LOW32) == EMPTY:
+            if at >= end:
+                break
+        elif first <= place_of(words(at)[0]) < last and is_doomed(table, sub, at, least, max_unseen_days, decay):
+            erase_row(table, sub, at)
+            erased += 1
+            continue
+        at += 16
+    unlock_mutex(sub)
+    return erased
+
+
+@kernel
+def settle_rows(table, keys, n, delta_scores, scratch):
+    """Takes ``delta_scores`` off the rows that still exist."""
+    header = words(table)
+    call_group(header[GROUP], keys, n, scratch)
+    bounds, hashes, order, slots = words(scratch), scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
+    for s in range(64):
+        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+        lock_mutex(sub)
+        lo, m = bounds[s], bounds[s + 1] - bounds[s]
+        call_find(header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, FIND_ONLY, 0, 0, 0, slots + 8 * lo, 0)
+        for i in range(lo, lo + m):
+            slot = words(slots)[i]
+            if slot >= 0:
+                floats(statistics_at(table, sub, slot & LOW32))[4] -= floats(delta_scores)[ints(order)[i]]
+        unlock_mutex(sub)
+
+
+@kernel
+def age_rows(table, s):
+    """Keeps unseen days below the wrap of their 16 bits: rows unseen for over 49151 days become 49151 days old."""
+    header = words(table)
+    sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+    lock_mutex(sub)
+    for i in range(words(sub)[LENGTH]):
+        entry = words(words(sub)[INDEX] + 16 * i)
+        if (entry[1] & LOW32) != EMPTY and ((header[DAY] - (entry[1] >> 32)) & 0xFFFF) > 49151:
+            entry[1] = (entry[1] & ~(0xFFFF << 32)) | (((header[DAY] - 49151) & 0xFFFF) << 32)
+    unlock_mutex(sub)
