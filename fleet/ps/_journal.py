@@ -42,11 +42,9 @@ class RecordKind:
     SET_DENSE = 4
     HELD = 5
     APPLY = 6
-    SHRINK = 7
+    ALTER = 7
     BARRIER = 8
     GOODBYE = 9
-    HELLO = 10
-    SAVED = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ def block_checksum(data: Buffer) -> int:
 
 
 class Journal:
-    """Appends records; :attr:`lock` orders them and whatever must change together with them.
+    """Appends records once it is open; :attr:`lock` orders them and whatever must change together with them.
 
     Args:
         folder: where the segments are; made when missing. ``None`` only with level 0.
@@ -105,11 +103,18 @@ class Journal:
         self._closing = threading.Event()
         self._dirty = threading.Event()
         self._syncer: threading.Thread | None = None
-        if level:
-            assert folder is not None
-            folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self) -> None:
+        """Starts a segment after :attr:`last_lsn`; what stands on the disk before it counts as durable."""
+        if self.level:
+            assert self._folder is not None
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self.level == 2:
+                for _, path in _segments(self._folder):
+                    _fsync(path)
             self._open_segment()
-        if level == 2:
+        self._durable_lsn = self.last_lsn
+        if self.level == 2:
             self._syncer = threading.Thread(target=self._sync_loop, name="journal sync", daemon=True)
             self._syncer.start()
 
@@ -182,6 +187,8 @@ class Journal:
         self._fd = os.open(path, flags, 0o600)
         self._position = 0
         self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
+        if self.level == 2:
+            _fsync(self._folder)  # or the new name may be lost with the machine
 
     def _write(self, buffers: Sequence[Buffer]) -> None:
         if self._failed:
@@ -226,6 +233,14 @@ class Journal:
             finally:
                 os.close(fd)
             self._closing.wait(self._sync_interval_s)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _segments(folder: Path) -> list[tuple[int, Path]]:
@@ -274,7 +289,10 @@ def _read_segment(path: Path, first: int, last: bool, on_cut: list[str] | None) 
         good = 0
         if file.read(_SEGMENT.size) == _SEGMENT.pack(_SEGMENT_MAGIC, first):
             good, expected = _SEGMENT.size, first
-            while (record := _read_record(file.read(_RECORD.size), file.read, expected, size - file.tell())) is not None:
+            while True:
+                record = _read_record(file.read(_RECORD.size), file.read, expected, size - file.tell())
+                if record is None:
+                    break
                 good, expected = file.tell(), expected + 1
                 yield record
         if good == size:

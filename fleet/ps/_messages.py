@@ -76,7 +76,7 @@ class Op(IntEnum):
     BARRIER = 8
     SAVE = 9
     LOAD = 10
-    SHRINK = 11
+    ALTER = 11
     STAT = 12
     PING = 13
     GOODBYE = 14
@@ -112,6 +112,7 @@ class _Present(IntFlag):
     SHOWS = 4
     CLICKS = 8
     DENSE = 16
+    SLOTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Part:
 
     A sparse part has ``ids`` (int64 ``[n]``); a dense part has none and covers ``n`` elements from ``offset``.
     ``rows`` is float32 ``[n, dim]``, or uint16 when it holds bfloat16 as it is on the wire. ``shows`` and
-    ``clicks`` are float32 ``[n]``.
+    ``clicks`` are float32 ``[n]``, ``slots`` uint32 ``[n]``.
     """
 
     table_id: int
@@ -151,6 +152,7 @@ class Part:
     rows: NDArray[Any] | None = None
     shows: NDArray[np.float32] | None = None
     clicks: NDArray[np.float32] | None = None
+    slots: NDArray[np.uint32] | None = None
     offset: int = 0
 
 
@@ -222,12 +224,15 @@ def encode_parts(parts: Sequence[Part], bfloat16: bool = False) -> list[Buffer]:
             present |= _Present.SHOWS
         if part.clicks is not None:
             present |= _Present.CLICKS
+        if part.slots is not None:
+            present |= _Present.SLOTS
         buffers.append(_PART.pack(part.table_id, part.n, present, 0, part.dim, part.offset))
         fields = (
             (part.ids, np.int64, part.n),
             (part.rows, np.uint16 if bfloat16 else np.float32, part.n * part.dim),
             (part.shows, np.float32, part.n),
             (part.clicks, np.float32, part.n),
+            (part.slots, np.uint32, part.n),
         )
         for values, dtype, size in fields:
             if values is not None:
@@ -243,7 +248,7 @@ def _field(values: NDArray[Any], dtype: type, size: int, table_id: int) -> list[
         )
     if not values.size:
         return []
-    buffers: list[Buffer] = [memoryview(values).cast("B")]
+    buffers: list[Buffer] = [memoryview(values).cast("B")]  # type: ignore[arg-type]
     if padding := -values.nbytes % 8:
         buffers.append(bytes(padding))
     return buffers
@@ -283,6 +288,7 @@ def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[Part, int
         rows_bytes(n, dim, bfloat16) if present & _Present.ROWS else 0,
         4 * n if present & _Present.SHOWS else 0,
         4 * n if present & _Present.CLICKS else 0,
+        4 * n if present & _Present.SLOTS else 0,
     )
     if sum(size + -size % 8 for size in sizes) > len(body) - position:
         raise MessageError(f"table {table_id}: {n} rows of dim {dim} do not fit into the rest of the body.")
@@ -300,6 +306,8 @@ def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[Part, int
         part.shows = np.frombuffer(body, np.float32, n, starts[2])
     if present & _Present.CLICKS:
         part.clicks = np.frombuffer(body, np.float32, n, starts[3])
+    if present & _Present.SLOTS:
+        part.slots = np.frombuffer(body, np.uint32, n, starts[4])
     return part, position
 
 
@@ -313,7 +321,7 @@ def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) 
     dense, sparse = bool(bits & _Present.DENSE), bool(bits & _Present.IDS)
     if dense == sparse:
         raise MessageError(f"table {table_id}: a part is either sparse (it has ids) or dense.")
-    if dense and (dim != 1 or bits & (_Present.SHOWS | _Present.CLICKS)):
+    if dense and (dim != 1 or bits & (_Present.SHOWS | _Present.CLICKS | _Present.SLOTS)):
         raise MessageError(f"table {table_id}: a dense part has dim 1, no shows and no clicks; received dim {dim}.")
     if sparse and offset:
         raise MessageError(f"table {table_id}: a sparse part has no offset; received {offset}.")

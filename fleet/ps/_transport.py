@@ -197,13 +197,18 @@ class SocketListener:
     ) -> None:
         self.endpoint = endpoint
         self._sock, self._tls, self._handshake_timeout_s = sock, tls, handshake_timeout_s
+        self._closed = False
 
     def accept(self) -> Connection:
         """Returns the next connection; its TLS handshake runs in the thread that first uses it."""
-        try:
-            sock, address = self._sock.accept()
-        except OSError as error:
-            raise ConnectionLost(f"{self.endpoint} no longer listens: {error}.") from None
+        while True:
+            try:
+                sock, address = self._sock.accept()
+                break
+            except OSError as error:
+                if self._closed or self._sock.fileno() < 0:
+                    raise ConnectionLost(f"{self.endpoint} no longer listens: {error}.") from None
+                time.sleep(0.05)  # a newcomer that hung up, or no file descriptor left: try again
         peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix"
         if self._tls is None:
             return SocketConnection(sock, peer)
@@ -211,6 +216,7 @@ class SocketListener:
 
     def close(self) -> None:
         """Stops listening and removes the path of a Unix socket."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -15,6 +15,7 @@ from fleet.ps._journal import Journal, Record, RecordKind, block_checksum, read_
 
 def write(folder, bodies, level=1, last_lsn=0):
     journal = Journal(folder, level, last_lsn=last_lsn)
+    journal.open()
     for index, body in enumerate(bodies):
         with journal.lock:
             journal.append(Record(RecordKind.PUSH, 0, index, 1, index + 7, 3, 2, 1, body))
@@ -48,6 +49,7 @@ def test_level_0_counts_and_writes_nothing(tmp_path):
 
 def test_level_2_is_durable_soon(tmp_path):
     journal = Journal(tmp_path, 2)
+    journal.open()
     with journal.lock:
         journal.append(Record(RecordKind.PUSH, body=b"x"))
     for _ in range(500):
@@ -102,6 +104,7 @@ def test_exchanged_blocks_change_the_checksum():
 
 def test_a_snapshot_removes_what_it_holds_and_no_more(tmp_path):
     journal = Journal(tmp_path, 1)
+    journal.open()
     for index in range(6):
         with journal.lock:
             journal.append(Record(RecordKind.PUSH, body=bytes([index])))
@@ -133,6 +136,7 @@ def test_damage_before_the_last_segment_is_an_error(tmp_path):
 
 def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path, monkeypatch):
     journal = Journal(tmp_path, 1)
+    journal.open()
     record = Record(RecordKind.PUSH, body=b"x" * 100)
     with journal.lock:
         journal.append(record)

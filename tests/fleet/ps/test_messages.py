@@ -46,6 +46,7 @@ def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> Part:
         rows=np.arange(n * dim, dtype=np.float32).reshape(n, dim),
         shows=np.ones(n, np.float32),
         clicks=np.zeros(n, np.float32),
+        slots=np.arange(n, dtype=np.uint32),
     )
 
 
@@ -96,7 +97,7 @@ def test_parts_of_many_tables_come_back():
         assert (sent.table_id, sent.n, sent.dim, sent.offset) == (
             received.table_id, received.n, received.dim, received.offset,
         )
-        for name in ("ids", "rows", "shows", "clicks"):
+        for name in ("ids", "rows", "shows", "clicks", "slots"):
             a, b = getattr(sent, name), getattr(received, name)
             assert (a is None) == (b is None)
             if a is not None:
@@ -108,7 +109,7 @@ def test_received_arrays_are_views_of_the_body():
     part = decode_parts(body, 1)[0]
     assert part.rows is not None
     before = part.rows.copy()
-    body[-16:] = bytes(16)
+    body[-48:] = bytes(48)
     part2 = decode_parts(body, 1)[0]
     assert part.ids is not None
     assert np.shares_memory(part.ids, np.frombuffer(body, np.uint8))
@@ -123,7 +124,7 @@ def test_received_arrays_are_views_of_the_body():
         ((1, 2**32 - 1, 3, 0, 65536, 0), "do not fit"),
         ((1, 1, 1, 0, 0, 0), "dim 0"),
         ((1, 1, 1, 0, 65537, 0), "dim 65537"),
-        ((1, 1, 64, 0, 1, 0), "no meaning"),
+        ((1, 1, 65, 0, 1, 0), "no meaning"),
         ((1, 1, 1, 7, 1, 0), "no meaning"),
         ((1, 1, 17, 0, 1, 0), "either sparse"),
         ((1, 1, 2, 0, 1, 0), "either sparse"),
@@ -171,7 +172,7 @@ def test_a_damaged_body_never_reads_outside_itself(position, noise):
         parts = decode_parts(body, 2)
     except MessageError:
         return
-    total = sum(a.nbytes for p in parts for a in (p.ids, p.rows, p.shows, p.clicks) if a is not None)
+    total = sum(a.nbytes for p in parts for a in (p.ids, p.rows, p.shows, p.clicks, p.slots) if a is not None)
     assert total <= len(body)
 
 

@@ -1,0 +1,51 @@
+"""Files of checked chunks: what snapshots are made of. A file ends with an end chunk, or it is incomplete."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fleet.errors import CheckpointError
+from fleet.ps._journal import block_checksum
+
+__all__ = ["read_chunks", "write_chunk", "write_end"]
+
+_CHUNK = struct.Struct("<8sQQIIQ")
+_CRC = struct.Struct("<II")
+_CHUNK_MAGIC = b"FLPSROW1"
+_END = 255
+
+
+def write_chunk(file: BinaryIO, n: int, stamp: int, width: int, kind: int, payload: bytes) -> None:
+    """Appends one chunk: ``n`` items known up to record ``stamp``; ``width`` and ``kind`` are the caller's."""
+    head = _CHUNK.pack(_CHUNK_MAGIC, n, stamp, width, kind, len(payload))
+    file.write(head + _CRC.pack(zlib.crc32(head), block_checksum(payload)))
+    file.write(payload)
+
+
+def write_end(file: BinaryIO) -> None:
+    """Appends the end chunk."""
+    write_chunk(file, 0, 0, 0, _END, b"")
+
+
+def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int, bytes]]:
+    """Yields (n, stamp, width, kind, payload) of each chunk.
+
+    Raises:
+        CheckpointError: a chunk is damaged, or the end is missing.
+    """
+    while True:
+        head, crc = file.read(_CHUNK.size), file.read(_CRC.size)
+        if len(crc) != _CRC.size:
+            raise CheckpointError(f"{path}: the snapshot ends early; restore it from a copy.")
+        magic, n, stamp, width, kind, size = _CHUNK.unpack(head)
+        head_crc, checksum = _CRC.unpack(crc)
+        payload = file.read(size) if magic == _CHUNK_MAGIC and head_crc == zlib.crc32(head) else None
+        if payload is None or len(payload) != size or block_checksum(payload) != checksum:
+            raise CheckpointError(f"{path}: the snapshot is damaged before byte {file.tell()}; restore it from a copy.")
+        if kind == _END:
+            return
+        yield n, stamp, width, kind, payload

@@ -1,0 +1,399 @@
+"""Client: a worker's view of all parameter servers as one.
+
+Every call goes to all servers at once, one message per server for all tables. ``pull`` and ``push`` return a ticket
+at once; ``wait`` gives the result. Two requests may be on their way, so the next batch's rows can be pulled while
+this one is computed.
+
+::
+
+    client = Client(ClientConfig(endpoints=["127.0.0.1:4000"], rank=0, num_workers=1))
+    client.open()
+    client.create_tables({0: SparseTableConfig("ads", 16)})
+    rows = client.wait(client.pull({0: ids}))[0]
+    client.wait(client.push({0: Gradient(ids, gradients)}))
+    client.goodbye()
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._connecting import wait_for_servers
+from fleet.ps._dense_table import DenseTableConfig
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._link import Link, Request
+from fleet.ps._messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
+from fleet.ps._shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
+from fleet.ps._transport import SocketTransport, Transport
+
+__all__ = ["Client", "Gradient", "Ticket"]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Requests under way; :meth:`Client.wait` returns their result."""
+
+    requests: list[tuple[Link, Request]] = field(default_factory=list)
+    result: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+class Client:
+    """All servers, as one worker sees them; safe for several threads, which take turns.
+
+    Args:
+        config: the worker's side.
+        transport: how connections are made; TCP by default.
+        notify: receives each line meant for the user.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        transport: Transport | None = None,
+        notify: Callable[[str], None] = print,
+        client_id: int | None = None,
+    ) -> None:
+        self.config = config
+        self.tables: dict[int, TableMap] = {}
+        self.step = 0  # steps pushed by this worker
+        self._transport = transport or SocketTransport()
+        self._notify = notify
+        self.client_id = client_id or secrets.randbits(64) | 1
+        self._links = [
+            Link(config, index, self.client_id, self._transport, notify) for index in range(len(config.endpoints))
+        ]
+        self._barriers: dict[str, int] = {}
+        self._questions = 0
+        self._closing = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Waits for the servers and introduces this worker to them.
+
+        A worker that comes back without :meth:`load_state_dict` goes on after the last step the servers have of it.
+        """
+        config = self.config
+        wait_for_servers(
+            config.endpoints, self._transport, notify=self._notify, timeout_s=config.start_timeout_s,
+            interval_s=config.retry_interval_s,
+        )
+        welcomes = [link.open() for link in self._links]
+        modes = {(welcome["mode"], welcome["staleness"]) for welcome in welcomes}
+        if len(modes) > 1:
+            raise PSError(f"the parameter servers run in different modes: {sorted(map(str, modes))}. Start them alike.")
+        self.step = max(self.step, *(welcome["clock"] for welcome in welcomes))
+        if config.heartbeat:
+            lease_s = min(float(welcome["lease_s"]) for welcome in welcomes)
+            self._heart = threading.Thread(target=self._beat, args=(lease_s / 4,), name="lease", daemon=True)
+            self._heart.start()
+
+    @property
+    def staleness(self) -> int | None:
+        """How many steps a pull may be behind; 0 in sync mode, None without bound."""
+        welcome = self._links[0].welcome
+        return 0 if welcome.get("mode") == "sync" else welcome.get("staleness")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint of this worker must hold."""
+        return {"step": self.step, "barriers": dict(self._barriers), "questions": self._questions}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes back to a checkpoint: steps that the servers have had from this rank are not applied again."""
+        self.step = int(state["step"])
+        self._barriers = {str(name): int(number) for name, number in state["barriers"].items()}
+        self._questions = int(state["questions"])
+
+    def goodbye(self) -> None:
+        """Tells the servers that this worker has finished, and closes."""
+        self.flush()
+        self._all(Op.GOODBYE)
+        self.close()
+
+    def stop_servers(self) -> None:
+        """Tells the servers to end now, whatever the other workers do."""
+        self._all(Op.STOP)
+
+    def close(self) -> None:
+        """Closes the connections; the servers wait for this worker until its lease ends."""
+        self._closing.set()
+        for link in self._links:
+            link.close()
+        if self._heart is not None:
+            self._heart.join()
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Returns when every change is as durable as the servers' journal level promises (level 0: at once)."""
+        limit = self.config.deadline_s if timeout_s is None else timeout_s
+        for link in self._links:
+            if link.welcome.get("level") and not link.flush(limit):
+                raise PSError(f"{link.name} has not made its journal durable within {limit:g} s. Look at its disk.")
+
+    # -- tables --------------------------------------------------------------------------------------------------
+
+    def create_tables(
+        self, configs: Mapping[int, SparseTableConfig | DenseTableConfig], routing: str = "range"
+    ) -> None:
+        """Makes the tables on the servers, or checks that those there are the same.
+
+        Args:
+            configs: by table id; dense ones with their total size.
+            routing: which server an id goes to, see :func:`fleet.ps._partition.servers_of_keys`.
+        """
+        count = len(self._links)
+        maps = {key: TableMap(key, config, count, routing) for key, config in configs.items()}
+        requests = []
+        for link in self._links:
+            body = control_body({"tables": {str(key): table.spec(link.index) for key, table in maps.items()}})
+            requests.append((link, link.submit(Request(Op.CREATE, [body]))))
+        self.wait(Ticket(requests))
+        self.tables.update(maps)
+        for link in self._links:
+            link.created(set(maps))
+
+    def pull(
+        self,
+        wanted: Mapping[int, Keys | None],
+        *,
+        step: int | None = None,
+        out: Mapping[int, Rows] | None = None,
+        create: bool = True,
+        wait_for_others: bool = True,
+    ) -> Ticket:
+        """Asks for rows; the ticket's result is float32 ``[n, dim]`` per sparse and ``[size]`` per dense table.
+
+        Args:
+            wanted: ids per sparse table, repeated ones allowed; ``None`` for a dense table.
+            step: for which step the rows are, from 0; by default the steps pushed so far. For the next batch, give
+                ``client.step + 1``: allowed where the servers' staleness is 1 or more.
+            out: arrays to write to.
+            create: missing ids get a row.
+            wait_for_others: wait as the servers' mode and staleness say.
+
+        Raises:
+            ConfigError: ids of another kind, or a step that cannot be reached before this worker's own push.
+        """
+        step = self.step if step is None else step
+        staleness = self.staleness
+        if wait_for_others and staleness is not None and step - staleness > self.step:
+            raise ConfigError(
+                f"pull(step={step}): with staleness {staleness} this worker must push step {step - staleness} first; "
+                f"it has pushed {self.step}. Push before this pull, or allow more staleness."
+            )
+        flags = Flag.NONE if create else Flag.NO_CREATE
+        flags |= Flag.NONE if wait_for_others else Flag.NO_WAIT
+        flags |= Flag.BFLOAT16 if self.config.bfloat16 else Flag.NONE
+        ticket = Ticket()
+        shares: list[list[tuple[Part, Any]]] = [[] for _ in self._links]
+        for table_id, ids in wanted.items():
+            self._plan_pull(table_id, ids, None if out is None else out.get(table_id), ticket, shares)
+        for link, share in zip(self._links, shares, strict=True):
+            if share:
+                parts = [part for part, _ in share]
+                request = Request(
+                    Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=_fill(share)
+                )
+                ticket.requests.append((link, link.submit(request)))
+        return ticket
+
+    def push(self, gradients: Mapping[int, Gradient | Rows], *, step: int | None = None) -> Ticket:
+        """Sends the gradients of one step: :class:`Gradient` per sparse table (distinct ids), float32 per dense one.
+
+        Args:
+            gradients: by table id.
+            step: number of the step, from 1; by default one more than the last. A table's steps must grow.
+        """
+        step = self.step + 1 if step is None else step
+        if step <= 0:
+            raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
+        ticket = self._change(Op.PUSH, gradients, step, everywhere=self.staleness is not None)
+        self.step = max(self.step, step)
+        return ticket
+
+    def add(self, deltas: Mapping[int, Gradient | Rows], *, step: int = 0) -> Ticket:
+        """Adds deltas to the values (geo); ``step`` above 0 is applied once per worker even after its restart."""
+        return self._change(Op.ADD, deltas, step)
+
+    def set_dense(self, values: Mapping[int, Rows]) -> Ticket:
+        """Sets the values of dense tables."""
+        return self._change(Op.SET_DENSE, values, 0)
+
+    def pull_changes(self, table_ids: Sequence[int]) -> dict[int, tuple[Keys, Rows]]:
+        """Returns, per sparse table, the rows that other workers added to since the last call (geo)."""
+        self._questions += 1
+        found: dict[int, list[tuple[Keys, Rows]]] = {table_id: [] for table_id in table_ids}
+
+        def take(header: Header, body: memoryview) -> None:
+            for part in rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16)):
+                if part.ids is None or part.rows is None or part.table_id not in found:
+                    raise MessageError(f"an unexpected answer for table {part.table_id}.")
+                found[part.table_id].append((part.ids.copy(), part.rows.copy()))
+
+        flags = Flag.BFLOAT16 if self.config.bfloat16 else Flag.NONE
+        none = np.empty(0, np.int64)
+        parts = [Part(table_id, 0, self._table(table_id).dim, none) for table_id in table_ids]
+        ticket = Ticket()
+        for link in self._links:
+            request = Request(
+                Op.GEO_PULL, encode_parts(parts), len(parts), seq=self._questions, flags=flags, on_answer=take
+            )
+            ticket.requests.append((link, link.submit(request)))
+        self.wait(ticket)
+        return {
+            table_id: (np.concatenate([ids for ids, _ in pairs]), np.concatenate([rows for _, rows in pairs]))
+            for table_id, pairs in found.items()
+        }
+
+    def wait(self, ticket: Ticket) -> dict[int, Any]:
+        """Returns the result of a ticket when all servers have answered.
+
+        Raises:
+            PSError: a server refused, failed, or is away for longer than the deadline; the message names it.
+        """
+        if not ticket.done:
+            failures = []
+            for link, request in ticket.requests:
+                try:
+                    link.finish(request)
+                except PSError as error:
+                    failures.append(error)
+            ticket.done = True
+            if failures:
+                raise failures[0]
+        return ticket.result
+
+    # -- the whole job -------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str = "worker") -> None:
+        """Waits until every worker that lives has come to its same-numbered barrier of this name."""
+        number = self._barriers.get(name, 0) + 1
+        self._links[0].call(Request(Op.BARRIER, [control_body({"name": name})], step=number))
+        self._barriers[name] = number
+
+    def alter(self, table_id: int, action: str, **fields: Any) -> int:
+        """Does ``shrink``, ``advance_day``, ``clear`` or ``learning_rate`` on a table; returns the rows concerned."""
+        self._table(table_id)
+        body = {"table": table_id, "action": action, "fields": fields}
+        return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body, change=True))
+
+    def save(self, **fields: Any) -> list[dict[str, Any]]:
+        """Makes every server write its share; training may go on meanwhile."""
+        return self._all(Op.SAVE, fields)
+
+    def load(self, **fields: Any) -> list[dict[str, Any]]:
+        """Makes every server read its share."""
+        return self._all(Op.LOAD, fields)
+
+    def snapshot(self) -> None:
+        """Makes every server write a snapshot of its state now."""
+        self._all(Op.SNAPSHOT)
+
+    def stat(self) -> list[dict[str, Any]]:
+        """Returns facts about each server."""
+        return self._all(Op.STAT)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _table(self, table_id: int) -> TableMap:
+        try:
+            return self.tables[table_id]
+        except KeyError:
+            raise ConfigError(
+                f"table {table_id!r} is not known to this worker; it knows {sorted(self.tables)}. Call create_tables."
+            ) from None
+
+    def _plan_pull(
+        self, table_id: int, ids: Keys | None, out: Rows | None, ticket: Ticket, shares: list[list[tuple[Part, Any]]]
+    ) -> None:
+        table = self._table(table_id)
+        if ids is None:
+            if not isinstance(table.config, DenseTableConfig):
+                raise ConfigError(f"table {table_id} is sparse; pull takes the ids.")
+            values = np.empty(table.config.size, np.float32) if out is None else table.check_values(out)
+            ticket.result[table_id] = values
+            for share, part, (start, stop) in zip(shares, table.dense_parts(None), table.blocks, strict=True):
+                share.append((part, values[start:stop].reshape(-1, 1)))
+            return
+        ids = table.check_ids(ids)
+        rows = np.empty((len(ids), table.dim), np.float32) if out is None else out
+        if rows.dtype != np.float32 or rows.shape != (len(ids), table.dim):
+            raise ConfigError(f"table {table_id}: out is {rows.dtype} {rows.shape}; it must be float32 "
+                              f"{(len(ids), table.dim)}.")
+        ticket.result[table_id] = rows
+        for share, places in zip(shares, table.split(ids), strict=True):
+            own = np.ascontiguousarray(ids[places])
+            if len(own) or len(shares) == 1:
+                share.append((Part(table_id, len(own), table.dim, own), (rows, places)))
+
+    def _change(
+        self, op: Op, values: Mapping[int, Gradient | Rows], step: int, everywhere: bool = False
+    ) -> Ticket:
+        shares: list[list[Part]] = [[] for _ in self._links]
+        for table_id, value in values.items():
+            table = self._table(table_id)
+            if isinstance(value, Gradient):
+                parts = table.gradient_parts(value)
+            elif table.dense:
+                parts = table.dense_parts(table.check_values(value))
+            else:
+                raise ConfigError(f"table {table_id} is sparse; it takes a Gradient, received {type(value).__name__}.")
+            for share, part in zip(shares, parts, strict=True):
+                if part.n:
+                    share.append(part)
+        bfloat16 = self.config.bfloat16 and op is not Op.SET_DENSE
+        flags = Flag.BFLOAT16 if bfloat16 else Flag.NONE
+        ticket = Ticket()
+        for link, share in zip(self._links, shares, strict=True):
+            if share or everywhere:
+                buffers = encode_parts(wire_rows(share, bfloat16), bfloat16)
+                request = Request(op, buffers, len(share), step, flags=flags, change=True)
+                ticket.requests.append((link, link.submit(request)))
+        return ticket
+
+    def _all(self, op: Op, fields: dict[str, Any] | None = None, change: bool = False) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = [{} for _ in self._links]
+        ticket = Ticket()
+        for link in self._links:
+
+            def take(header: Header, body: memoryview, place: int = link.index) -> None:
+                answers[place] = decode_control(body)
+
+            request = Request(op, [control_body(fields or {})], change=change, on_answer=take)
+            ticket.requests.append((link, link.submit(request)))
+        self.wait(ticket)
+        return answers
+
+    def _beat(self, every_s: float) -> None:
+        while not self._closing.wait(every_s / 2):
+            for link in self._links:
+                with suppress(PSError):
+                    link.beat(every_s)
+
+
+def _fill(share: list[tuple[Part, Any]]) -> Callable[[Header, memoryview], None]:
+    def take(header: Header, body: memoryview) -> None:
+        answered = rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16))
+        if len(answered) != len(share):
+            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
+        for part, (asked, target) in zip(answered, share, strict=True):
+            if part.table_id != asked.table_id or part.n != asked.n * asked.dim or part.rows is None:
+                raise MessageError(f"the answer for table {asked.table_id} has another size.")
+            rows = part.rows.reshape(asked.n, asked.dim)
+            if isinstance(target, tuple):
+                target[0][target[1]] = rows
+            else:
+                target[:] = rows
+
+    return take

@@ -1,0 +1,385 @@
+"""Link: one worker's line to one server. It survives cuts and restarts; no change is lost or applied twice.
+
+Requests go out in order and are answered in order. When the line breaks, the link connects anew, asks what the
+server has applied, sends again what may be lost (changes that were acknowledged and are not durable yet), then what
+was not answered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fleet.errors import PSError
+from fleet.ps._auth import AuthenticationError, prove_to_server
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._messages import (
+    HEADER_BYTES,
+    Buffer,
+    Flag,
+    Header,
+    MessageError,
+    Op,
+    Status,
+    body_checksum,
+    control_body,
+    decode_control,
+    decode_header,
+    encode_header,
+)
+from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout, Transport
+
+__all__ = ["Link", "Request"]
+
+OnAnswer = Callable[[Header, memoryview], None]
+_LARGE_ANSWERS = (Op.PULL, Op.GEO_PULL)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, until it is answered."""
+
+    op: Op
+    buffers: list[Buffer] = field(default_factory=list)
+    n_tables: int = 0
+    step: int = 0
+    seq: int = 0
+    flags: Flag = Flag.NONE
+    change: bool = False  # takes a number of its own and is applied once
+    on_answer: OnAnswer | None = None
+    tag: int = 0
+    done: bool = False
+    status: Status = Status.OK
+    error: PSError | None = None
+
+    @property
+    def body_bytes(self) -> int:
+        """The length of the body."""
+        return sum(map(len, self.buffers))
+
+
+class Link:
+    """The line to one server; safe for several threads, which take turns.
+
+    Args:
+        config: the worker's side.
+        index: the server's number in ``config.endpoints``.
+        client_id: random number of this process.
+        transport: how connections are made.
+        notify: receives lines about a server that is away or waits.
+    """
+
+    def __init__(
+        self, config: ClientConfig, index: int, client_id: int, transport: Transport, notify: Callable[[str], None]
+    ) -> None:
+        self.endpoint, self.index = config.endpoints[index], index
+        self.name = f"parameter server {index} ({self.endpoint})"
+        self.welcome: dict[str, Any] = {}
+        self.lock = threading.RLock()
+        self.last_used = 0.0
+        self._config, self._client_id, self._transport, self._notify = config, client_id, transport, notify
+        self._connection: Connection | None = None
+        self._pending: deque[Request] = deque()
+        self._replay: deque[Request] = deque()
+        self._replay_bytes = 0
+        self._next_seq = 1
+        self._next_tag = 1
+        self._acknowledged = self._durable = 0
+        self._away_since: float | None = None
+        self._refusals = 0
+        self._said = 0.0
+        self._dead: PSError | None = None
+        self._head = bytearray(HEADER_BYTES)
+        self._body = bytearray(1 << 16)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def open(self) -> dict[str, Any]:
+        """Connects and returns what the server said."""
+        with self.lock:
+            self._ensure()
+            return self.welcome
+
+    def submit(self, request: Request) -> Request:
+        """Sends ``request``; its answer comes with :meth:`finish`. Returns the request.
+
+        Raises:
+            PSError: the server is away for longer than the deadline, or has refused this worker.
+        """
+        with self.lock:
+            if request.body_bytes > self._config.max_body_bytes:
+                raise PSError(f"{self.name}: a message of {request.body_bytes} bytes; at most "
+                              f"{self._config.max_body_bytes} are allowed. Send fewer rows at a time.")
+            while any(waiting.op in _LARGE_ANSWERS for waiting in self._pending):
+                self._ensure()
+                self._take_answer()  # or both sides might wait for the other to read
+            if request.change:
+                self._make_room()
+            self._ensure()
+            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
+            if request.change:
+                request.seq, self._next_seq = self._next_seq, self._next_seq + 1
+            self._pending.append(request)
+            try:
+                self._transmit(request)
+            except (ConnectionLost, TransferTimeout) as error:
+                self._lost(error)
+                self._ensure()
+            return request
+
+    def finish(self, request: Request) -> Status:
+        """Waits for the answer to ``request`` and returns its status.
+
+        Raises:
+            PSError: the server refused it, failed, or is away for longer than the deadline.
+        """
+        with self.lock:
+            while not request.done:
+                self._ensure()
+                self._take_answer()
+        if request.error is not None:
+            raise request.error
+        return request.status
+
+    def call(self, request: Request) -> Status:
+        """Sends ``request`` and waits for its answer."""
+        return self.finish(self.submit(request))
+
+    def beat(self, every_s: float) -> None:
+        """Shows a sign of life if there was none for ``every_s`` seconds and no other thread uses the link."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._connection is None or time.monotonic() - self.last_used < every_s:
+                return
+            while self._pending and self._connection is not None:
+                self._take_answer()
+            if self._connection is not None:
+                ping = Request(Op.PING, tag=self._next_tag)
+                self._next_tag = self._next_tag % 0xFFFFFFFF + 1
+                self._pending.append(ping)
+                self._transmit(ping)
+                self._take_answer()
+                if not ping.done and ping in self._pending:
+                    self._pending.remove(ping)
+        except PSError as error:
+            self._lost(error)
+        finally:
+            self.lock.release()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything acknowledged is durable; returns False when it is not within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            while self._pending:
+                self._ensure()
+                self._take_answer()
+            while self._durable < self._acknowledged:
+                if time.monotonic() > deadline:
+                    return False
+                self.call(Request(Op.PING, seq=self._acknowledged))
+                if self._durable < self._acknowledged:
+                    time.sleep(0.005)
+        return True
+
+    def close(self) -> None:
+        """Closes the connection."""
+        with self.lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self._dead = self._dead or PSError(f"{self.name}: this client is closed.")
+
+    # -- the line ------------------------------------------------------------------------------------------------
+
+    def _transmit(self, request: Request) -> None:
+        assert self._connection is not None
+        flags, checksum = request.flags, 0
+        if self._config.checksum:
+            flags, checksum = flags | Flag.CHECKSUM, body_checksum(request.buffers)
+        header = Header(
+            request.op, flags, self._client_id, request.seq, request.step, request.n_tables, Status.OK,
+            request.body_bytes, checksum, request.tag,
+        )
+        self._connection.send([encode_header(header), *request.buffers], self._config.answer_timeout_s)
+        self.last_used = time.monotonic()
+
+    def _take_answer(self) -> None:
+        """Receives one answer and hands it to the oldest request; after a cut it only notes the cut."""
+        try:
+            header, body = self._receive()
+        except (ConnectionLost, TransferTimeout, MessageError) as error:
+            self._lost(error)
+            return
+        self._away_since = None
+        request = self._pending[0]
+        if header.tag != request.tag or header.op != request.op:
+            self._lost(MessageError(f"{self.name} answered {header.op.name} to {request.op.name}."))
+            return
+        if header.status is Status.WAITING:
+            self._say_waiting(decode_control(body))
+            return
+        self._pending.popleft()
+        self._acknowledge(request, header)
+        request.status = header.status
+        if header.status in (Status.OK, Status.DUPLICATE):
+            try:
+                if request.on_answer is not None:
+                    request.on_answer(header, body)
+            except MessageError as error:
+                request.error = error
+        else:
+            text = decode_control(body).get("error", "no reason given")
+            request.error = PSError(f"{self.name}: {text}")
+            if header.status is Status.FENCED:
+                self._dead = request.error
+        request.done = True
+
+    def _receive(self) -> tuple[Header, memoryview]:
+        if self._connection is None:
+            raise ConnectionLost(f"{self.name} is not connected.")
+        limit = self._config.answer_timeout_s
+        self._connection.receive(memoryview(self._head), limit, limit)
+        header = decode_header(self._head, self._config.max_body_bytes)
+        if header.body_bytes > len(self._body):
+            self._body = bytearray(header.body_bytes + header.body_bytes // 4)
+        body = memoryview(self._body)[: header.body_bytes]
+        if header.body_bytes:
+            self._connection.receive(body, limit, limit)
+        if header.flags & Flag.CHECKSUM and body_checksum([body]) != header.checksum:
+            raise MessageError(f"{self.name}: the checksum of an answer does not fit its body.")
+        self.last_used = time.monotonic()
+        return header, body
+
+    def _acknowledge(self, request: Request, header: Header) -> None:
+        if request.change:
+            self._acknowledged = max(self._acknowledged, request.seq)
+            keep = bool(self.welcome.get("keeps")) and header.seq < request.seq
+            if keep and header.status in (Status.OK, Status.DUPLICATE):
+                kept = replace(request, buffers=[bytes(buffer) for buffer in request.buffers], on_answer=None)
+                if not self._replay or self._replay[-1].seq < request.seq:
+                    self._replay.append(kept)
+                    self._replay_bytes += kept.body_bytes
+        if request.seq:
+            self._durable = max(self._durable, header.seq)
+        while self._replay and self._replay[0].seq <= self._durable:
+            self._replay_bytes -= self._replay.popleft().body_bytes
+
+    def _make_room(self) -> None:
+        """Keeps the replay store within its bound: level 2 waits for the disk, level 0 gives up the oldest."""
+        while self._replay_bytes > self._config.replay_bytes and self._replay:
+            if self.welcome.get("level") == 2 and self.flush(self._config.deadline_s):
+                continue
+            self._replay_bytes -= self._replay.popleft().body_bytes
+
+    # -- connecting anew -----------------------------------------------------------------------------------------
+
+    def _lost(self, error: PSError) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            self._said = self._away_since
+        if self._dead is None and time.monotonic() - self._away_since > self._config.deadline_s:
+            raise PSError(f"{self.name} did not answer for {self._config.deadline_s:g} s; the last failure: {error} "
+                          "Look at its log and restart it; its folder holds its state.")
+
+    def _ensure(self) -> None:
+        """Returns with a connection that has sent all that is pending."""
+        pause = 0.02
+        while self._connection is None:
+            if self._dead is not None:
+                raise self._dead
+            try:
+                self._connect()
+            except AuthenticationError as error:
+                self._refusals += 1
+                if self._refusals >= 3:
+                    raise
+                self._lost(error)
+            except (ConnectionLost, TransferTimeout, MessageError) as error:
+                self._lost(error)
+            else:
+                self._refusals = 0
+                return
+            self._say_away()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _connect(self) -> None:
+        config = self._config
+        connection = self._transport.connect(self.endpoint, config.connect_timeout_s)
+        try:
+            prove_to_server(connection, config.secret, config.connect_timeout_s)
+            self._connection = connection
+            self._greet()
+            for request in self._pending:
+                self._transmit(request)
+        except BaseException:
+            self._connection = None
+            connection.close()
+            raise
+
+    def _greet(self) -> None:
+        config = self._config
+        fields = {"rank": config.rank, "channel": config.channel, "num_workers": config.num_workers, "job": config.job}
+        hello = Request(Op.HELLO, [control_body(fields)])
+        self._transmit(hello)
+        header, body = self._receive()
+        answer = decode_control(body)
+        if header.op is not Op.HELLO or header.status is not Status.OK:
+            self._dead = PSError(f"{self.name}: {answer.get('error', 'it did not greet back')}")
+            raise self._dead
+        first = not self.welcome
+        lost = set(self.welcome.get("tables", ())) - set(answer["tables"])
+        if lost:
+            self._dead = PSError(
+                f"{self.name} came back without tables {sorted(lost)}: it kept no state (journal level "
+                f"{answer['level']}, or another folder). Restart the job from its last saved model."
+            )
+            raise self._dead
+        self.welcome = answer
+        if first:
+            self._next_seq = answer["last"] + 1
+            self._acknowledged = self._durable = answer["last"]
+            return
+        self._queue_again(answer["last"])
+
+    def _queue_again(self, last: int) -> None:
+        """Puts before the pending requests the changes after ``last`` that were acknowledged and have been lost."""
+        unanswered = {request.seq for request in self._pending if request.change}
+        again = [request for request in self._replay if request.seq > last and request.seq not in unanswered]
+        if self._acknowledged > last and len(again) < self._acknowledged - last:
+            missing = self._acknowledged - last - len(again)
+            self._notify(f"{self.name} came back without {missing} changes that are no longer kept here")
+        for request in again:
+            request.done = False
+            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
+        self._pending.extendleft(reversed(again))
+
+    def created(self, table_ids: set[int]) -> None:
+        """Notes tables that the server must have when it comes back."""
+        with self.lock:
+            self.welcome["tables"] = sorted({*self.welcome.get("tables", ()), *table_ids})
+
+    # -- lines ---------------------------------------------------------------------------------------------------
+
+    def _say_away(self) -> None:
+        now = time.monotonic()
+        if now - self._said >= self._config.retry_interval_s:
+            self._said = now
+            away = now - (self._away_since or now)
+            self._notify(f"server not ready, wait {self._config.retry_interval_s:g} sec to retry...")
+            self._notify(f"not ready endpoints:{[self.endpoint]}")
+            self._notify(f"{self.name} is away for {away:.0f} s; giving up at {self._config.deadline_s:g} s")
+
+    def _say_waiting(self, fields: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if fields.get("waiting_for") and now - self._said >= 10 * self._config.retry_interval_s:
+            self._said = now
+            self._notify(f"{self.name} waits for workers {fields['waiting_for']} at step {fields.get('step')}")

@@ -1,0 +1,370 @@
+"""The server's state machine: every change of tables and session, applied once, in an order the journal keeps.
+
+Locks are taken in this order: the channel's, ``_applying`` (sync mode), ``snapshots``, the tables' ``order`` by id,
+the tables' gates by id, the journal's. A change is journaled first and applied then, with its tables held from
+before the one until after the other; so a row copied with stamp N holds exactly the records up to N that touch it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._bfloat16 import from_bfloat16
+from fleet.ps._journal import Journal, Record, RecordKind
+from fleet.ps._merge import merge_parts
+from fleet.ps._messages import Flag, Header, Op, Part, Status, decode_parts
+from fleet.ps._served_table import ServedTable, Stamps
+from fleet.ps._session import Held, Refused, Session, Worker
+
+__all__ = ["Machine"]
+
+MAX_AHEAD = 4  # steps of gradients one worker may have waiting for the others (sync mode)
+_KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
+MakeTable = Callable[[dict[str, Any]], ServedTable]
+
+
+class Machine:
+    """Tables, session and journal of one server.
+
+    Args:
+        session: the workers.
+        journal: where changes are written before they are applied.
+        make_table: makes an empty table of a specification.
+        sync: gradients of a step are held until all active workers' are here, then averaged and applied.
+    """
+
+    def __init__(self, session: Session, journal: Journal, make_table: MakeTable, *, sync: bool) -> None:
+        self.session, self.journal, self.sync = session, journal, sync
+        self.tables: dict[int, ServedTable] = {}
+        self.snapshots = threading.Lock()
+        self.failure: BaseException | None = None
+        self.counts = {"applied": 0, "duplicates": 0, "rows": 0}
+        self.make_table = make_table
+        self._applying = threading.Lock()
+
+    # -- tables --------------------------------------------------------------------------------------------------
+
+    def create_tables(self, specs: dict[int, dict[str, Any]]) -> None:
+        """Makes the tables that do not exist; those that exist must have the same specification.
+
+        Raises:
+            Refused: a specification differs or is wrong; nothing was made.
+        """
+        with self.snapshots:
+            made = {}
+            for table_id, spec in specs.items():
+                known = self.session.specs.get(table_id)
+                if known is None:
+                    try:
+                        made[table_id] = self.make_table(spec)
+                    except ConfigError as error:
+                        raise Refused(str(error)) from None
+                elif known != spec:
+                    raise Refused(
+                        f"table {table_id} exists with another specification: {_difference(known, spec)}. All "
+                        "workers must build the same model; restart the servers to change it."
+                    )
+            if not made:
+                return
+            new = {table_id: specs[table_id] for table_id in made}
+            with self.journal.lock:
+                self.journal.append(_control(RecordKind.CREATE, {str(key): spec for key, spec in new.items()}))
+                self._install(made, new)
+
+    def _install(self, made: dict[int, ServedTable], specs: dict[int, dict[str, Any]]) -> None:
+        self.session.specs = {**self.session.specs, **specs}
+        self.tables = {**self.tables, **made}
+
+    def table(self, table_id: int) -> ServedTable:
+        """Returns the table; raises :class:`Refused` when there is none."""
+        try:
+            return self.tables[table_id]
+        except KeyError:
+            raise Refused(f"table {table_id} does not exist; known are {sorted(self.tables)}.") from None
+
+    @contextmanager
+    def _held(self, table_ids: Sequence[int]) -> Iterator[None]:
+        tables = [self.tables[table_id] for table_id in sorted(table_ids)]
+        with ExitStack() as stack:
+            if self.journal.level:
+                for table in tables:
+                    stack.enter_context(table.order)
+            for table in tables:
+                stack.enter_context(table.gate.shared())
+            yield
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def change(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
+        """Applies a push, an addition or a setting of dense values, unless it was applied before.
+
+        Raises:
+            Refused: the message does not fit the tables; nothing was changed.
+        """
+        if not header.seq:
+            raise Refused("a change needs its number in the channel, from 1.")
+        parts = self._checked(header, body)
+        channel = worker.channel(number)
+        with channel.lock:
+            with self.session.changed:
+                self.session.touch(worker, header.client_id)
+            if header.seq <= channel.last:
+                self.counts["duplicates"] += 1
+                return Status.DUPLICATE
+            if self.sync and header.op is Op.PUSH:
+                status = self._hold(worker, number, header, body)
+            else:
+                status = self._apply_now(worker, number, header, parts, body)
+        if self.sync:
+            self.apply_ready()
+        return status
+
+    def _checked(self, header: Header, body: memoryview) -> list[Part]:
+        bfloat16 = bool(header.flags & Flag.BFLOAT16)
+        parts = decode_parts(body, header.n_tables, bfloat16)
+        for part in parts:
+            self.table(part.table_id).check(part, change=True)
+            if bfloat16 and part.rows is not None:
+                part.rows = from_bfloat16(part.rows)
+        return parts
+
+    def _apply_now(
+        self, worker: Worker, number: int, header: Header, parts: list[Part], body: memoryview
+    ) -> Status:
+        record = Record(
+            _KIND_OF_OP[header.op], 0, worker.rank, number, header.seq, header.step, header.n_tables,
+            int(header.flags & Flag.BFLOAT16), body,
+        )
+        with self._held([part.table_id for part in parts]):
+            with self.session.changed:
+                lsn = self.journal.append(record)
+                fresh = self._note(record, worker, parts, lsn)
+            try:
+                self._apply(record.kind, [part for part in parts if part.table_id in fresh])
+            except BaseException as error:
+                self._fail(error)
+                raise
+        with self.session.changed:
+            self.session.changed.notify_all()
+        return Status.OK if fresh or not parts else Status.DUPLICATE
+
+    def _note(self, record: Record, worker: Worker, parts: list[Part], lsn: int) -> set[int]:
+        """Enters a change into the session; returns the tables it is new for. The caller holds the journal's lock."""
+        ids = [part.table_id for part in parts]
+        step = record.step if record.kind != RecordKind.SET_DENSE else 0
+        fresh = self.session.fresh_tables(worker, step, ids)
+        worker.channel(record.channel).note(lsn, record.seq)
+        self.session.note_step(worker, step, fresh)
+        worker.clock = max(worker.clock, step)
+        if record.kind == RecordKind.ADD:
+            for part in parts:
+                if part.ids is not None and part.table_id in fresh:
+                    self.session.recorder.mark(worker.rank, part.table_id, part.ids.copy())
+        self.counts["duplicates"] += len(ids) - len(fresh)
+        return fresh
+
+    def _apply(self, kind: int, parts: Sequence[Part]) -> None:
+        for part in parts:
+            table = self.tables[part.table_id]
+            if kind == RecordKind.PUSH:
+                table.push(part)
+            elif kind == RecordKind.ADD:
+                table.add(part)
+            else:
+                table.set_values(part)
+            self.counts["rows"] += part.n
+        self.counts["applied"] += 1
+
+    # -- sync mode -----------------------------------------------------------------------------------------------
+
+    def may_hold(self, step: int) -> bool:
+        """Returns whether there is room for the gradient of ``step`` (sync mode)."""
+        return step <= self.session.applied_step + MAX_AHEAD or not self.session.held
+
+    def _hold(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
+        if not header.step:
+            raise Refused("a push in sync mode needs the number of its step, from 1.")
+        flags = int(header.flags & Flag.BFLOAT16)
+        held = Held(header.n_tables, flags, bytes(body))
+        with self.session.changed:
+            record = Record(
+                RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, held.body
+            )
+            new = self._note_held(record, worker, held, self.journal.append(record))
+            self.session.changed.notify_all()
+        return Status.OK if new else Status.DUPLICATE
+
+    def _note_held(self, record: Record, worker: Worker, held: Held, lsn: int) -> bool:
+        new = self.session.hold(worker.rank, record.step, held)
+        worker.channel(record.channel).note(lsn, record.seq)
+        worker.clock = max(worker.clock, record.step)
+        self.counts["duplicates"] += not new
+        return new
+
+    def apply_ready(self) -> None:
+        """Applies every step for which all active workers' gradients are here."""
+        with self._applying:
+            while True:
+                with self.session.changed:
+                    step = self.session.ready_step()
+                    if step is None:
+                        return
+                    ranks = sorted(self.session.held[step])
+                    gradients = [self.session.held[step][rank] for rank in ranks]
+                merged = self._merged(gradients, len(ranks))
+                with self._held([part.table_id for part in merged]):
+                    with self.session.changed:
+                        self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
+                        self.session.take_held(step, ranks)
+                    try:
+                        self._apply(RecordKind.PUSH, merged)
+                    except BaseException as error:
+                        self._fail(error)
+                        raise
+                with self.session.changed:
+                    self.session.changed.notify_all()
+
+    def _merged(self, gradients: Sequence[Held], divisor: int) -> list[Part]:
+        by_table: dict[int, list[Part]] = {}
+        for held in gradients:
+            bfloat16 = bool(held.flags & Flag.BFLOAT16)
+            for part in decode_parts(held.body, held.n_tables, bfloat16):
+                if bfloat16 and part.rows is not None:
+                    part.rows = from_bfloat16(part.rows)
+                by_table.setdefault(part.table_id, []).append(part)
+        merged = []
+        for table_id in sorted(by_table):
+            table = self.tables[table_id]
+            merged.append(merge_parts(by_table[table_id], divisor, table.keeps_shows, table.divides_by_shows))
+        return merged
+
+    # -- other changes -------------------------------------------------------------------------------------------
+
+    def alter(
+        self, worker: Worker, number: int, header: Header, table_id: int, action: str, fields: dict[str, Any]
+    ) -> tuple[Status, int]:
+        """Shrinks, ages or clears a table, or sets its learning rate, once; returns the rows it concerned."""
+        if not header.seq:
+            raise Refused("a change needs its number in the channel, from 1.")
+        table, channel = self.table(table_id), worker.channel(number)
+        with channel.lock:
+            with self.session.changed:
+                self.session.touch(worker, header.client_id)
+            if header.seq <= channel.last:
+                return Status.DUPLICATE, 0
+            with self.snapshots, table.order, table.gate.exclusive():
+                try:
+                    rows = table.alter(action, fields)
+                except (ConfigError, KeyError, TypeError, ValueError) as error:
+                    raise Refused(f"{action} of table {table_id}: {error}") from None
+                with self.session.changed:
+                    body = {"table": table_id, "action": action, "fields": fields}
+                    record = _control(RecordKind.ALTER, body, worker.rank, number, header.seq)
+                    channel.note(self.journal.append(record), header.seq)
+        return Status.OK, rows
+
+    def pass_barriers(self, before: dict[str, int]) -> None:
+        """Journals the barriers that opened since ``before``; the caller holds the journal's lock."""
+        for name, number in self.session.barriers.items():
+            if number != before.get(name, 0):
+                self.journal.append(_control(RecordKind.BARRIER, {"name": name, "number": number}))
+
+    def leave(self, worker: Worker) -> None:
+        """Lets a worker go: nobody waits for it any more."""
+        with self.session.changed:
+            before = dict(self.session.barriers)
+            self.journal.append(Record(RecordKind.GOODBYE, 0, worker.rank))
+            self.session.leave(worker)
+            self.pass_barriers(before)
+        if self.sync:
+            self.apply_ready()
+
+    def _fail(self, error: BaseException) -> None:
+        """The journal holds a change that the tables do not: the server must not go on."""
+        self.failure = error
+        with self.session.changed:
+            self.session.stopped = True
+            self.session.changed.notify_all()
+
+    # -- recovery ------------------------------------------------------------------------------------------------
+
+    def replay(self, record: Record, stamps: dict[int, Stamps]) -> None:
+        """Applies a journaled record to what the snapshot does not hold of it."""
+        worker = self.session.workers[record.rank]
+        if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
+            parts = self._record_parts(record)
+            fresh = self._note(record, worker, parts, record.lsn)
+            self._apply(record.kind, _missing([p for p in parts if p.table_id in fresh], stamps, record.lsn))
+        elif record.kind == RecordKind.HELD:
+            held = Held(record.n_tables, record.flags, bytes(record.body))
+            self._note_held(record, worker, held, record.lsn)
+        elif record.kind == RecordKind.GOODBYE:
+            worker.state = "gone"
+        else:
+            self._replay_control(record, worker, json.loads(bytes(record.body)), stamps)
+
+    def _replay_control(
+        self, record: Record, worker: Worker, fields: dict[str, Any], stamps: dict[int, Stamps]
+    ) -> None:
+        if record.kind == RecordKind.CREATE:
+            specs = {int(key): spec for key, spec in fields.items()}
+            self._install({key: self.make_table(spec) for key, spec in specs.items()}, specs)
+        elif record.kind == RecordKind.APPLY:
+            merged = self._merged(self.session.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
+            self._apply(RecordKind.PUSH, _missing(merged, stamps, record.lsn))
+        elif record.kind == RecordKind.ALTER:
+            worker.channel(record.channel).note(record.lsn, record.seq)
+            table_id = fields["table"]
+            if table_id not in stamps or record.lsn > stamps[table_id].latest:
+                self.tables[table_id].alter(fields["action"], fields["fields"])
+        elif record.kind == RecordKind.BARRIER:
+            self.session.pass_barrier(fields["name"], fields["number"])
+        else:
+            raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
+
+    def _record_parts(self, record: Record) -> list[Part]:
+        flags = Flag(record.flags)
+        parts = decode_parts(record.body, record.n_tables, bool(flags & Flag.BFLOAT16))
+        for part in parts:
+            if flags & Flag.BFLOAT16 and part.rows is not None:
+                part.rows = from_bfloat16(part.rows)
+        return parts
+
+
+def _missing(parts: Sequence[Part], stamps: dict[int, Stamps], lsn: int) -> list[Part]:
+    """Returns the rows of ``parts`` that the snapshot does not hold record ``lsn`` for."""
+    missing = []
+    for part in parts:
+        known = stamps.get(part.table_id)
+        if known is None or lsn > known.latest:
+            missing.append(part)
+        elif part.ids is not None and (keep := known.newer(part.ids, lsn)) is not None:
+            places = np.flatnonzero(keep)
+            missing.append(
+                Part(
+                    part.table_id, len(places), part.dim, part.ids[places],
+                    None if part.rows is None else part.rows[places],
+                    None if part.shows is None else part.shows[places],
+                    None if part.clicks is None else part.clicks[places],
+                    None if part.slots is None else part.slots[places],
+                )
+            )
+    return missing
+
+
+def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0, seq: int = 0) -> Record:
+    return Record(kind, 0, rank, channel, seq, body=json.dumps(fields).encode())
+
+
+def _difference(known: dict[str, Any], spec: dict[str, Any]) -> str:
+    names = sorted(name for name in {*known, *spec} if known.get(name) != spec.get(name))
+    return ", ".join(f"{name} is {known.get(name)!r} there and {spec.get(name)!r} here" for name in names)
+
+

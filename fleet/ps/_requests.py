@@ -1,0 +1,353 @@
+"""What the server does for each operation of a worker that has proven the secret."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import FleetError
+from fleet.ps._bfloat16 import to_bfloat16
+from fleet.ps._machine import Machine
+from fleet.ps._messages import (
+    Buffer,
+    Flag,
+    Header,
+    Op,
+    Part,
+    Status,
+    control_body,
+    decode_control,
+    decode_parts,
+    encode_parts,
+)
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._session import Fenced, Refused, Worker
+from fleet.ps._transport import Connection
+
+__all__ = ["Answer", "Peer", "Requests"]
+
+BEAT_S = 2.0
+MAX_CHANNEL = 1 << 16
+
+
+@dataclass(slots=True)
+class Answer:
+    """The status and body of an answer."""
+
+    status: Status = Status.OK
+    buffers: list[Buffer] = field(default_factory=list)
+    n_tables: int = 0
+    flags: Flag = Flag.NONE
+
+
+class Peer:
+    """One connection of a worker, with the buffers it uses again and again."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.worker: Worker | None = None
+        self.channel = 0
+        self.client_id = 0
+        self._body = bytearray(1 << 16)
+        self._rows = np.empty(1 << 14, np.float32)
+
+    def body(self, size: int) -> memoryview:
+        """Returns ``size`` writable bytes; the view before is void."""
+        if size > len(self._body):
+            self._body = bytearray(size)
+        return memoryview(self._body)[:size]
+
+    def rows(self, size: int) -> Any:
+        """Returns ``size`` float32 elements; the array before is void."""
+        if size > len(self._rows):
+            self._rows = np.empty(size + size // 4, np.float32)
+        return self._rows[:size]
+
+
+Beat = Callable[[dict[str, Any]], None]
+
+
+class Requests:
+    """The operations of one server.
+
+    Args:
+        config: the server's configuration.
+        machine: its state.
+        snapshot: writes a snapshot now.
+        save, load: write and read the tables named in a request; they return what the answer says.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        machine: Machine,
+        snapshot: Callable[[], None],
+        save: Callable[[dict[str, Any]], dict[str, Any]],
+        load: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> None:
+        self._config, self._machine, self._session = config, machine, machine.session
+        self._snapshot, self._save, self._load = snapshot, save, load
+        self._boot = secrets.token_hex(8)
+        self._handlers: dict[Op, Callable[[Peer, Worker, Header, memoryview, Beat], Answer]] = {
+            Op.CREATE: self._create,
+            Op.PULL: self._pull,
+            Op.PUSH: self._change,
+            Op.ADD: self._change,
+            Op.SET_DENSE: self._change,
+            Op.GEO_PULL: self._geo_pull,
+            Op.BARRIER: self._barrier,
+            Op.ALTER: self._alter,
+            Op.STAT: self._stat,
+            Op.PING: lambda *_: Answer(),
+            Op.GOODBYE: self._goodbye,
+            Op.STOP: self._stop,
+            Op.SAVE: lambda peer, worker, header, body, beat: self._file(self._save, body, beat),
+            Op.LOAD: lambda peer, worker, header, body, beat: self._file(self._load, body, beat),
+            Op.SNAPSHOT: self._write_snapshot,
+        }
+
+    def answer(self, peer: Peer, header: Header, body: memoryview, beat: Beat) -> Answer:
+        """Returns the answer to one request.
+
+        Raises:
+            Refused, MessageError, ConfigError: the request was wrong and changed nothing.
+            Fenced: another process holds the rank now.
+        """
+        if header.op is Op.HELLO:
+            return self._hello(peer, header, body)
+        worker = peer.worker
+        if worker is None:
+            raise Fenced("the first message of a connection must be HELLO.")
+        if worker.client_id != header.client_id or header.client_id != peer.client_id:
+            raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
+        worker.seen = time.monotonic()
+        if worker.state == "expired":
+            with self._session.changed:
+                self._session.touch(worker, header.client_id)
+        return self._handlers[header.op](peer, worker, header, body, beat)
+
+    # -- joining and leaving -------------------------------------------------------------------------------------
+
+    def _hello(self, peer: Peer, header: Header, body: memoryview) -> Answer:
+        fields = decode_control(body)
+        rank, number = _whole(fields, "rank"), _whole(fields, "channel")
+        num_workers, session = _whole(fields, "num_workers"), self._session
+        if num_workers != session.num_workers:
+            raise Refused(f"the worker belongs to a job of {num_workers} workers, the server to one of "
+                          f"{session.num_workers}.")
+        if not 0 <= rank < session.num_workers or not 0 <= number < MAX_CHANNEL or not header.client_id:
+            raise Refused(f"worker rank {rank}, channel {number}: ranks are 0 to {session.num_workers - 1}.")
+        if fields.get("job", session.job) != session.job:
+            raise Refused(f"the worker belongs to job {fields['job']!r}, the server to job {session.job!r}.")
+        worker = session.workers[rank]
+        with session.changed:
+            channel = worker.channel(number)
+        with channel.lock, session.changed:
+            fresh = session.attach(rank, channel, header.client_id)
+            answer = {
+                "fresh": fresh,
+                "last": channel.last,
+                "durable": channel.durable_seq(self._machine.journal.durable_lsn),
+                "clock": worker.clock,
+                "steps": {str(table): step for table, step in worker.steps.items()},
+                "applied_step": session.applied_step,
+                "tables": sorted(session.specs),
+                "mode": self._config.mode,
+                "level": self._config.journal_level,
+                "keeps": self._config.folder is not None,
+                "staleness": self._config.staleness,
+                "lease_s": self._config.lease_s,
+                "index": self._config.index,
+                "boot": self._boot,
+            }
+        peer.worker, peer.channel, peer.client_id = worker, number, header.client_id
+        return Answer(buffers=[control_body(answer)])
+
+    def _goodbye(self, peer: Peer, worker: Worker, *_: Any) -> Answer:
+        self._machine.leave(worker)
+        return Answer()
+
+    def _stop(self, *_: Any) -> Answer:
+        with self._session.changed:
+            self._session.stopped = True
+            self._session.changed.notify_all()
+        return Answer()
+
+    # -- tables --------------------------------------------------------------------------------------------------
+
+    def _create(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        specs = decode_control(body).get("tables")
+        if not isinstance(specs, dict) or not all(isinstance(spec, dict) for spec in specs.values()):
+            raise Refused("CREATE takes {'tables': {id: specification}}.")
+        try:
+            numbered = {int(key): spec for key, spec in specs.items()}
+        except ValueError:
+            raise Refused(f"table ids are whole numbers, received {sorted(specs)}.") from None
+        if any(not 0 <= key < 1 << 16 for key in numbered):
+            raise Refused(f"table ids are 0 to 65535, received {sorted(numbered)}.")
+        self._machine.create_tables(numbered)
+        return Answer()
+
+    def _change(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        machine = self._machine
+        if machine.sync and header.op is Op.PUSH and not machine.may_hold(header.step):
+            self._wait(worker, lambda: machine.may_hold(header.step), beat, header.step)
+        return Answer(machine.change(worker, peer.channel, header, body))
+
+    def _pull(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        parts = decode_parts(body, header.n_tables)
+        tables = [self._machine.table(part.table_id) for part in parts]
+        shapes = []
+        for part, table in zip(parts, tables, strict=True):
+            table.check(part, change=False)
+            shapes.append(table.pull_shape(part))
+        size = sum(n * dim for n, dim in shapes)
+        if 4 * size + 64 * len(parts) > self._config.max_body_bytes:
+            raise Refused(f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less "
+                          "at a time.")
+        if not header.flags & Flag.NO_WAIT and not self._fresh_enough(header.step):
+            self._wait(worker, lambda: self._fresh_enough(header.step), beat, header.step)
+        out, start, answers = peer.rows(size), 0, []
+        create = not header.flags & Flag.NO_CREATE
+        for part, table, (n, dim) in zip(parts, tables, shapes, strict=True):
+            rows = out[start : start + n * dim].reshape(n, dim)
+            start += n * dim
+            table.pull(part, rows, create)
+            answers.append(Part(part.table_id, n * dim, 1, rows=rows))
+        return self._rows_answer(answers, header)
+
+    @staticmethod
+    def _rows_answer(answers: list[Part], header: Header) -> Answer:
+        bfloat16 = bool(header.flags & Flag.BFLOAT16)
+        if bfloat16:
+            for part in answers:
+                if part.rows is not None:
+                    part.rows = to_bfloat16(part.rows)
+        return Answer(Status.OK, encode_parts(answers, bfloat16), len(answers), header.flags & Flag.BFLOAT16)
+
+    def _fresh_enough(self, step: int) -> bool:
+        if self._machine.sync:
+            return self._session.applied_step >= step or not self._session.active()
+        if self._config.staleness is None:
+            return True
+        slowest = self._session.min_clock()
+        return slowest is None or slowest >= step - self._config.staleness
+
+    def _geo_pull(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        answers = []
+        for part in decode_parts(body, header.n_tables):
+            table = self._machine.table(part.table_id)
+            if part.ids is None:
+                table.check(part, change=False)
+                rows = np.empty(table.pull_shape(part), np.float32)
+                table.pull(part, rows, create=False)
+                answers.append(Part(part.table_id, part.n, 1, rows=rows))
+                continue
+            with self._session.changed:
+                keys = self._session.recorder.take(worker.rank, part.table_id, header.seq)
+            question = Part(part.table_id, len(keys), part.dim, keys)
+            table.check(question, change=False)
+            rows = np.empty(table.pull_shape(question), np.float32)
+            table.pull(question, rows, create=False)
+            answers.append(Part(part.table_id, len(keys), part.dim, keys, rows))
+        if sum(part.n * (8 + 4 * part.dim) + 64 for part in answers) > self._config.max_body_bytes:
+            raise Refused("more rows have changed than one message holds; lower k_steps.")
+        return self._rows_answer(answers, header)
+
+    def _alter(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        fields = decode_control(body)
+        table, action, arguments = _whole(fields, "table"), fields.get("action"), fields.get("fields", {})
+        if not isinstance(action, str) or not isinstance(arguments, dict):
+            raise Refused("ALTER takes a table, an action and its fields.")
+        status, rows = _with_beats(
+            lambda: self._machine.alter(worker, peer.channel, header, table, action, arguments), beat
+        )
+        return Answer(status, [control_body({"rows": rows})])
+
+    # -- meeting points ------------------------------------------------------------------------------------------
+
+    def _barrier(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        name, number, session = decode_control(body).get("name"), header.step, self._session
+        if not isinstance(name, str) or len(name) > 256 or number < 1:
+            raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
+        with session.changed:
+            before = dict(session.barriers)
+            session.arrive(name, number, worker.rank)
+            self._machine.pass_barriers(before)
+        self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, number)
+        return Answer()
+
+    def _wait(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
+        session = self._session
+        worker.busy += 1
+        try:
+            session.wait_for(
+                predicate, lambda: beat({"step": step, "waiting_for": session.slower_than(step)}), BEAT_S
+            )
+        finally:
+            worker.busy -= 1
+            worker.seen = time.monotonic()
+
+    # -- files and facts -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _file(action: Callable[[dict[str, Any]], dict[str, Any]], body: memoryview, beat: Beat) -> Answer:
+        fields = decode_control(body)
+        return Answer(buffers=[control_body(_with_beats(lambda: action(fields), beat))])
+
+    def _write_snapshot(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        _with_beats(self._snapshot, beat)
+        return Answer()
+
+    def _stat(self, *_: Any) -> Answer:
+        machine, session = self._machine, self._session
+        tables = {str(key): table.describe() for key, table in machine.tables.items()}
+        with session.changed:
+            facts = {
+                "index": self._config.index,
+                "tables": tables,
+                "workers": [{"state": worker.state, "clock": worker.clock} for worker in session.workers],
+                "applied_step": session.applied_step,
+                "held": {str(step): sorted(ranks) for step, ranks in session.held.items()},
+                "records": machine.journal.last_lsn,
+                "durable": machine.journal.durable_lsn,
+                **machine.counts,
+            }
+        return Answer(buffers=[control_body(facts)])
+
+
+def _whole(fields: dict[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Refused(f"{name} must be a whole number, received {value!r}.")
+    return value
+
+
+def _with_beats(action: Callable[[], Any], beat: Beat) -> Any:
+    """Runs ``action`` in a thread and tells the worker every few seconds that it is still running."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:  # handed to the thread that waits
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="parameter server action", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(BEAT_S)
+        if thread.is_alive():
+            beat({})
+    if failure:
+        if isinstance(failure[0], OSError) and not isinstance(failure[0], FleetError):
+            raise Refused(str(failure[0]))
+        raise failure[0]
+    return outcome[0]

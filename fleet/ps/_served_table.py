@@ -1,0 +1,321 @@
+"""A table as the server sees it: requests are checked against it, and a snapshot of it can be written and read.
+
+``order`` is held while a change is journaled and applied, so that a replay meets the rows in the same order. It is
+a lock per table; pulls do not take it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps._chunks import read_chunks, write_chunk, write_end
+from fleet.ps._dense_table import DenseTable, DenseTableConfig
+from fleet.ps._gate import Gate
+from fleet.ps._messages import Part
+from fleet.ps._rows import RowBlock, Statistics
+from fleet.ps._session import Refused
+from fleet.ps._sparse_table import SparseTable
+from fleet.ps._table_spec import config_of_spec
+
+__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table"]
+
+_PARTS = ("keys", "unseen_days", "counts", "admitted", "has_embedx", "values")
+_STATISTICS = ("shows", "clicks", "delta_scores", "slots")
+
+
+class Stamps:
+    """Up to which record each restored row is known; rows that were not in the snapshot are known up to none."""
+
+    def __init__(self) -> None:
+        self.latest = 0
+        self._keys: list[NDArray[np.int64]] = []
+        self._stamps: list[NDArray[np.int64]] = []
+        self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    def add(self, keys: NDArray[np.int64], stamp: int) -> None:
+        """Notes that ``keys`` hold every record up to ``stamp``."""
+        self.latest = max(self.latest, stamp)
+        self._keys.append(keys)
+        self._stamps.append(np.full(len(keys), stamp, np.int64))
+        self._sorted = None
+
+    def newer(self, keys: NDArray[np.int64], lsn: int) -> NDArray[np.bool_] | None:
+        """Returns which of ``keys`` do not hold record ``lsn`` yet; None stands for all of them."""
+        if lsn > self.latest:
+            return None
+        if self._sorted is None:
+            everything = np.concatenate(self._keys) if self._keys else np.empty(0, np.int64)
+            order = np.argsort(everything, kind="stable")
+            stamps = np.concatenate(self._stamps) if self._stamps else everything
+            self._sorted = everything[order], stamps[order]
+        known, stamps = self._sorted
+        if not len(known):
+            return None
+        place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        newer: NDArray[np.bool_] = (known[place] != keys) | (stamps[place] < lsn)
+        return newer
+
+
+def make_served_table(spec: Mapping[str, Any]) -> ServedTable:
+    """Returns an empty table of ``spec``, see :mod:`fleet.ps._table_spec`."""
+    config = config_of_spec(spec)
+    if isinstance(config, DenseTableConfig):
+        return ServedDense(DenseTable(config))
+    return ServedSparse(SparseTable(config))
+
+
+class ServedTable(Protocol):
+    """What the server needs of a table."""
+
+    order: threading.Lock
+    gate: Gate
+    learning_rate: float
+    keeps_shows: bool
+    divides_by_shows: bool
+
+    def check(self, part: Part, change: bool) -> None:
+        """Raises :class:`Refused` when ``part`` does not fit the table."""
+
+    def pull_shape(self, part: Part) -> tuple[int, int]:
+        """Returns the shape of the rows that a pull of ``part`` gives."""
+
+    def pull(self, part: Part, out: NDArray[np.float32], create: bool) -> None:
+        """Writes the rows of ``part`` to ``out``."""
+
+    def push(self, part: Part) -> None:
+        """Applies a gradient."""
+
+    def add(self, part: Part) -> None:
+        """Adds deltas."""
+
+    def set_values(self, part: Part) -> None:
+        """Replaces dense values."""
+
+    def alter(self, action: str, fields: dict[str, Any]) -> int:
+        """Does a logged change of the whole table; returns how many rows it concerned."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns facts for the status operation."""
+
+    def write(self, path: Path, stamp: Callable[[], int]) -> None:
+        """Writes a snapshot; each chunk carries the record up to which it is complete."""
+
+    def read(self, path: Path) -> Stamps:
+        """Fills the empty table from a snapshot."""
+
+
+class ServedSparse:
+    """A :class:`SparseTable` behind the server."""
+
+    def __init__(self, table: SparseTable) -> None:
+        self.table, self.gate = table, table.gate
+        self.order = threading.Lock()
+        accessor = table.config.accessor
+        self.keeps_shows = accessor is not None
+        scaled = any(block.rule.hyper.get("show_scale") for block in table.layout.blocks)
+        self.divides_by_shows = accessor is not None and accessor.scales_by_show and scaled
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next push."""
+        return self.table.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self.table.learning_rate = value
+
+    def check(self, part: Part, change: bool) -> None:
+        """Raises :class:`Refused` when ``part`` does not fit the table."""
+        dim = self.table.layout.num_weights if change else self.table.config.dim
+        name = self.table.config.name
+        if part.ids is None:
+            raise Refused(f"table {name!r} is sparse; the message has no ids for it.")
+        if part.dim != dim:
+            raise Refused(f"table {name!r} takes rows of dim {dim}; the message has {part.dim}.")
+        if change and part.rows is None:
+            raise Refused(f"table {name!r}: the message has ids and no rows.")
+
+    def pull_shape(self, part: Part) -> tuple[int, int]:
+        """Returns the shape of the rows that a pull of ``part`` gives."""
+        return part.n, self.table.config.dim
+
+    def pull(self, part: Part, out: NDArray[np.float32], create: bool) -> None:
+        """Writes the rows of ``part`` to ``out``."""
+        assert part.ids is not None
+        self.table.pull(part.ids, out, create=create)
+
+    def push(self, part: Part) -> None:
+        """Applies a gradient."""
+        assert part.ids is not None
+        assert part.rows is not None
+        self.table.push(part.ids, part.rows, part.shows, part.clicks, part.slots)
+
+    def add(self, part: Part) -> None:
+        """Adds deltas."""
+        assert part.ids is not None
+        assert part.rows is not None
+        self.table.add(part.ids, part.rows)
+
+    def set_values(self, part: Part) -> None:
+        """Refuses: rows are set by loading."""
+        raise Refused(f"table {self.table.config.name!r} is sparse; values are set in dense tables only.")
+
+    def alter(self, action: str, fields: dict[str, Any]) -> int:
+        """Shrinks, ages, clears, or sets the learning rate."""
+        if action == "shrink":
+            return self.table.shrink(fields.get("threshold"), fields.get("max_unseen_days"))
+        if action == "advance_day":
+            self.table.advance_day()
+        elif action == "clear":
+            self.table.clear()
+        elif action == "learning_rate":
+            self.table.learning_rate = float(fields["value"])
+        else:
+            raise Refused(f"{action!r} is not something a sparse table can do.")
+        return self.table.num_rows
+
+    def describe(self) -> dict[str, Any]:
+        """Returns facts for the status operation."""
+        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes}
+
+    def write(self, path: Path, stamp: Callable[[], int]) -> None:
+        """Writes a snapshot, chunk by chunk, while training goes on."""
+        with path.open("wb") as file:
+            for block in self.table.blocks(stamp=stamp):
+                _write_block(file, block)
+            write_end(file)
+
+    def read(self, path: Path) -> Stamps:
+        """Fills the empty table from a snapshot."""
+        stamps = Stamps()
+        with path.open("rb") as file:
+            for block in _read_blocks(file, path):
+                self.table.insert(block)
+                stamps.add(block.keys, block.stamp)
+        return stamps
+
+
+class ServedDense:
+    """A :class:`DenseTable` behind the server."""
+
+    keeps_shows = False
+    divides_by_shows = False
+
+    def __init__(self, table: DenseTable) -> None:
+        self.table, self.gate = table, table.gate
+        self.order = threading.Lock()
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next push."""
+        return self.table.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self.table.learning_rate = value
+
+    def check(self, part: Part, change: bool) -> None:
+        """Raises :class:`Refused` when ``part`` does not fit the table."""
+        name, size = self.table.config.name, self.table.config.size
+        if part.ids is not None:
+            raise Refused(f"table {name!r} is dense; the message has ids for it.")
+        if part.n != size or part.offset:
+            raise Refused(
+                f"table {name!r} has {size} elements here; the message has {part.n} from {part.offset}. Worker and "
+                "server must be built from the same model."
+            )
+        if change and part.rows is None:
+            raise Refused(f"table {name!r}: the message has no values for it.")
+
+    def pull_shape(self, part: Part) -> tuple[int, int]:
+        """Returns the shape of the values."""
+        return part.n, 1
+
+    def pull(self, part: Part, out: NDArray[np.float32], create: bool) -> None:
+        """Writes the values to ``out``."""
+        self.table.pull(out.reshape(-1))
+
+    def push(self, part: Part) -> None:
+        """Applies a gradient."""
+        assert part.rows is not None
+        self.table.push(part.rows.reshape(-1))
+
+    def add(self, part: Part) -> None:
+        """Adds deltas."""
+        assert part.rows is not None
+        self.table.add(part.rows.reshape(-1))
+
+    def set_values(self, part: Part) -> None:
+        """Replaces the values."""
+        assert part.rows is not None
+        self.table.set_values(part.rows.reshape(-1))
+
+    def alter(self, action: str, fields: dict[str, Any]) -> int:
+        """Sets the learning rate."""
+        if action != "learning_rate":
+            raise Refused(f"{action!r} is not something a dense table can do.")
+        self.table.learning_rate = float(fields["value"])
+        return self.table.config.size
+
+    def describe(self) -> dict[str, Any]:
+        """Returns facts for the status operation."""
+        return {"rows": self.table.config.size, "bytes": 4 * self.table.config.size}
+
+    def write(self, path: Path, stamp: Callable[[], int]) -> None:
+        """Writes a snapshot: one chunk."""
+        with self.gate.exclusive():
+            values, state = self.table.read_state()
+            number = stamp()
+        with path.open("wb") as file:
+            payload = values.tobytes() + state.tobytes()
+            write_chunk(file, len(values), number, len(state), 0, payload)
+            write_end(file)
+
+    def read(self, path: Path) -> Stamps:
+        """Fills the table from a snapshot."""
+        stamps = Stamps()
+        with path.open("rb") as file:
+            for n, number, state, _, payload in read_chunks(file, path):
+                array = np.frombuffer(payload, np.float32).copy()
+                if len(array) != n + state:
+                    raise CheckpointError(f"{path}: {len(array)} values where {n + state} belong.")
+                try:
+                    self.table.set_state(array[:n], array[n:])
+                except ConfigError as error:
+                    raise CheckpointError(f"{path}: {error}") from None
+                stamps.latest = number
+        return stamps
+
+
+def _write_block(file: BinaryIO, block: RowBlock) -> None:
+    arrays = [np.ascontiguousarray(getattr(block, name)) for name in _PARTS]
+    if block.statistics is not None:
+        arrays += [np.ascontiguousarray(getattr(block.statistics, name)) for name in _STATISTICS]
+    payload = b"".join(array.tobytes() for array in arrays)
+    write_chunk(file, len(block), block.stamp, block.values.shape[1], int(block.statistics is not None), payload)
+
+
+def _read_blocks(file: BinaryIO, path: Path) -> Iterator[RowBlock]:
+    dtypes: tuple[Any, ...] = (np.int64, np.int64, np.int64, np.bool_, np.bool_, np.float32)
+    more: tuple[Any, ...] = (np.float64, np.float64, np.float32, np.uint32)
+    for n, stamp, width, kind, payload in read_chunks(file, path):
+        arrays: list[Any] = []
+        position = 0
+        for index, dtype in enumerate(dtypes + (more if kind else ())):
+            count = n * width if index == 5 else n
+            array = np.frombuffer(payload[position : position + count * np.dtype(dtype).itemsize], dtype)
+            if len(array) != count:
+                raise CheckpointError(f"{path}: a chunk of {n} rows is too short.")
+            position += array.nbytes
+            arrays.append(array)
+        arrays[5] = arrays[5].reshape(n, width)
+        keys, unseen_days, counts, admitted, has_embedx, values, *rest = arrays
+        statistics = Statistics(*rest) if kind else None
+        yield RowBlock(keys, unseen_days, counts, admitted, has_embedx, values, statistics, stamp)

@@ -1,0 +1,317 @@
+"""One parameter server: listens, gives each connection a thread, and ends when the workers have gone.
+
+::
+
+    server = Server(ServerConfig(endpoint="127.0.0.1:0", num_workers=2))
+    server.start()
+    print(server.endpoint)
+    server.wait()      # returns when every worker said goodbye, or one said stop
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fleet.errors import ConfigError, FleetError, PSError
+from fleet.ps._auth import check_bind, prove_to_worker
+from fleet.ps._journal import Journal
+from fleet.ps._machine import Machine, MakeTable
+from fleet.ps._messages import (
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    Flag,
+    Header,
+    MessageError,
+    Op,
+    Status,
+    body_checksum,
+    control_body,
+    decode_header,
+    encode_header,
+)
+from fleet.ps._requests import Answer, Peer, Requests
+from fleet.ps._served_table import make_served_table
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._session import Fenced, Refused, Session
+from fleet.ps._snapshot import recover, write_snapshot
+from fleet.ps._transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
+
+__all__ = ["Server", "run_server"]
+
+_DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL)
+MAX_UNPROVEN = 64  # newcomers that have not shown the secret yet
+
+
+def run_server(
+    config: ServerConfig, *, transport: Transport | None = None, notify: Callable[[str], None] = print
+) -> None:
+    """Serves until the workers have gone; then the folder's state is removed, for the job is over.
+
+    Args:
+        config: the server.
+        transport: how connections are made; TCP by default.
+        notify: receives each line meant for the log; one says on which endpoint the server is listening.
+
+    Raises:
+        ConfigError: an open address without a secret.
+        CheckpointError: the folder holds damaged state, or that of another job.
+        PSError: the endpoint is taken, or the server could not go on.
+    """
+    server = Server(config, transport=transport, notify=notify)
+    server.start()
+    try:
+        server.wait()
+    finally:
+        server.stop()
+    server.forget()
+
+
+class Server:
+    """A parameter server in this process; see :func:`run_server` for the arguments."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        transport: Transport | None = None,
+        notify: Callable[[str], None] = print,
+        make_table: MakeTable = make_served_table,
+        save: Callable[[Machine, dict[str, Any]], dict[str, Any]] | None = None,
+        load: Callable[[Machine, dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        self.config = config
+        self._transport = transport or SocketTransport()
+        self._notify = notify
+        level = config.journal_level
+        journal = Journal(None if config.folder is None else config.folder / "journal", level)
+        session = Session(config.num_workers, journal.lock, config.lease_s, config.job)
+        self.machine = Machine(session, journal, make_table, sync=config.mode == "sync")
+        self._requests = Requests(
+            config, self.machine, self.snapshot,
+            lambda fields: (save or _no_files)(self.machine, fields),
+            lambda fields: (load or _no_files)(self.machine, fields),
+        )
+        self._listener: Listener | None = None
+        self._open: dict[Connection, threading.Thread] = {}
+        self._unproven = 0
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server listens."""
+        assert self._listener is not None
+        return self._listener.endpoint
+
+    def start(self) -> None:
+        """Recovers the state in the folder, then listens."""
+        config, machine = self.config, self.machine
+        check_bind(config.endpoint, config.secret)
+        if config.folder is not None:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            for line in recover(config.folder, machine):
+                self._notify(f"parameter server {config.index}: {line}")
+        machine.journal.open()
+        if machine.sync:
+            machine.apply_ready()
+        now = time.monotonic()
+        for worker in machine.session.workers:
+            worker.seen = now
+            if worker.state == "expected" and worker.channels:
+                worker.state = "active"  # it was here before the restart: its lease runs from now
+        self._listener = self._transport.bind(config.endpoint)
+        self._notify(f"parameter server {config.index} is listening on {self._listener.endpoint}")
+        for target in (self._accept, self._watch):
+            thread = threading.Thread(target=target, name=f"parameter server {target.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the end of the job; returns whether it has come.
+
+        Raises:
+            PSError: the server cannot go on.
+        """
+        session = self.machine.session
+        with session.changed:
+            ended = session.changed.wait_for(session.ended, timeout_s)
+        if self.machine.failure is not None:
+            raise PSError(
+                f"parameter server {self.config.index}: a change was journaled and could not be applied: "
+                f"{self.machine.failure!r}. Restart it; the journal brings its state back."
+            ) from self.machine.failure
+        return ended
+
+    def stop(self) -> None:
+        """Closes every connection and ends every thread; the folder keeps the state."""
+        if self._stopping.is_set():
+            return
+        self._answer_the_last()
+        self._stopping.set()
+        if self._listener is not None:
+            self._listener.close()
+        session = self.machine.session
+        with session.changed:
+            session.stopped = True
+            session.changed.notify_all()
+        with self._lock:
+            connections = dict(self._open)
+        for connection in connections:
+            connection.close()
+        for thread in (*self._threads, *connections.values()):
+            thread.join(5.0)
+        self.machine.journal.close()
+
+    def _answer_the_last(self) -> None:
+        """Gives the workers a moment to read the answers to their goodbyes."""
+        deadline = time.monotonic() + 1.0
+        while self._open and time.monotonic() < deadline and self.machine.session.ended():
+            time.sleep(0.01)
+
+    def forget(self) -> None:
+        """Removes snapshot and journal: the job is over."""
+        if self.config.folder is not None:
+            for path in (*self.config.folder.glob("snapshot-*"), self.config.folder / "journal"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def snapshot(self) -> None:
+        """Writes a snapshot now; serving goes on meanwhile."""
+        if self.config.folder is None:
+            raise Refused("this parameter server has no folder to write a snapshot to.")
+        write_snapshot(self.machine, self.config.folder)
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping.is_set():
+            try:
+                connection = self._listener.accept()
+            except ConnectionLost:
+                return
+            with self._lock:
+                full = len(self._open) >= self.config.max_connections or self._unproven >= MAX_UNPROVEN
+                if not full:
+                    thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                    self._open[connection] = thread
+                    self._unproven += 1
+            if full:
+                connection.close()
+            else:
+                thread.start()
+
+    def _watch(self) -> None:
+        """Ends leases, and writes snapshots when they are due."""
+        machine, config = self.machine, self.config
+        session, written = machine.session, time.monotonic()
+        while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
+            with session.changed:
+                before = dict(session.barriers)
+                ranks = session.expire(time.monotonic())
+                if ranks:
+                    machine.pass_barriers(before)
+            if ranks:
+                self._notify(
+                    f"parameter server {config.index}: workers {ranks} were silent for {config.lease_s} s; the others "
+                    "no longer wait for them"
+                )
+                if machine.sync:
+                    machine.apply_ready()
+            due = config.snapshot_interval_s is not None and time.monotonic() - written > config.snapshot_interval_s
+            if config.folder is not None and (due or machine.journal.bytes_written > config.snapshot_bytes):
+                written = time.monotonic()
+                try:
+                    self.snapshot()
+                except (OSError, FleetError) as error:
+                    self._notify(f"parameter server {config.index}: no snapshot: {error}")
+
+    def _serve(self, connection: Connection) -> None:
+        proven = False
+        try:
+            prove_to_worker(connection, self.config.secret, self.config.handshake_timeout_s)
+            proven = True
+            with self._lock:
+                self._unproven -= 1
+            self._converse(Peer(connection))
+        except (ConnectionLost, TransferTimeout):
+            pass
+        except FleetError as error:
+            self._notify(f"parameter server {self.config.index}: {error}")
+        finally:
+            connection.close()
+            with self._lock:
+                self._open.pop(connection, None)
+                self._unproven -= not proven
+
+    def _converse(self, peer: Peer) -> None:
+        config, connection = self.config, peer.connection
+        head = bytearray(HEADER_BYTES)
+        view = memoryview(head)
+        limit, idle = config.transfer_timeout_s, config.handshake_timeout_s
+        while not self._stopping.is_set():
+            connection.receive(view, limit, idle)
+            header = decode_header(head, config.max_body_bytes)
+            if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
+                raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
+            if peer.worker is None and header.op is not Op.HELLO:
+                raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
+            body = peer.body(header.body_bytes)
+            if header.body_bytes:
+                connection.receive(body, limit, limit)
+            if header.flags & Flag.CHECKSUM and body_checksum([body]) != header.checksum:
+                raise MessageError(f"{connection.peer}: the checksum of a {header.op.name} does not fit its body.")
+            answer = self._answer(peer, header, body)
+            self._send(peer, header, answer)
+            if answer.status is Status.FENCED or self.machine.failure is not None:
+                return
+            idle = 2 * config.lease_s
+
+    def _answer(self, peer: Peer, header: Header, body: memoryview) -> Answer:
+        def beat(fields: dict[str, Any]) -> None:
+            self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
+
+        try:
+            return self._requests.answer(peer, header, body, beat)
+        except (ConnectionLost, TransferTimeout):
+            raise
+        except Fenced as error:
+            return _error(Status.FENCED, error)
+        except (Refused, MessageError, ConfigError) as error:
+            return _error(Status.REFUSED, error)
+        except Exception as error:  # the worker learns of it; the server lives on unless its state is in doubt
+            self._notify(f"parameter server {self.config.index}: {header.op.name} failed: {error!r}")
+            return _error(Status.FAILED, error)
+
+    def _send(self, peer: Peer, header: Header, answer: Answer) -> None:
+        machine, durable = self.machine, 0
+        if peer.worker is not None:
+            channel = peer.worker.channels.get(peer.channel)
+            if channel is not None and header.seq:
+                with machine.journal.lock:
+                    durable = channel.durable_seq(machine.journal.durable_lsn)
+        flags = Flag.RESPONSE | answer.flags
+        checksum = 0
+        if header.flags & Flag.CHECKSUM:
+            flags |= Flag.CHECKSUM
+            checksum = body_checksum(answer.buffers)
+        head = Header(
+            header.op, flags, header.client_id, durable, machine.session.applied_step, answer.n_tables, answer.status,
+            sum(map(len, answer.buffers)), checksum, header.tag,
+        )
+        peer.connection.send([encode_header(head), *answer.buffers], 10 * self.config.lease_s)
+
+
+def _error(status: Status, error: BaseException) -> Answer:
+    text = str(error) if isinstance(error, FleetError) else repr(error)
+    return Answer(status, [control_body({"error": text[:4000]})])
+
+
+def _no_files(machine: Machine, fields: dict[str, Any]) -> dict[str, Any]:
+    raise Refused("this parameter server was started without the means to save and load tables.")
+
+

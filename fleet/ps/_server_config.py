@@ -1,0 +1,80 @@
+"""ServerConfig: everything one parameter server is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet.errors import ConfigError
+from fleet.ps._messages import MAX_BODY_BYTES
+
+__all__ = ["MODES", "ServerConfig"]
+
+MODES = ("sync", "async")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """One server.
+
+    Args:
+        endpoint: where to listen, ``host:port`` or ``unix:/path``; an address that other machines reach needs a
+            secret.
+        num_workers: how many worker ranks the job has.
+        mode: ``"sync"`` averages the gradients of a step over the workers and applies them once; ``"async"``
+            applies each push when it arrives (geo workers use it too).
+        staleness: a pull for step t waits until every worker has pushed t - staleness steps; ``None`` never waits.
+            Sync mode waits for the step itself.
+        index: this server's number, for messages.
+        secret: the job secret, ``None`` on one machine.
+        job: name of the job, for the folder.
+        folder: where journal and snapshots live; ``None`` keeps nothing, with level 0.
+        level: of the journal, see :mod:`fleet.ps._journal`; ``None`` is 1 with a folder and 0 without.
+        snapshot_bytes: a snapshot is written when the journal has grown by so much.
+        snapshot_interval_s: and at least so often, ``None`` never for that reason.
+        lease_s: a worker that is silent for so long is not waited for until it is heard again.
+        handshake_timeout_s: how long a newcomer may take to prove the secret.
+        transfer_timeout_s: how long the bytes of one message may take once it has begun.
+        max_connections: connections beyond it are closed at once.
+        max_body_bytes: the largest message.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    endpoint: str = "127.0.0.1:0"
+    num_workers: int = 1
+    mode: str = "async"
+    staleness: int | None = None
+    index: int = 0
+    secret: bytes | None = None
+    job: str = ""
+    folder: Path | None = None
+    level: int | None = None
+    snapshot_bytes: int = 1 << 30
+    snapshot_interval_s: float | None = None
+    lease_s: float = 60.0
+    handshake_timeout_s: float = 5.0
+    transfer_timeout_s: float = 30.0
+    max_connections: int = 1024
+    max_body_bytes: int = MAX_BODY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"parameter server mode {self.mode!r}: it is one of {list(MODES)}.")
+        if self.num_workers < 1:
+            raise ConfigError(f"parameter server: num_workers is {self.num_workers!r}; it must be 1 or more.")
+        if self.staleness is not None and self.staleness < 0:
+            raise ConfigError(f"parameter server: staleness is {self.staleness!r}; it must be 0 or more, or None.")
+        for name in ("lease_s", "handshake_timeout_s", "transfer_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"parameter server: {name} is {getattr(self, name)!r}; it must be above 0.")
+        if not 0 < self.max_body_bytes < 1 << 32:
+            raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; below 4 GiB is allowed.")
+
+    @property
+    def journal_level(self) -> int:
+        """The level in force."""
+        if self.level is not None:
+            return self.level
+        return 0 if self.folder is None else 1

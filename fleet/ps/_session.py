@@ -1,0 +1,242 @@
+"""What a server knows about its workers: who lives, how far each has come, what each has had applied.
+
+Everything here changes under one lock, the journal's, so that it belongs to a definite log sequence number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet.errors import PSError
+from fleet.ps._geo_recorder import GeoRecorder
+
+__all__ = ["Channel", "Fenced", "Held", "Refused", "Session", "Worker"]
+
+_KEPT_FENCED = 64
+
+
+class Refused(PSError):
+    """The request does not fit the server; the message goes back to the worker."""
+
+
+class Fenced(PSError):
+    """Another process has taken over the worker's rank."""
+
+
+@dataclass(slots=True)
+class Channel:
+    """One ordered stream of changes of a worker.
+
+    A channel is first in, first out, and after a reconnect the worker resends from the oldest change that may be
+    lost. So a number that is not greater than ``last`` is always one that was applied, and no window is needed.
+    """
+
+    last: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    marks: deque[tuple[int, int]] = field(default_factory=deque)  # (lsn, seq), not yet durable
+    durable: int = 0
+
+    def note(self, lsn: int, seq: int) -> None:
+        """Notes that change ``seq`` is record ``lsn``."""
+        self.last = seq
+        self.marks.append((lsn, seq))
+
+    def durable_seq(self, durable_lsn: int) -> int:
+        """Returns the last change that a restart of the server keeps."""
+        while self.marks and self.marks[0][0] <= durable_lsn:
+            self.durable = self.marks.popleft()[1]
+        return self.durable
+
+
+@dataclass(slots=True)
+class Held:
+    """A gradient message that waits for the other workers (sync mode): its body as it came."""
+
+    n_tables: int
+    flags: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker rank. ``state`` is expected, active, expired or gone."""
+
+    rank: int
+    client_id: int = 0
+    state: str = "expected"
+    clock: int = 0  # steps this worker has pushed
+    steps: dict[int, int] = field(default_factory=dict)  # last step applied, by table
+    channels: dict[int, Channel] = field(default_factory=dict)
+    fenced: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FENCED))
+    seen: float = 0.0
+    busy: int = 0  # requests being worked on: the worker waits for the server, not the other way round
+
+    def channel(self, number: int) -> Channel:
+        """Returns the channel with this number."""
+        return self.channels.setdefault(number, Channel())
+
+
+class Session:
+    """The workers of a server and what it has agreed with them.
+
+    Args:
+        num_workers: how many ranks there are.
+        lock: the journal's lock; ``changed`` is a condition on it.
+        job: name of the job; state of another job is not taken over.
+        lease_s: a worker that was heard and then is silent for so long counts as dead until it is heard again.
+    """
+
+    def __init__(self, num_workers: int, lock: threading.Lock, lease_s: float = 60.0, job: str = "") -> None:
+        self.num_workers, self.lease_s, self.job = num_workers, lease_s, job
+        self.changed = threading.Condition(lock)
+        self.workers = [Worker(rank) for rank in range(num_workers)]
+        self.specs: dict[int, dict[str, Any]] = {}
+        self.applied_step = 0
+        self.held: dict[int, dict[int, Held]] = {}
+        self.barriers: dict[str, int] = {}
+        self.arrived: dict[tuple[str, int], set[int]] = {}
+        self.recorder = GeoRecorder(num_workers)
+        self.stopped = False
+
+    # -- membership (the caller holds ``changed``) ---------------------------------------------------------------
+
+    def attach(self, rank: int, channel: Channel, client_id: int) -> bool:
+        """Makes process ``client_id`` the one that speaks for ``rank``; returns whether it is a new one."""
+        worker = self.workers[rank]
+        if client_id in worker.fenced:
+            raise Fenced(f"worker {rank}: a newer process has taken over this rank; this one must end.")
+        fresh = worker.client_id != client_id
+        if fresh and worker.client_id:
+            worker.fenced.append(worker.client_id)
+        worker.client_id, worker.state, worker.seen = client_id, "active", time.monotonic()
+        self.changed.notify_all()
+        return fresh
+
+    def touch(self, worker: Worker, client_id: int) -> None:
+        """Notes a sign of life; raises :class:`Fenced` if it is not the process that holds the rank."""
+        if worker.client_id != client_id:
+            raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
+        worker.seen = time.monotonic()
+        if worker.state == "expired":
+            worker.state = "active"
+
+    def expire(self, now: float) -> list[int]:
+        """Marks silent workers as expired and returns their ranks."""
+        ranks = []
+        for worker in self.workers:
+            if worker.state == "active" and not worker.busy and now - worker.seen > self.lease_s:
+                worker.state = "expired"
+                ranks.append(worker.rank)
+        if ranks:
+            self.settle_barriers()
+            self.changed.notify_all()
+        return ranks
+
+    def leave(self, worker: Worker) -> None:
+        """Marks a worker as gone: it said goodbye."""
+        worker.state = "gone"
+        self.settle_barriers()
+        self.changed.notify_all()
+
+    def active(self) -> list[Worker]:
+        """Returns the workers that others wait for."""
+        return [worker for worker in self.workers if worker.state in ("expected", "active")]
+
+    def ended(self) -> bool:
+        """Returns whether the server's work is done."""
+        states = {worker.state for worker in self.workers}
+        return self.stopped or ("gone" in states and states <= {"gone", "expired"})
+
+    # -- progress ------------------------------------------------------------------------------------------------
+
+    def min_clock(self) -> int | None:
+        """Returns the steps of the slowest worker, None without workers."""
+        return min((worker.clock for worker in self.active()), default=None)
+
+    def slower_than(self, step: int) -> list[int]:
+        """Returns the ranks that have pushed fewer than ``step`` steps."""
+        return [worker.rank for worker in self.active() if worker.clock < step]
+
+    def fresh_tables(self, worker: Worker, step: int, table_ids: list[int]) -> set[int]:
+        """Returns the tables for which step ``step`` of ``worker`` has not been applied; step 0 is always new."""
+        return {table for table in table_ids if not step or step > worker.steps.get(table, 0)}
+
+    def note_step(self, worker: Worker, step: int, table_ids: set[int]) -> None:
+        """Notes that ``step`` of ``worker`` is applied (or held) for these tables."""
+        if step:
+            for table in table_ids:
+                worker.steps[table] = max(step, worker.steps.get(table, 0))
+            worker.clock = max(worker.clock, step)
+
+    # -- sync mode -----------------------------------------------------------------------------------------------
+
+    def hold(self, rank: int, step: int, held: Held) -> bool:
+        """Keeps a gradient until the others' have come; returns False if the step is done or held already."""
+        if step <= self.applied_step or rank in self.held.get(step, ()):
+            return False
+        self.held.setdefault(step, {})[rank] = held
+        return True
+
+    def ready_step(self) -> int | None:
+        """Returns the step for which every active worker's gradient is here, None when there is none."""
+        step = self.applied_step + 1
+        held = self.held.get(step)
+        if held is None:
+            later = [number for number in self.held if number > step]
+            active = self.active()
+            if not later or not active or any(worker.clock < min(later) for worker in active):
+                return None
+            step = min(later)  # nobody is left who will send the steps between
+            held = self.held[step]
+        return step if all(worker.rank in held or worker.clock > step for worker in self.active()) else None
+
+    def take_held(self, step: int, ranks: list[int]) -> list[Held]:
+        """Removes step ``step`` and those before it; returns its gradients in the order of ``ranks``."""
+        held = self.held.get(step, {})
+        taken = [held[rank] for rank in ranks]
+        self.applied_step = step
+        for number in [number for number in self.held if number <= step]:
+            del self.held[number]
+        return taken
+
+    # -- barriers ------------------------------------------------------------------------------------------------
+
+    def arrive(self, name: str, number: int, rank: int) -> None:
+        """Notes that ``rank`` stands at the ``number``-th barrier ``name``."""
+        if number > self.barriers.get(name, 0):
+            self.arrived.setdefault((name, number), set()).add(rank)
+            self.settle_barriers()
+            self.changed.notify_all()
+
+    def settle_barriers(self) -> None:
+        """Opens every barrier at which all active workers stand."""
+        for (name, number), ranks in sorted(self.arrived.items()):
+            if all(worker.rank in ranks for worker in self.active()):
+                self.pass_barrier(name, number)
+
+    def pass_barrier(self, name: str, number: int) -> None:
+        """Notes that the barrier is open."""
+        self.barriers[name] = max(number, self.barriers.get(name, 0))
+        for place in [p for p in self.arrived if p[0] == name and p[1] <= self.barriers[name]]:
+            del self.arrived[place]
+
+    def wait_for(
+        self, predicate: Callable[[], bool], beat: Callable[[], None], beat_s: float = 2.0
+    ) -> None:
+        """Waits until ``predicate`` holds, calling ``beat`` outside the lock every ``beat_s`` seconds.
+
+        Raises:
+            Refused: the server stops.
+        """
+        while True:
+            with self.changed:
+                if self.changed.wait_for(lambda: predicate() or self.stopped, beat_s):
+                    if predicate():
+                        return
+                    raise Refused("the parameter server was told to stop.")
+            beat()

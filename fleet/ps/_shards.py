@@ -1,0 +1,151 @@
+"""What goes to which server, and how answers come together again: the client's half of the partition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import ConfigError
+from fleet.ps._bfloat16 import from_bfloat16, to_bfloat16
+from fleet.ps._dense_table import DenseTableConfig
+from fleet.ps._layout import SparseTableConfig, plan_layout
+from fleet.ps._messages import Buffer, Header, MessageError, Part, decode_parts
+from fleet.ps._partition import plan_dense_blocks, servers_of_keys
+from fleet.ps._table_spec import spec_of_config
+
+__all__ = ["Gradient", "TableMap", "rows_of_answer", "wire_rows"]
+
+Keys = NDArray[np.int64]
+Rows = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Gradient:
+    """What a push carries for one sparse table: one row per id, and optionally shows, clicks and slots per id."""
+
+    ids: Keys
+    rows: Rows
+    shows: Rows | None = None
+    clicks: Rows | None = None
+    slots: NDArray[np.uint32] | None = None
+
+
+class TableMap:
+    """Where one table lives.
+
+    Args:
+        table_id: the table's number.
+        config: the whole table; a dense one has its total size here.
+        num_servers: how many servers share it.
+        routing: ``"range"`` or ``"modulo"``, see :func:`fleet.ps._partition.servers_of_keys`.
+    """
+
+    def __init__(
+        self, table_id: int, config: SparseTableConfig | DenseTableConfig, num_servers: int, routing: str = "range"
+    ) -> None:
+        self.table_id, self.config, self.num_servers, self.routing = table_id, config, num_servers, routing
+        self.blocks: list[tuple[int, int]] = []
+        self.dim = self.push_dim = 1
+        if isinstance(config, DenseTableConfig):
+            self.blocks = plan_dense_blocks(config.size, num_servers)
+        else:
+            self.dim, self.push_dim = config.dim, plan_layout(config).num_weights
+
+    @property
+    def dense(self) -> bool:
+        """Whether the table is dense."""
+        return isinstance(self.config, DenseTableConfig)
+
+    def spec(self, server: int) -> dict[str, Any]:
+        """Returns the specification of this server's share."""
+        if isinstance(self.config, DenseTableConfig):
+            start, stop = self.blocks[server]
+            return spec_of_config(replace(self.config, size=stop - start))
+        return {**spec_of_config(self.config), "routing": self.routing, "num_servers": self.num_servers}
+
+    def split(self, ids: Keys) -> list[NDArray[np.intp] | slice]:
+        """Returns, per server, the places of its ids in ``ids``."""
+        if self.num_servers == 1:
+            return [slice(None)]
+        servers = servers_of_keys(ids, self.num_servers, self.routing).astype(np.int16)
+        order = np.argsort(servers, kind="stable")  # a radix sort for 16 bits
+        bounds = np.cumsum(np.bincount(servers, minlength=self.num_servers))[:-1]
+        return list(np.split(order, bounds))
+
+    def check_ids(self, ids: Keys) -> Keys:
+        """Returns ``ids`` contiguous; raises ``ConfigError`` unless they are int64 of one dimension."""
+        if self.dense:
+            raise ConfigError(f"table {self.table_id} is dense; it has no ids.")
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
+            raise ConfigError(f"table {self.table_id}: ids are {_kind(ids)}; they must be int64 of one dimension.")
+        return np.ascontiguousarray(ids)
+
+    def check_values(self, values: Rows) -> Rows:
+        """Returns a dense table's values flat; raises ``ConfigError`` unless they are float32 of its size."""
+        assert isinstance(self.config, DenseTableConfig)
+        if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.size != self.config.size:
+            raise ConfigError(
+                f"table {self.table_id}: values are {_kind(values)}; they must be {self.config.size} float32."
+            )
+        return np.ascontiguousarray(values).reshape(-1)
+
+    def dense_parts(self, values: Rows | None) -> list[Part]:
+        """Returns the part of each server; without values, a question for them."""
+        parts = []
+        for start, stop in self.blocks:
+            rows = None if values is None else values[start:stop].reshape(-1, 1)
+            parts.append(Part(self.table_id, stop - start, 1, rows=rows))
+        return parts
+
+    def gradient_parts(self, gradient: Gradient) -> list[Part]:
+        """Returns the part of each server for a push or an addition."""
+        ids, n = self.check_ids(gradient.ids), len(gradient.ids)
+        wanted = {
+            "rows": (gradient.rows, np.float32, (n, self.push_dim)),
+            "shows": (gradient.shows, np.float32, (n,)),
+            "clicks": (gradient.clicks, np.float32, (n,)),
+            "slots": (gradient.slots, np.uint32, (n,)),
+        }
+        for name, (array, dtype, shape) in wanted.items():
+            if array is None and name != "rows":
+                continue
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
+                raise ConfigError(
+                    f"table {self.table_id}: {name} are {_kind(array)}; they must be {np.dtype(dtype)} {shape}."
+                )
+        parts = []
+        for places in self.split(ids):
+            picked = {
+                name: None if array is None else np.ascontiguousarray(array[places])
+                for name, (array, _, _) in wanted.items()
+            }
+            own = np.ascontiguousarray(ids[places])
+            parts.append(Part(self.table_id, len(own), self.push_dim, own, **picked))  # type: ignore[arg-type]
+        return parts
+
+
+def wire_rows(parts: list[Part], bfloat16: bool) -> list[Part]:
+    """Returns ``parts`` with rows in the form they travel in."""
+    if bfloat16:
+        for part in parts:
+            if part.rows is not None:
+                part.rows = to_bfloat16(part.rows)
+    return parts
+
+
+def rows_of_answer(header: Header, body: Buffer, bfloat16: bool) -> list[Part]:
+    """Returns the parts of an answer with float32 rows; they may be views of ``body``."""
+    parts = decode_parts(body, header.n_tables, bfloat16)
+    for part in parts:
+        if part.rows is None:
+            raise MessageError(f"an answer for table {part.table_id} without rows.")
+        if bfloat16:
+            part.rows = from_bfloat16(part.rows)
+    return parts
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"of type {type(value).__name__}"

@@ -1,0 +1,188 @@
+"""Snapshots of a whole server while it serves, and the way back: snapshot, then the journal's newer records.
+
+A snapshot first fixes the session at one record and starts a new journal segment there; then it copies the tables
+chunk by chunk, each chunk with the number of the last record it holds. A restart applies to each row exactly the
+records it does not hold. A snapshot appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import CheckpointError
+from fleet.ps._chunks import read_chunks, write_chunk, write_end
+from fleet.ps._journal import read_journal
+from fleet.ps._machine import Machine
+from fleet.ps._served_table import Stamps
+from fleet.ps._session import Held, Session
+
+__all__ = ["recover", "write_snapshot"]
+
+_VERSION = 1
+_SESSION = "session.bin"
+_JSON, _HELD, _RECORDED = 1, 2, 3
+
+
+def write_snapshot(machine: Machine, folder: Path, suffix: str = "") -> Path:
+    """Writes the state of ``machine`` under ``folder`` and drops the journal it replaces; returns its path."""
+    with machine.snapshots:
+        session, journal = machine.session, machine.journal
+        with journal.lock:
+            lsn = journal.rotate()
+            captured = _capture(session)
+            tables = dict(machine.tables)
+        rates = {str(table_id): table.learning_rate for table_id, table in tables.items()}
+        target, draft = folder / f"snapshot-{lsn:020d}", folder / f".snapshot-{lsn:020d}.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        _write_session(draft / _SESSION, captured, rates, lsn)
+        for table_id, table in tables.items():
+            table.write(_table_path(draft, table_id), lambda: journal.last_lsn)
+        for path in (*draft.iterdir(), draft):
+            _fsync(path)
+        if target.exists():  # nothing was journaled since the one before: the new one is as good
+            shutil.rmtree(target)
+        draft.rename(target)
+        _fsync(folder)
+        for path in _snapshots(folder):
+            if path != target:
+                shutil.rmtree(path, ignore_errors=True)
+        journal.snapshot_done(lsn)
+    return target
+
+
+def _table_path(folder: Path, table_id: int) -> Path:
+    return folder / f"table-{table_id}.rows"
+
+
+def _capture(session: Session) -> dict[str, Any]:
+    workers = [
+        {
+            "clock": worker.clock,
+            "gone": worker.state == "gone",
+            "steps": {str(table): step for table, step in worker.steps.items()},
+            "channels": {str(number): channel.last for number, channel in worker.channels.items()},
+        }
+        for worker in session.workers
+    ]
+    return {
+        "version": _VERSION,
+        "job": session.job,
+        "num_workers": session.num_workers,
+        "workers": workers,
+        "specs": {str(table): spec for table, spec in session.specs.items()},
+        "applied_step": session.applied_step,
+        "barriers": dict(session.barriers),
+        "held": [(step, rank, held) for step, ranks in session.held.items() for rank, held in ranks.items()],
+        "recorded": sorted(session.recorder.capture().items()),
+    }
+
+
+def _write_session(path: Path, captured: dict[str, Any], rates: dict[str, float], lsn: int) -> None:
+    held, recorded = captured.pop("held"), captured.pop("recorded")
+    captured["held"] = [(step, rank, item.n_tables, item.flags) for step, rank, item in held]
+    captured["recorded"] = [place for place, _ in recorded]
+    captured["learning_rates"] = rates
+    with path.open("wb") as file:
+        write_chunk(file, 1, lsn, 0, _JSON, json.dumps(captured).encode())
+        for _, _, item in held:
+            write_chunk(file, 1, lsn, 0, _HELD, item.body)
+        for _, keys in recorded:
+            write_chunk(file, len(keys), lsn, 0, _RECORDED, keys.tobytes())
+        write_end(file)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("snapshot-*") if path.is_dir() and not path.is_symlink())
+
+
+def recover(folder: Path, machine: Machine) -> list[str]:
+    """Brings the empty ``machine`` to where the server in ``folder`` stood; returns lines that say what was done.
+
+    Raises:
+        CheckpointError: the snapshot or the journal is damaged, or belongs to another number of workers.
+    """
+    for draft in folder.glob(".snapshot-*.tmp"):
+        shutil.rmtree(draft, ignore_errors=True)
+    session = machine.session
+    lines: list[str] = []
+    stamps: dict[int, Stamps] = {}
+    lsn = 0
+    snapshots = _snapshots(folder)
+    if snapshots:
+        lsn, rates = _read_session(snapshots[-1] / _SESSION, session)
+        for table_id, spec in session.specs.items():
+            table = machine.make_table(spec)
+            stamps[table_id] = table.read(_table_path(snapshots[-1], table_id))
+            table.learning_rate = rates[str(table_id)]
+            machine.tables[table_id] = table
+        lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
+    count = 0
+    machine.journal.last_lsn = lsn
+    for record in read_journal(folder / "journal", lsn, lines):
+        machine.replay(record, stamps)
+        machine.journal.last_lsn = record.lsn
+        count += 1
+    if count:
+        lines.append(f"replayed {count} records of the journal")
+    return lines
+
+
+def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float]]:
+    chunks = list(read_chunks_of(path))
+    if not chunks or chunks[0][3] != _JSON:
+        raise CheckpointError(f"{path}: this is not the session of a parameter server.")
+    lsn, fields = chunks[0][1], json.loads(chunks[0][4])
+    if fields["version"] != _VERSION:
+        raise CheckpointError(f"{path}: version {fields['version']!r}; this program reads version {_VERSION}.")
+    if fields["num_workers"] != session.num_workers:
+        raise CheckpointError(
+            f"{path}: the folder belongs to a job of {fields['num_workers']} workers, this one has "
+            f"{session.num_workers}. Save the model and load it into a job with an empty folder."
+        )
+    if fields["job"] != session.job:
+        raise CheckpointError(
+            f"{path}: the folder belongs to job {fields['job']!r}, this is job {session.job!r}. Give each job a "
+            "folder of its own."
+        )
+    for worker, known in zip(session.workers, fields["workers"], strict=True):
+        worker.clock, worker.state = known["clock"], "gone" if known["gone"] else "expected"
+        worker.steps = {int(table): step for table, step in known["steps"].items()}
+        for number, last in known["channels"].items():
+            channel = worker.channel(int(number))
+            channel.last = channel.durable = last
+    session.specs = {int(table): spec for table, spec in fields["specs"].items()}
+    session.applied_step, session.barriers = fields["applied_step"], fields["barriers"]
+    payloads = [chunk[4] for chunk in chunks[1:]]
+    for step, rank, n_tables, flags in fields["held"]:
+        session.held.setdefault(step, {})[rank] = Held(n_tables, flags, payloads.pop(0))
+    recorded = {}
+    for rank, table in fields["recorded"]:
+        recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
+    session.recorder.restore(recorded)
+    return lsn, fields["learning_rates"]
+
+
+def read_chunks_of(path: Path) -> list[tuple[int, int, int, int, bytes]]:
+    """Returns all chunks of a small file."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb"))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error}.") from None
+        return list(read_chunks(file, path))

@@ -1,0 +1,63 @@
+"""Table configurations as plain JSON values, for messages, journals and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fleet.errors import ConfigError
+from fleet.ps._accessor import Accessor
+from fleet.ps._dense_table import DenseTableConfig
+from fleet.ps._entry import entry_from_attr
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._rules import RULES, Rule
+
+__all__ = ["config_of_spec", "spec_of_config"]
+
+
+def spec_of_config(config: SparseTableConfig | DenseTableConfig) -> dict[str, Any]:
+    """Returns ``config`` as JSON values; :func:`config_of_spec` makes an equal configuration of it."""
+    if isinstance(config, DenseTableConfig):
+        return {"kind": "dense", "name": config.name, "size": config.size, "rule": _rule_spec(config.rule)}
+    fields = dict(config.as_dict())
+    return {
+        **fields,
+        "kind": "sparse",
+        "rule": _rule_spec(config.rule),
+        "embed_rule": None if config.embed_rule is None else _rule_spec(config.embed_rule),
+    }
+
+
+def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableConfig:
+    """Returns the configuration that ``spec`` describes.
+
+    Raises:
+        ConfigError: a field is missing or wrong.
+    """
+    try:
+        rule = _rule(spec["rule"])
+        if spec["kind"] == "dense":
+            return DenseTableConfig(spec["name"], spec["size"], rule)
+        if spec["kind"] != "sparse":
+            raise ConfigError(f"a table of kind {spec['kind']!r}; kinds are 'sparse' and 'dense'.")
+        accessor = spec["accessor"]
+        return SparseTableConfig(
+            name=spec["name"], dim=spec["dim"], rule=rule,
+            embed_rule=None if spec["embed_rule"] is None else _rule(spec["embed_rule"]),
+            initializer=Initializer(*spec["initializer"]),
+            accessor=None if accessor is None else Accessor(**accessor),
+            entry=entry_from_attr(spec["entry"]), seed=spec["seed"], create_on=spec["create_on"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"a table specification that cannot be read: {error!r}.") from None
+
+
+def _rule_spec(rule: Rule) -> dict[str, Any]:
+    defaults = RULES[rule.name].defaults
+    return {"name": rule.name, **{key: value for key, value in rule.hyper.items() if value != defaults[key]}}
+
+
+def _rule(fields: Mapping[str, Any]) -> Rule:
+    hyper = dict(fields)
+    return Rule(hyper.pop("name"), hyper)

@@ -1,0 +1,121 @@
+"""Servers and clients in this process, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from fleet.ps._client import Client, Gradient
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._dense_table import DenseTable, DenseTableConfig
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._local import LocalTransport
+from fleet.ps._rules import Rule
+from fleet.ps._served_table import ServedDense, ServedSparse
+from fleet.ps._server import Server
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._sparse_table import SparseTable
+from fleet.ps._table_spec import config_of_spec
+
+SGD = Rule("sgd", {"learning_rate": 1.0})
+ZEROS = Initializer("constant", 0.0)
+SPARSE = SparseTableConfig("ads", 2, SGD, initializer=ZEROS)
+DENSE = DenseTableConfig("mlp", 5, SGD)
+
+
+def make_table(spec: dict[str, Any]) -> ServedSparse | ServedDense:
+    """A table of the numpy twins: no compilation."""
+    config = config_of_spec(spec)
+    if isinstance(config, DenseTableConfig):
+        return ServedDense(DenseTable(config))
+    return ServedSparse(SparseTable(config, use_kernels=False))
+
+
+def silent(line: str) -> None:
+    """Takes a line and says nothing."""
+
+
+class Service:
+    """Some servers on one transport, and clients of them; everything is closed at the end."""
+
+    def __init__(self, num_servers: int = 1, transport: Any = None, **config: Any) -> None:
+        self.transport = transport or LocalTransport()
+        self.configs = [
+            ServerConfig(endpoint=self._endpoint(index), index=index, **self._own(config, index))
+            for index in range(num_servers)
+        ]
+        self.num_workers = self.configs[0].num_workers
+        self.servers: list[Server] = []
+        self.clients: list[Client] = []
+
+    def _endpoint(self, index: int) -> str:
+        return f"127.0.0.1:{9000 + index}" if isinstance(self.transport, LocalTransport) else "127.0.0.1:0"
+
+    @staticmethod
+    def _own(config: dict[str, Any], index: int) -> dict[str, Any]:
+        folder = config.get("folder")
+        return config if folder is None else {**config, "folder": folder / f"server-{index}"}
+
+    def start(self, index: int) -> Server:
+        """Starts server ``index``, again if it ran before."""
+        server = Server(self.configs[index], transport=self.transport, notify=silent, make_table=make_table)
+        server.start()
+        if index < len(self.servers):
+            self.servers[index] = server
+        else:
+            self.servers.append(server)
+        return server
+
+    def client(self, rank: int = 0, *, open_: bool = True, tables: Any = None, **config: Any) -> Client:
+        """Returns a client of all servers, with tables 0 (sparse) and 1 (dense)."""
+        settings = {
+            "deadline_s": 10.0, "answer_timeout_s": 5.0, "heartbeat": False, "retry_interval_s": 0.5,
+            "start_timeout_s": 5.0, **config,
+        }
+        endpoints = [server.endpoint for server in self.servers]
+        client = Client(
+            ClientConfig(endpoints=endpoints, rank=rank, num_workers=self.num_workers, **settings),
+            transport=self.transport, notify=silent,
+        )
+        self.clients.append(client)
+        if open_:
+            client.open()
+            client.create_tables({0: SPARSE, 1: DENSE} if tables is None else tables)
+        return client
+
+    def close(self) -> None:
+        """Closes clients, then servers."""
+        for client in self.clients:
+            client.close()
+        for server in self.servers:
+            server.stop()
+
+
+@contextmanager
+def serving(num_servers: int = 1, **config: Any) -> Iterator[Service]:
+    """Yields a running :class:`Service`."""
+    service = Service(num_servers, **config)
+    with ExitStack() as stack:
+        stack.callback(service.close)
+        for index in range(num_servers):
+            service.start(index)
+        yield service
+
+
+def ids(*values: int) -> np.ndarray:
+    """int64 ids."""
+    return np.array(values, np.int64)
+
+
+def gradient(keys: Sequence[int], value: float = 1.0, dim: int = 2) -> Gradient:
+    """The same value for each id."""
+    return Gradient(ids(*keys), np.full((len(keys), dim), value, np.float32))
+
+
+def rows(client: Client, keys: Sequence[int], table: int = 0) -> np.ndarray:
+    """The rows of ``keys`` now, whatever the other workers have done."""
+    return client.wait(client.pull({table: ids(*keys)}, wait_for_others=False))[table]
