@@ -43,8 +43,11 @@ def step_times(quick: bool) -> list[list[str]]:
         times: dict[str, list[float]] = json.loads(result.read_text())
     fleet = times["fleet"]
     return [
-        [f"step time, ResNet-18 (width 16) 32x32, batch 32, 2 processes: {name}", f"{median(t) * 1e3:.1f} ms",
-         "1" if name == "fleet" else spread(ratios(fleet, t))]
+        [
+            f"step time, ResNet-18 (width 16) 32x32, batch 32, 2 processes: {name}",
+            f"{median(t) * 1e3:.1f} ms",
+            "1" if name == "fleet" else spread(ratios(fleet, t)),
+        ]
         for name, t in times.items()
     ]
 
@@ -76,7 +79,9 @@ class Launched:
         self.output = (self.folder / "output").open("w")
         self.process = subprocess.Popen(
             [*command, *log, str(HERE / "_launch_worker.py"), what],
-            stdout=self.output, stderr=subprocess.STDOUT, env={**os.environ, **(extra or {})},
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(extra or {})},
         )
 
     def lines(self, word: str) -> list[tuple[float, int]]:

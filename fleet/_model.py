@@ -108,7 +108,7 @@ class FleetModel(nn.Module):
         self._chain.train(mode)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the user's module, under the user's names."""
         if self._observer is not None:
             self._observer.before_save()
@@ -139,7 +139,8 @@ class FleetModel(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Iterates over the user's modules under the user's names."""
-        return self.module.named_modules(*args, **kwargs)
+        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return named
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules", {})

@@ -32,7 +32,7 @@ class FleetOptimizer(OptimizerWrapper):
         self._observer: StepObserver | None = observer
         self._cleared: dict[int, tuple[int, int]] = {}
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means is up to the strategies that are on."""
         if self._observer is not None:
             self._observer.before_step()

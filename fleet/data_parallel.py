@@ -71,4 +71,3 @@ def _world_size(group: dist.ProcessGroup | None) -> int:
     if get_world_size() > 1:
         raise NotInitializedError("DataParallel() needs fleet.init_parallel_env() first.")
     return 1
-

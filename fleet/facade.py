@@ -157,7 +157,7 @@ class Fleet:
         session = self._need("server_index")
         if not self.is_server():
             raise ConfigError("fleet.server_index() is for parameter servers; this process is a worker.")
-        return int(session.role_maker._server_index())
+        return int(session.role_maker.server_index())
 
     # ---- among workers -------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Fleet:
         """Returns when every worker has called it."""
         self.util.barrier("worker")
 
-    def all_reduce(self, input: Any, mode: str = "sum") -> np.ndarray:
+    def all_reduce(self, input: Any, mode: str = "sum") -> np.ndarray | np.generic:
         """Returns the sum, minimum or maximum of ``input`` (number or array) over all workers."""
         return self.util.all_reduce(input, mode)
 
@@ -188,7 +188,9 @@ class Fleet:
         """
         return self._need("distributed_model").wrap_model(model)
 
-    def distributed_optimizer(self, optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> FleetOptimizer:
+    def distributed_optimizer(
+        self, optimizer: Optimizer, strategy: DistributedStrategy | None = None
+    ) -> FleetOptimizer:
         """Returns ``optimizer`` with the options applied; it stays a ``torch.optim.Optimizer``.
 
         A ``strategy`` given here replaces the one given to ``fleet.init``, with a warning when both were given.

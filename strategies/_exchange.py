@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
 Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
 # Adds a tensor up over all workers, in place; the future holds a list of that tensor.
 Sum = Callable[[torch.Tensor], "torch.futures.Future[list[torch.Tensor]]"]
@@ -42,7 +41,7 @@ class GradientExchange:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The workers that exchange."""
-        return cast(dist.ProcessGroup, self._module.process_group)
+        return self._module.process_group
 
     def change(
         self,

@@ -54,7 +54,7 @@ class LocalOptimizer(OptimizerWrapper):
         self.k_steps = k_steps
         self.steps = self.averaged_at = 0
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Steps the optimizer inside, and averages when it is time."""
         result = super().step(closure)
         self.steps += 1

@@ -21,7 +21,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer = optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the optimizer inside."""
         return self.optimizer.param_groups
 
@@ -30,7 +30,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of the optimizer inside."""
         return self.optimizer.state
 
@@ -39,7 +39,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The defaults of the optimizer inside."""
         return self.optimizer.defaults
 
@@ -47,7 +47,7 @@ class OptimizerWrapper(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Steps the optimizer inside."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 

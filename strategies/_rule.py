@@ -36,7 +36,7 @@ class RuleWrapper(OptimizerWrapper):
         self._excluded: dict[Tensor, bool] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss."""
         loss = None
         if closure is not None:
@@ -68,7 +68,7 @@ class RuleWrapper(OptimizerWrapper):
             if missing:
                 raise ConfigError(
                     f"{self._option}_configs['exclude_from_weight_decay'] goes by parameter names, and a parameter of "
-                    f"shape {missing[0]} belongs to no model. Call fleet.distributed_model(model) before the first step."
+                    f"shape {missing[0]} belongs to no model. Call fleet.distributed_model(model) first."
                 )
             self._excluded = {p: self._is_excluded(name) for p, name in names.items()}
         return [0.0 if self._excluded[p] else decay for p in parameters]

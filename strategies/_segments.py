@@ -49,7 +49,9 @@ def recompute(
     """
     wrong = [index for index in offload_indices if not 0 <= index < len(args)]
     if wrong:
-        raise ConfigError(f"recompute(offload_indices={list(offload_indices)!r}): there are {len(args)} inputs, 0 based.")
+        raise ConfigError(
+            f"recompute(offload_indices={list(offload_indices)!r}): there are {len(args)} inputs, counted from 0."
+        )
     if use_reentrant:
         if offload_indices:
             raise ConfigError("recompute(offload_indices=...) needs use_reentrant=False.")
@@ -59,7 +61,9 @@ def recompute(
     return run_segment(function, args, kwargs, norms, set(offload_indices), preserve_rng_state)
 
 
-def recompute_sequential(ctx: dict[str, Any], functions: nn.Sequential | Sequence[Callable[..., Any]], *args: Any) -> Any:
+def recompute_sequential(
+    ctx: dict[str, Any], functions: nn.Sequential | Sequence[Callable[..., Any]], *args: Any
+) -> Any:
     """Returns the result of calling ``functions`` one after the other, all segments but the last recomputed.
 
     Args:
@@ -72,30 +76,30 @@ def recompute_sequential(ctx: dict[str, Any], functions: nn.Sequential | Sequenc
     """
     unknown = set(ctx) - {"segments", "preserve_rng_state"}
     if unknown:
-        raise ConfigError(f"recompute_sequential: ctx has no key {sorted(unknown)[0]!r}. Keys: segments, preserve_rng_state.")
-    steps = list(functions)
+        raise ConfigError(
+            f"recompute_sequential: ctx has no key {sorted(unknown)[0]!r}. Keys: segments, preserve_rng_state."
+        )
+    steps: list[Callable[..., Any]] = list(functions)
     num_segments = ctx.get("segments", 1)
     if isinstance(num_segments, bool) or not isinstance(num_segments, int) or not 1 <= num_segments <= len(steps):
         raise ConfigError(f"recompute_sequential: segments is {num_segments!r}; it must be 1 to {len(steps)}.")
     size = len(steps) // num_segments
     for start in range(0, size * (num_segments - 1), size):
-        piece = nn.Sequential(*steps[start : start + size]) if _all_modules(steps) else _Chain(steps[start : start + size])
+        piece = _Chain(steps[start : start + size])
         result = recompute(piece, *args, preserve_rng_state=ctx.get("preserve_rng_state", True))
         args = result if isinstance(result, tuple) else (result,)
     return _Chain(steps[size * (num_segments - 1) :])(*args)
 
 
-def _all_modules(steps: list[Any]) -> bool:
-    return all(isinstance(step, nn.Module) for step in steps)
-
-
-class _Chain:
-    """Calls functions one after the other."""
+class _Chain(nn.Module):
+    """Calls functions one after the other; those that are modules are its own, so that their norms are found."""
 
     def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
-        self._steps = steps
+        super().__init__()
+        self._steps = list(steps)
+        self._own = nn.ModuleList(step for step in steps if isinstance(step, nn.Module))
 
-    def __call__(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         for step in self._steps:
             result = step(*args)
             args = result if isinstance(result, tuple) else (result,)
@@ -110,7 +114,7 @@ def run_segment(
     offloaded: set[int] | None = None,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Returns ``function(*args, **kwargs)`` as one segment; ``offloaded`` are places in ``args``, ``None`` all of them."""
+    """Returns ``function(*args, **kwargs)`` as one segment; ``offloaded`` are places in ``args``, ``None`` is all."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -125,9 +129,7 @@ def run_segment(
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), frozen_statistics(norms)
 
-    result = checkpoint(
-        run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts
-    )
+    result = checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
     inputs.set_aside()
     return result
 

@@ -160,7 +160,8 @@ class Compressor:
                 part()
             return bucket.buffer().div_(num_workers) if exchange.average else bucket.buffer()
 
-        return torch.futures.collect_all(waiting).then(combine)
+        done: torch.futures.Future[Tensor] = torch.futures.collect_all(waiting).then(combine)
+        return done
 
 
 def _unflatten(flat: Tensor, gradients: list[Tensor]) -> None:
@@ -194,7 +195,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         self._compressor.groups = {p: group for group in self.param_groups for p in group["params"]}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates every parameter and moves on to the next step of the rampup."""
         loss = None
         if closure is not None:
@@ -226,7 +227,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of SGD, the step of the rampup, and what this worker holds back."""
-        places = {p: place for place, p in enumerate(self.parameters())}
+        places: dict[Tensor, int] = {p: place for place, p in enumerate(self.parameters())}
         held = {
             name: {places[p]: t.clone() for p, t in getattr(self._compressor, name).items() if p in places}
             for name in ("u", "v")

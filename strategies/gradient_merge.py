@@ -9,7 +9,7 @@ back, so that pass exchanges, and clipping then sees, the whole merged gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class Window:
         """Whether the next backward pass completes the window."""
         return self.batch == self.k_steps - 1
 
-    def watch(self, parameters: list[Tensor]) -> None:
+    def watch(self, parameters: Sequence[Tensor]) -> None:
         """Sets the gradients of ``parameters`` aside from now on."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
@@ -135,7 +135,7 @@ class MergingOptimizer(OptimizerWrapper):
         self._window, self._session = window, session
         window.watch(self.parameters())
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Ends a batch; updates when it is the last one of the window. Returns the closure's loss."""
         loss = None
         if closure is not None:
@@ -164,7 +164,7 @@ class MergingOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer inside and of the open window."""
         window = self._window
-        places = {p: place for place, p in enumerate(self.parameters())}
+        places: dict[Tensor, int] = {p: place for place, p in enumerate(self.parameters())}
         sums = {places[p]: total.clone() for p, total in window.sums.items() if p in places}
         merged = {"batch": window.batch, "sums": sums, "k_steps": window.k_steps, "rank": self._session.global_rank}
         return {**super().state_dict(), "gradient_merge": merged}

@@ -74,7 +74,7 @@ class Recompute(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; the named modules compute their activations again in backward."""
         for module in find_modules(model, self.config.checkpoints):
-            module.forward = RecomputedForward(module, self.config.enable_offload)  # type: ignore[method-assign]
+            module.forward = RecomputedForward(module, self.config.enable_offload)
         return model
 
 
@@ -85,6 +85,7 @@ class RecomputedForward:
         self._forward, self._norms, self._offload = module.forward, norm_modules(module), offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward as a segment."""
         return run_segment(self._forward, args, kwargs, self._norms, None if self._offload else set())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,10 @@ class SharedBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input; shapes as in BatchNorm1d, 2d and 3d."""
         if input.is_cuda or not self._uses_batch_statistics():
-            return cast(Tensor, super().forward(input)) if input.is_cuda else self._normalise_with_running(input)
+            return super().forward(input) if input.is_cuda else self._normalise_with_running(input)
         self._check_input_dim(input)
-        return cast(Tensor, _SharedStatistics.apply(input, self.weight, self.bias, self))
+        out: Tensor = _SharedStatistics.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return out
 
     def _uses_batch_statistics(self) -> bool:
         return self.training or self.running_mean is None
@@ -87,7 +88,7 @@ class _SharedStatistics(torch.autograd.Function):
         return (out if bias is None else out + _per_channel(bias, x)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         normal, scale, weight, total = ctx.saved_tensors
         dims = [0, *range(2, grad.dim())]
         grad_bias, grad_weight = grad.sum(dims), (grad * normal).sum(dims)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,23 @@ import fleet
 from fleet._model import FleetModel
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning, StrategyConflictError, UnsupportedOptionError
 
+TWO_WORKERS = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "LOCAL_RANK": "0",
+}
+
 
 @pytest.fixture(autouse=True)
-def new_fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def new_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each test a Fleet of its own, and no variables of a job."""
     from fleet.facade import Fleet
 
     monkeypatch.setattr(fleet, "_fleet", Fleet(), raising=False)
     for name in ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    yield
 
 
 def wrapped() -> tuple[Any, Any]:
@@ -37,7 +43,8 @@ def wrapped() -> tuple[Any, Any]:
 
 def test_calls_before_init_say_so() -> None:
     """B.2: a call before init names itself and init."""
-    for call in (fleet.worker_index, fleet.is_server, lambda: fleet.distributed_model(nn.Linear(1, 1)), lambda: fleet.util):
+    wrap = lambda: fleet.distributed_model(nn.Linear(1, 1))  # noqa: E731
+    for call in (fleet.worker_index, fleet.is_server, wrap, lambda: fleet.util):
         with pytest.raises(NotInitializedError, match=r"needs fleet.init\(\) first"):
             call()
 
@@ -61,7 +68,10 @@ def test_queries_in_a_single_process_are_ints() -> None:
     assert (fleet.worker_index(), fleet.worker_num(), fleet.local_rank(), fleet.node_num()) == (0, 1, 0, 1)
     assert (fleet.rank(), fleet.nranks(), fleet.world_size()) == (0, 1, 1)
     assert int(fleet.local_rank()) == 0
-    assert (fleet.is_worker(), fleet.is_server(), fleet.is_coordinator(), fleet.is_first_worker()) == (True, False, False, True)
+    assert fleet.is_worker()
+    assert fleet.is_first_worker()
+    assert not fleet.is_server()
+    assert not fleet.is_coordinator()
     assert fleet.server_num() == 0
     assert fleet.server_endpoints() == []
     assert isinstance(fleet.worker_endpoints(to_string=True), str)
@@ -172,7 +182,7 @@ def test_fleet_as_the_optimizer() -> None:
 
 def test_world_without_is_collective_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers 4.1: a job of several workers never becomes several jobs of one by a forgotten argument."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}.items():
+    for name, value in TWO_WORKERS.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="is_collective=True"):
         fleet.init()
@@ -182,7 +192,7 @@ def test_windows_is_refused_for_several_workers(monkeypatch: pytest.MonkeyPatch)
     """000-04, 000-30: distributed training on Windows is refused; a single process runs."""
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     fleet.init(is_collective=True)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}.items():
+    for name, value in TWO_WORKERS.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedOptionError, match="Windows"):
         fleet.init(is_collective=True)
@@ -194,6 +204,7 @@ def test_init_parallel_env_alone_warns() -> None:
         with pytest.warns(OptionWarning, match="one process was started"):
             assert call() is None
     assert isinstance(fleet.DataParallel(nn.Linear(1, 1)), FleetModel)
-    for wrong in ({"layers": 1}, {"layers": nn.Linear(1, 1), "comm_buffer_size": 0}, {"layers": nn.Linear(1, 1), "strategy": 1}):
+    layer = nn.Linear(1, 1)
+    for wrong in ({"layers": 1}, {"layers": layer, "comm_buffer_size": 0}, {"layers": layer, "strategy": 1}):
         with pytest.raises(ConfigError):
             fleet.DataParallel(**wrong)  # type: ignore[arg-type]

@@ -20,7 +20,14 @@ def queries(rank: int, world_size: int) -> dict[str, Any]:
     fleet.init(is_collective=True)
     fleet.barrier_worker()
     return {
-        "rank": [fleet.worker_index(), fleet.rank(), fleet.worker_num(), fleet.nranks(), fleet.local_rank(), fleet.node_num()],
+        "rank": [
+            fleet.worker_index(),
+            fleet.rank(),
+            fleet.worker_num(),
+            fleet.nranks(),
+            fleet.local_rank(),
+            fleet.node_num(),
+        ],
         "first": fleet.is_first_worker(),
         "endpoints": len(fleet.worker_endpoints()),
         "sum": fleet.all_reduce(np.array([rank + 1.0]), "sum").tolist(),
@@ -149,20 +156,48 @@ def test_other_starters(starter: str) -> None:
     from tests.helpers.workers import free_ports
 
     (port,) = free_ports(1)
-    removed = {name: None for name in (
-        "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT", "PADDLE_MASTER",
-        "PADDLE_RANK_IN_NODE", "PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE", "PADDLE_GLOBAL_RANK", "PADDLE_GLOBAL_SIZE",
-        "PADDLE_NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-    )}
+    removed = {
+        name: None
+        for name in (
+            "PADDLE_TRAINER_ID",
+            "PADDLE_TRAINERS_NUM",
+            "PADDLE_TRAINER_ENDPOINTS",
+            "PADDLE_CURRENT_ENDPOINT",
+            "PADDLE_MASTER",
+            "PADDLE_RANK_IN_NODE",
+            "PADDLE_LOCAL_RANK",
+            "PADDLE_LOCAL_SIZE",
+            "PADDLE_GLOBAL_RANK",
+            "PADDLE_GLOBAL_SIZE",
+            "PADDLE_NNODES",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+        )
+    }
 
     def variables(rank: int) -> dict[str, str | None]:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         own = {
             "torch variables": {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2},
-            "mpirun": {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-                       "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
-            "srun": {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_STEP_NODELIST": "localhost",
-                     "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "2"},
+            "mpirun": {
+                "OMPI_COMM_WORLD_RANK": rank,
+                "OMPI_COMM_WORLD_SIZE": 2,
+                "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+                "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+            },
+            "srun": {
+                "SLURM_PROCID": rank,
+                "SLURM_NTASKS": 2,
+                "SLURM_LOCALID": rank,
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_JOB_ID": 7,
+                "SLURM_STEP_ID": 0,
+                "SLURM_STEP_NUM_TASKS": 2,
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+            },
         }[starter]
         return {**removed, **meeting, **{name: str(value) for name, value in own.items()}}
 

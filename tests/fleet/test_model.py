@@ -108,7 +108,7 @@ def test_attributes_reach_the_users_module(net: Net, model: FleetModel) -> None:
 def test_train_and_eval_reach_both(net: Net, model: FleetModel) -> None:
     """eval() and train() set the user's module and the wrapped one."""
     model.eval()
-    assert not (net.training or model.training or model._chain.training)
+    assert not any((net.training, model.training, model._chain.training))
     model.train()
     assert net.training
     assert model.training

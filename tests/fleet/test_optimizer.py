@@ -53,12 +53,16 @@ def test_is_a_torch_optimizer_and_schedulers_drive_it(net: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
-@pytest.mark.parametrize("make", [
-    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=10),
-    lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
-    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
-], ids=["cosine", "one-cycle", "plateau", "lambda"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=10),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
+    ],
+    ids=["cosine", "one-cycle", "plateau", "lambda"],
+)
 def test_schedulers_work_without_warning(net: nn.Module, make: Any) -> None:
     """Every kind of scheduler accepts the wrapped optimizer and sees its steps."""
     optimizer = made(net, momentum=0.9)

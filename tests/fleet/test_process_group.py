@@ -79,7 +79,8 @@ def listening_addresses() -> list[str]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 

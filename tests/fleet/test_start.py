@@ -57,7 +57,8 @@ def test_cpu_machine_ignores_card_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 def test_meeting() -> None:
     """C.5: the master is the meeting point, timeouts come from the environment, GPUs get NCCL beside gloo."""
     record = RoleRecord(global_rank=1, world_size=2, master="10.0.0.1:6170", generation=3)
-    meeting = meeting_of(record, Environment({"PADDLE_PG_TIMEOUT": "5000", "FLAGS_stop_check_timeout": "7"}), torch.device("cuda", 0))
+    environment = Environment({"PADDLE_PG_TIMEOUT": "5000", "FLAGS_stop_check_timeout": "7"})
+    meeting = meeting_of(record, environment, torch.device("cuda", 0))
     assert (meeting.host, meeting.port, meeting.prefix) == ("10.0.0.1", 6170, "3")
     assert (meeting.wait_s, meeting.operation_s, meeting.backend) == (7.0, 5.0, "cpu:gloo,cuda:nccl")
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):

@@ -126,8 +126,11 @@ def test_two_workers_exchange_once_a_window() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for window in range(2):
-        batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * (3 * window + b) + r))
-                   for b in range(3) for r in range(2)]
+        batches = [
+            torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * (3 * window + b) + r))
+            for b in range(3)
+            for r in range(2)
+        ]
         optimizer.zero_grad()
         net(torch.cat(batches)).square().mean().backward()
         optimizer.step()

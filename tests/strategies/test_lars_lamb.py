@@ -86,7 +86,8 @@ def test_equals_the_formula_with_other_numbers(kind: str) -> None:
     nn.init.zeros_(net[2].bias)
     config: Any
     if kind == "lars":
-        config = LarsConfig(lars_coeff=0.02, lars_weight_decay=0.03, epsilon=1e-3, exclude_from_weight_decay=("0.bias",))
+        numbers = {"lars_coeff": 0.02, "lars_weight_decay": 0.03, "epsilon": 1e-3}
+        config = LarsConfig(**numbers, exclude_from_weight_decay=("0.bias",))
         optimizer = made(kind, net, config, momentum=0.7, weight_decay=0.004)
     else:
         config = LambConfig(lamb_weight_decay=0.05, exclude_from_weight_decay=("bias",))

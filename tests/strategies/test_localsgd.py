@@ -123,9 +123,7 @@ def test_adaptive_localsgd_equals_the_written_out_loop() -> None:
         return True
 
     expected = reference(2, decay, averages)
-    results = run_workers(
-        train, 2, "adaptive_localsgd", {"init_k_steps": 4, "begin_step": 1}, decay, backend=None
-    )
+    results = run_workers(train, 2, "adaptive_localsgd", {"init_k_steps": 4, "begin_step": 1}, decay, backend=None)
     assert results[0]["k"] == results[1]["k"] == state["k"]
     for result, rows in zip(results, expected, strict=True):
         torch.testing.assert_close(result["history"], rows, atol=2e-6, rtol=1e-5)
@@ -173,8 +171,12 @@ def save_between(rank: int, world_size: int) -> dict[str, Any]:
         second.zero_grad()
     second.average()
     optimizer.average()
-    return {"said": said, "same": torch.equal(flat(resumed), flat(model)), "moved": not torch.equal(straight, flat(model)),
-            "average": flat(model)}
+    return {
+        "said": said,
+        "same": torch.equal(flat(resumed), flat(model)),
+        "moved": not torch.equal(straight, flat(model)),
+        "average": flat(model),
+    }
 
 
 def test_saving_between_averages_says_so_and_resumes_exactly() -> None:

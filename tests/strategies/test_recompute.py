@@ -101,7 +101,7 @@ def test_unknown_names_raise_with_the_nearest() -> None:
         applied(net, "layer0", "layerr1")
     assert "forward" not in net.layer0.__dict__
     with pytest.raises(ConfigError, match="Modules: layer0, layer0.conv"):
-        find_modules(net, ("x", ))
+        find_modules(net, ("x",))
     strategy = fleet.DistributedStrategy()
     strategy.recompute = True
     with pytest.raises(ConfigError, match="checkpoints"):

@@ -24,8 +24,12 @@ def run_shared(rank: int, world_size: int, shape: tuple[int, ...], counts: list[
     y = norm(x)
     (y * torch.arange(1, y.numel() + 1).view_as(y).remainder(7)).sum().backward()
     return {
-        "y": y.detach(), "gx": x.grad, "gw": norm.weight.grad, "gb": norm.bias.grad,
-        "mean": norm.running_mean, "var": norm.running_var,
+        "y": y.detach(),
+        "gx": x.grad,
+        "gw": norm.weight.grad,
+        "gb": norm.bias.grad,
+        "mean": norm.running_mean,
+        "var": norm.running_var,
     }
 
 
