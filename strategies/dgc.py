@@ -140,7 +140,8 @@ class Compressor:
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         sparse = [(p, g) for p, g in pairs if self.compresses(p)]
         dense = [g for p, g in pairs if not self.compresses(p)]
-        waiting, finish = [], []
+        waiting: list[Any] = []
+        finish: list[Callable[[], None]] = []
         if dense:
             flat = torch.cat([g.flatten() for g in dense])
             waiting.append(dist.all_reduce(flat, group=group, async_op=True).get_future())
