@@ -63,18 +63,19 @@ def test_two_processes_reach_97_percent(tmp_path: Path) -> None:
 def test_two_processes_with_half_batches_equal_one_with_whole_batches(tmp_path: Path) -> None:
     """002-05 and 002-06: gradients are averaged, and each process has its own half of every batch.
 
-    Batch statistics have to span both processes for that; 7 pixels leave no room for random shifts.
+    Batch statistics have to span both processes for that; 7 pixels leave no room for random shifts, and with a small
+    learning rate rounding does not grow.
     """
     (tmp_path / "strategy.yaml").write_text("sync_batch_norm: true\n")
-    options = ("--width", "4", "--image-size", "7", "--log-every", "1", "--epochs", "2", "--max-batches", "4")
+    options = ("--width", "4", "--image-size", "7", "--lr", "0.01", "--epochs", "2", "--max-batches", "4")
     two = ("--strategy", "strategy.yaml", "--batch-size", "16", "--history", "two")
     train(launched(DYGRAPH, *options, *two), tmp_path)
     train(command(DYGRAPH, *options, "--batch-size", "32", "--history", "one"), tmp_path)
     one, both = history(tmp_path / "one"), history(tmp_path / "two")
     for first, second in zip(one, both, strict=True):
         assert second["images"] == first["images"] == 128
-        assert second["loss"] == pytest.approx(first["loss"], rel=2e-3)
-        assert second["acc1"] == pytest.approx(first["acc1"], abs=1.5 / 128)
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert second["acc1"] == first["acc1"]
     assert one[1]["loss"] < one[0]["loss"]
 
 
@@ -130,7 +131,7 @@ def test_the_checkpoint_script_resumes_in_one_process(tmp_path: Path) -> None:
 def test_the_static_script_compiles_and_learns(tmp_path: Path) -> None:
     """002-09: compiling takes most of a minute on a CPU, so two batches have to do."""
     line = command(STATIC, *TINY, "--epochs", "2", "--max-batches", "2", "--history", "h")
-    output = train(line, tmp_path, limit_s=240)
+    output = train(line, tmp_path, limit_s=300)
     assert "to_static" in output
     records = history(tmp_path / "h")
     assert len(records) == 2
