@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError
+from fleet.strategies._rule import norms
 from fleet.strategies.lamb import Lamb, LambConfig
 from fleet.strategies.lars import Lars, LarsConfig
 from tests.fleet.test_recorded_results import recorded_net, weights
@@ -161,3 +162,9 @@ def test_names_are_needed_for_exclusion() -> None:
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ConfigError, match=r"fleet.distributed_model\(model\)"):
         optimizer.step()
+
+
+def test_norms_are_float32() -> None:
+    """A norm of float16 weights is taken in float32, where it does not overflow."""
+    found = norms([torch.full((4,), 300.0, dtype=torch.float16), torch.tensor([3.0, 4.0])])
+    torch.testing.assert_close(found, torch.tensor([600.0, 5.0]))
