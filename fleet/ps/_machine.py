@@ -131,6 +131,8 @@ class Machine:
         parts = decode_parts(body, header.n_tables, bfloat16)
         for part in parts:
             self.table(part.table_id).check(part, change=True)
+            if header.op is Op.SET_DENSE and part.ids is not None:
+                raise Refused(f"table {part.table_id} is sparse; values are set in dense tables only.")
             if bfloat16 and part.rows is not None:
                 part.rows = from_bfloat16(part.rows)
         return parts

@@ -76,12 +76,15 @@ class ServedTable(Protocol):
 
     order: threading.Lock
     gate: Gate
-    learning_rate: float
+    learning_rate: float | None  # what it was set to, None while it is the configuration's
     keeps_shows: bool
     divides_by_shows: bool
 
     def check(self, part: Part, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the next push."""
 
     def pull_shape(self, part: Part) -> tuple[int, int]:
         """Returns the shape of the rows that a pull of ``part`` gives."""
@@ -117,19 +120,16 @@ class ServedSparse:
     def __init__(self, table: SparseTable) -> None:
         self.table, self.gate = table, table.gate
         self.order = threading.Lock()
+        self.learning_rate: float | None = None
         accessor = table.config.accessor
         self.keeps_shows = accessor is not None
         scaled = any(block.rule.hyper.get("show_scale") for block in table.layout.blocks)
         self.divides_by_shows = accessor is not None and accessor.scales_by_show and scaled
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next push."""
-        return self.table.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the next push."""
         self.table.learning_rate = value
+        self.learning_rate = value
 
     def check(self, part: Part, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
@@ -164,8 +164,8 @@ class ServedSparse:
         self.table.add(part.ids, part.rows)
 
     def set_values(self, part: Part) -> None:
-        """Refuses: rows are set by loading."""
-        raise Refused(f"table {self.table.config.name!r} is sparse; values are set in dense tables only.")
+        """Does not exist for rows: they are set by loading."""
+        raise AssertionError("the request was checked")
 
     def alter(self, action: str, fields: dict[str, Any]) -> int:
         """Shrinks, ages, clears, or sets the learning rate."""
@@ -176,7 +176,7 @@ class ServedSparse:
         elif action == "clear":
             self.table.clear()
         elif action == "learning_rate":
-            self.table.learning_rate = float(fields["value"])
+            self.set_learning_rate(float(fields["value"]))
         else:
             raise Refused(f"{action!r} is not something a sparse table can do.")
         return self.table.num_rows
@@ -211,15 +211,12 @@ class ServedDense:
     def __init__(self, table: DenseTable) -> None:
         self.table, self.gate = table, table.gate
         self.order = threading.Lock()
+        self.learning_rate: float | None = None
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next push."""
-        return self.table.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the next push."""
         self.table.learning_rate = value
+        self.learning_rate = value
 
     def check(self, part: Part, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
@@ -261,7 +258,7 @@ class ServedDense:
         """Sets the learning rate."""
         if action != "learning_rate":
             raise Refused(f"{action!r} is not something a dense table can do.")
-        self.table.learning_rate = float(fields["value"])
+        self.set_learning_rate(float(fields["value"]))
         return self.table.config.size
 
     def describe(self) -> dict[str, Any]:

@@ -11,9 +11,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fleet.errors import ConfigError, FleetError, PSError
@@ -51,6 +54,8 @@ def run_server(
 ) -> None:
     """Serves until the workers have gone; then the folder's state is removed, for the job is over.
 
+    SIGTERM (in the main thread) and Ctrl-C end it with the state kept; SIGTERM exits with 143.
+
     Args:
         config: the server.
         transport: how connections are made; TCP by default.
@@ -62,12 +67,25 @@ def run_server(
         PSError: the endpoint is taken, or the server could not go on.
     """
     server = Server(config, transport=transport, notify=notify)
-    server.start()
-    try:
-        server.wait()
-    finally:
-        server.stop()
+    with _exit_on_sigterm():
+        try:
+            server.start()
+            server.wait()
+        finally:
+            server.stop()
     server.forget()
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Server:

@@ -85,7 +85,7 @@ def _capture(session: Session) -> dict[str, Any]:
     }
 
 
-def _write_session(path: Path, captured: dict[str, Any], rates: dict[str, float], lsn: int) -> None:
+def _write_session(path: Path, captured: dict[str, Any], rates: dict[str, float | None], lsn: int) -> None:
     held, recorded = captured.pop("held"), captured.pop("recorded")
     captured["held"] = [(step, rank, item.n_tables, item.flags) for step, rank, item in held]
     captured["recorded"] = [place for place, _ in recorded]
@@ -129,7 +129,9 @@ def recover(folder: Path, machine: Machine) -> list[str]:
         for table_id, spec in session.specs.items():
             table = machine.make_table(spec)
             stamps[table_id] = table.read(_table_path(snapshots[-1], table_id))
-            table.learning_rate = rates[str(table_id)]
+            rate = rates[str(table_id)]
+            if rate is not None:
+                table.set_learning_rate(rate)
             machine.tables[table_id] = table
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
     count = 0
@@ -143,7 +145,7 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     return lines
 
 
-def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float]]:
+def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | None]]:
     chunks = list(read_chunks_of(path))
     if not chunks or chunks[0][3] != _JSON:
         raise CheckpointError(f"{path}: this is not the session of a parameter server.")

@@ -1,0 +1,410 @@
+"""Snapshot and journal: a server that was killed comes back exactly as it was (PS design 2d, 3)."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fleet.errors import CheckpointError, PSError
+from fleet.ps._accessor import Accessor
+from fleet.ps._client import Client
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._dense_table import DenseTableConfig
+from fleet.ps._entry import CountFilterEntry
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._local import Fault
+from fleet.ps._rules import Rule
+from tests.fleet.ps.service import SPARSE, Gradient, Service, gradient, ids, rows, serving, silent
+from tests.helpers.ps_server_process import ServerProcess
+
+ADAM = SparseTableConfig("adam", 3, Rule("adam", {"learning_rate": 0.1}), initializer=Initializer("normal", 0, 1))
+CTR = SparseTableConfig(
+    "ctr", 5, Rule("shared_adagrad"), Rule("adam"), accessor=Accessor("CtrCommonAccessor"), entry=CountFilterEntry(2)
+)
+DENSE_ADAM = DenseTableConfig("mlp", 7, Rule("adam"))
+TABLES = {0: ADAM, 1: DENSE_ADAM, 2: CTR}
+
+
+def train(client, steps, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        keys, others = np.unique(rng.integers(0, 60, 30)), np.unique(rng.integers(0, 60, 30))
+        shows = np.ones(len(others), np.float32)
+        client.wait(
+            client.push({
+                0: Gradient(keys, rng.standard_normal((len(keys), 3)).astype(np.float32)),
+                1: rng.standard_normal(7).astype(np.float32),
+                2: Gradient(others, rng.standard_normal((len(others), 3)).astype(np.float32), shows, shows / 2),
+            })
+        )
+
+
+def state_of(server):
+    """Everything a server knows, bit by bit."""
+    machine, state = server.machine, {}
+    for number, served in machine.tables.items():
+        if hasattr(served.table, "read_state"):
+            state[number] = [array.tobytes() for array in served.table.read_state()]
+            continue
+        rows_ = {}
+        for block in served.table.blocks():
+            for i, key in enumerate(block.keys.tolist()):
+                counts = None if block.statistics is None else (
+                    block.statistics.shows[i], block.statistics.clicks[i], block.statistics.delta_scores[i],
+                )
+                rows_[key] = (int(block.counts[i]), bool(block.admitted[i]), block.values[i].tobytes(), counts)
+        state[number] = rows_
+        state[number, "lr"] = served.learning_rate
+    session = machine.session
+    state["session"] = (
+        session.applied_step, session.barriers,
+        [(w.clock, dict(w.steps), {n: c.last for n, c in w.channels.items()}) for w in session.workers],
+        {step: {rank: item.body for rank, item in ranks.items()} for step, ranks in session.held.items()},
+    )
+    state["lsn"] = machine.journal.last_lsn
+    return state
+
+
+def come_back(service: Service, folder, tmp_path):
+    """Returns the state a server would have that starts from a copy of ``folder`` as it is now."""
+    copy = tmp_path / f"copy-{time.monotonic_ns()}"
+    shutil.copytree(folder, copy)
+    other = Service(1, **{**vars_of(service), "folder": None})
+    object.__setattr__(other.configs[0], "folder", copy)
+    try:
+        return state_of(other.start(0))
+    finally:
+        other.close()
+
+
+def vars_of(service: Service):
+    config = service.configs[0]
+    return {"num_workers": config.num_workers, "mode": config.mode, "job": config.job}
+
+
+@pytest.mark.parametrize("snapshots", [(), (5,), (0, 3, 9)])
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_state_after_a_kill_is_bit_equal(tmp_path, snapshots, level):
+    with serving(num_workers=2, folder=tmp_path / "s", level=level) as service:
+        a, b = service.client(0, tables=TABLES), service.client(1, tables=TABLES)
+        for round_ in range(10):
+            if round_ in snapshots:
+                a.snapshot()
+            train(a, 1, round_)
+            train(b, 1, 100 + round_)
+            if round_ == 4:
+                a.alter(0, "learning_rate", value=0.05)
+                a.alter(2, "shrink", threshold=0.5)
+        threading.Thread(target=b.barrier, args=("x",), daemon=True).start()
+        a.barrier("x")
+        now = state_of(service.servers[0])
+        assert len(now[0]) > 20
+        assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
+
+
+def test_sync_gradients_that_wait_for_others_survive(tmp_path):
+    with serving(mode="sync", num_workers=2, folder=tmp_path / "s") as service:
+        a, b = service.client(0, tables=TABLES), service.client(1, tables=TABLES)
+        train(a, 2, 0)
+        a.snapshot()
+        train(b, 1, 1)
+        train(a, 1, 2)
+        now = state_of(service.servers[0])
+        assert sorted(now["session"][3]) == [2, 3]
+        assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
+
+
+def test_snapshots_while_training_are_exact(tmp_path):
+    """Rows are copied at different records; each gets exactly the records it lacks."""
+    with serving(num_workers=3, folder=tmp_path / "s") as service:
+        clients = [service.client(rank, tables=TABLES) for rank in range(3)]
+        folder = tmp_path / "s" / "server-0"
+        stop = threading.Event()
+
+        def copy():
+            while not stop.is_set():
+                clients[2].snapshot()
+
+        copier = threading.Thread(target=copy)
+        copier.start()
+        workers = [threading.Thread(target=train, args=(c, 40, n)) for n, c in enumerate(clients[:2])]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(40)
+        stop.set()
+        copier.join(20)
+        now = state_of(service.servers[0])
+        assert come_back(service, folder, tmp_path) == now
+        assert len(list(folder.glob("snapshot-*"))) == 1
+        assert len(list((folder / "journal").iterdir())) == 1
+
+
+def test_a_row_known_to_a_later_record_is_not_updated_twice(tmp_path, monkeypatch):
+    """A push between the snapshot of the session and the copy of a chunk is in both; it is applied once."""
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(tables={0: SPARSE})
+        client.wait(client.push({0: gradient([1, 2, 3])}))
+        table = service.servers[0].machine.tables[0].table
+        plan, pushed = table.plan_windows, []
+
+        def plan_windows(rows_per_window):
+            for number, window in enumerate(plan(rows_per_window)):
+                if number in (1, 20, 40):
+                    client.wait(client.push({0: gradient(range(number))}))
+                    pushed.append(number)
+                yield window
+
+        monkeypatch.setattr(table, "plan_windows", plan_windows)
+        service.servers[0].snapshot()
+        monkeypatch.undo()
+        assert pushed == [1, 20, 40]
+        now = state_of(service.servers[0])
+        assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
+        newest = next((tmp_path / "s" / "server-0").glob("snapshot-*"))
+        from fleet.ps._served_table import ServedSparse
+        from fleet.ps._sparse_table import SparseTable
+
+        stamps = ServedSparse(SparseTable(SPARSE, use_kernels=False)).read(newest / "table-0.rows")
+        assert len(set(np.concatenate(stamps._stamps).tolist())) > 1  # or this test shows nothing
+
+
+def test_a_worker_goes_on_through_a_restart(tmp_path):
+    with serving(2, folder=tmp_path / "s", num_workers=1) as service:
+        client = service.client(tables={0: SPARSE})
+        keys = range(50)
+        for step in range(9):
+            if step in (3, 6):
+                service.servers[1].stop()
+                if step == 6:
+                    threading.Timer(0.3, service.start, (1,)).start()
+                else:
+                    service.start(1)
+            client.wait(client.push({0: gradient(keys)}))
+            client.wait(client.pull({0: ids(*keys)}))
+        assert (rows(client, keys) == -9).all()
+
+
+def test_level_0_with_snapshots_loses_nothing_that_workers_still_keep(tmp_path):
+    """The replay store: what was acknowledged after the snapshot is sent again."""
+    with serving(folder=tmp_path / "s", level=0) as service:
+        client = service.client(tables={0: SPARSE})
+        client.wait(client.push({0: gradient([1])}))
+        client.snapshot()
+        for _ in range(5):
+            client.wait(client.push({0: gradient([1])}))
+        assert len(client._links[0]._replay) == 5
+        service.servers[0].stop()
+        service.start(0)
+        client.wait(client.push({0: gradient([1])}))
+        assert rows(client, [1])[0, 0] == -7
+        client.snapshot()
+        client.wait(client.push({0: gradient([1])}))
+        assert len(client._links[0]._replay) == 1
+
+
+def test_level_2_trims_the_replay_store_when_the_disk_has_it(tmp_path):
+    with serving(folder=tmp_path / "s", level=2) as service:
+        client = service.client(tables={0: SPARSE})
+        for _ in range(5):
+            client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        assert not client._links[0]._replay
+        assert client.stat()[0]["durable"] == client.stat()[0]["records"]
+
+
+def test_the_replay_store_is_bounded(tmp_path):
+    with serving(folder=tmp_path / "s", level=0) as service:
+        client = service.client(tables={0: SPARSE}, replay_bytes=5000)
+        for _ in range(50):
+            client.wait(client.push({0: gradient(range(20))}))
+        link = client._links[0]
+        assert link._replay_bytes == sum(r.body_bytes for r in link._replay) <= 5000 + 400
+
+
+def test_duplicates_are_known_after_a_restart(tmp_path):
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(tables={0: SPARSE})
+        service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "drop"))
+        ticket = client.push({0: gradient([1])})  # applied, and its acknowledgement is lost
+        time.sleep(0.2)
+        service.servers[0].stop()
+        service.start(0)
+        client.wait(ticket)
+        assert rows(client, [1])[0, 0] == -1
+        assert client.stat()[0]["duplicates"] == 1
+
+
+def test_geo_changes_are_remembered(tmp_path):
+    with serving(num_workers=2, folder=tmp_path / "s") as service:
+        a, b = service.client(0, tables={0: SPARSE}), service.client(1, tables={0: SPARSE})
+        a.wait(a.add({0: gradient([4, 5], 2.0)}))
+        a.snapshot()
+        a.wait(a.add({0: gradient([9], 3.0)}))
+        service.servers[0].stop()
+        service.start(0)
+        keys, values = b.pull_changes([0])[0]
+        assert keys.tolist() == [4, 5, 9]
+        assert values[:, 0].tolist() == [2, 2, 3]
+
+
+def test_a_clean_end_removes_the_state_and_a_kill_does_not(tmp_path):
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(tables={0: SPARSE})
+        client.snapshot()
+        folder = tmp_path / "s" / "server-0"
+        assert list(folder.glob("snapshot-*"))
+        service.servers[0].stop()
+        assert list(folder.glob("snapshot-*"))
+        service.servers[0].forget()
+        assert not list(folder.iterdir())
+
+
+def test_the_state_of_another_job_or_size_is_refused(tmp_path):
+    folder = tmp_path / "s"
+    with serving(folder=folder, job="one") as service:
+        service.client(tables={0: SPARSE}, job="one").snapshot()
+    with pytest.raises(CheckpointError, match="job 'one', this is job 'two'"), serving(folder=folder, job="two"):
+        pass
+    with pytest.raises(CheckpointError, match="1 workers"), serving(folder=folder, job="one", num_workers=2):
+        pass
+
+
+def test_a_damaged_snapshot_is_refused(tmp_path):
+    folder = tmp_path / "s"
+    with serving(folder=folder) as service:
+        client = service.client(tables={0: SPARSE})
+        client.wait(client.push({0: gradient(range(100))}))
+        client.snapshot()
+    path = next(folder.glob("server-0/snapshot-*/table-0.rows"))
+    content = bytearray(path.read_bytes())
+    for position in range(0, len(content), 97):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="damaged"), serving(folder=folder):
+            pass
+    path.write_bytes(content[:-20])
+    with pytest.raises(CheckpointError), serving(folder=folder):
+        pass
+
+
+def test_a_change_that_cannot_be_applied_stops_the_server(tmp_path, monkeypatch):
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(tables={0: SPARSE}, deadline_s=1.0)
+        table = service.servers[0].machine.tables[0].table
+        monkeypatch.setattr(table, "push", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(PSError, match="no room"):
+            client.wait(client.push({0: gradient([1])}))
+        with pytest.raises(PSError, match="Restart it"):
+            service.servers[0].wait(5)
+        service.servers[0].stop()
+        service.start(0)
+        assert rows(client, [1])[0, 0] == -1  # it was journaled
+
+
+# -- real processes ----------------------------------------------------------------------------------------------
+
+
+def process_client(endpoints, rank=0, num_workers=1, **config):
+    settings = {"deadline_s": 30.0, "start_timeout_s": 20.0, "heartbeat": False, **config}
+    client = Client(ClientConfig(endpoints=endpoints, rank=rank, num_workers=num_workers, **settings), notify=silent)
+    client.open()
+    client.create_tables({0: SPARSE, 1: DenseTableConfig("mlp", 7, Rule("sgd", {"learning_rate": 1.0}))})
+    return client
+
+
+@pytest.mark.slow
+def test_kill_9_in_mid_push_and_restart_gives_the_exact_sum(tmp_path):
+    """3 workers push integers while one of 2 servers is killed three times: the sum is exact, nothing hangs."""
+    configs = [
+        {"endpoint": "127.0.0.1:0", "num_workers": 3, "folder": str(tmp_path / str(n)), "index": n,
+         "snapshot_bytes": 3_000_000} for n in range(2)
+    ]
+    servers = [ServerProcess(config) for config in configs]
+    try:
+        endpoints = [server.endpoint for server in servers]
+        configs[1]["endpoint"] = endpoints[1]
+        steps, failures, pushed = 150, [], [0, 0, 0]
+        keys = np.arange(2000)
+        ones = np.ones((2000, 2), np.float32)
+        clients = [process_client(endpoints, rank, 3) for rank in range(3)]
+
+        def work(rank):
+            try:
+                client = clients[rank]
+                for _ in range(steps):
+                    client.wait(client.push({0: Gradient(keys, ones), 1: np.ones(7, np.float32)}))
+                    client.wait(client.pull({0: keys[::50]}))
+                    pushed[rank] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for number in range(3):
+            goal = (number + 1) * steps * 3 // 5
+            while sum(pushed) < goal and not failures:
+                time.sleep(0.002)
+            servers[1].kill()
+            servers[1] = ServerProcess(configs[1])
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert not failures, failures
+        found = clients[0].wait(clients[0].pull({0: keys, 1: None}))
+        assert (found[0] == -3 * steps).all()
+        assert (found[1] == -3 * steps).all()
+        assert any("replayed" in line for line in servers[1].lines)
+        for client in clients:
+            client.goodbye()
+        assert [server.join() for server in servers] == [0, 0]
+        assert not list(tmp_path.glob("*/journal"))
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_a_server_process_without_proxies_and_with_a_clean_end(tmp_path):
+    """001-04, 001-07, 001-08: it says where it listens, proxies play no part, it ends after the workers."""
+    proxies = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "ALL_PROXY")}
+    server = ServerProcess({"num_workers": 2, "secret": "k"}, proxies)
+    try:
+        clients = [process_client([server.endpoint], rank, 2, secret=b"k") for rank in range(2)]
+        clients[0].wait(clients[0].push({0: gradient([1])}))
+        for client in clients:
+            client.goodbye()
+        assert server.join() == 0
+        assert server.lines[-1] == "ENDED"
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_server_and_keeps_its_state(tmp_path):
+    """001-12: TERM on the server ends it cleanly; the worker reports the lost server by name."""
+    config = {"num_workers": 1, "folder": str(tmp_path / "s")}
+    server = ServerProcess(config)
+    try:
+        client = process_client([server.endpoint], deadline_s=1.0)
+        client.wait(client.push({0: gradient([1])}))
+        server.signal(signal.SIGTERM)
+        assert server.join() == 143
+        with pytest.raises(PSError, match=f"parameter server 0 .{server.endpoint}. did not answer for 1 s"):
+            client.wait(client.push({0: gradient([1])}))
+        client.close()
+        server = ServerProcess(config)
+        again = process_client([server.endpoint])
+        assert rows(again, [1])[0, 0] == -1
+        again.goodbye()
+        assert server.join() == 0
+    finally:
+        server.kill()

@@ -1,0 +1,322 @@
+"""Sync mode, bounded staleness, barriers, leases and geo (D.1, D.7, G11, G12; PS design 3)."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._geo_recorder import GeoRecorder
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._merge import merge_parts, sum_by_id
+from fleet.ps._messages import Part
+from fleet.ps._rules import Rule
+from tests.fleet.ps.service import Gradient, gradient, ids, rows, serving
+
+
+def in_threads(*actions, timeout_s=30):
+    failures = []
+
+    def guarded(action):
+        try:
+            action()
+        except BaseException as error:  # reported below
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "hangs"
+    if failures:
+        raise failures[0]
+
+
+# -- sync --------------------------------------------------------------------------------------------------------
+
+
+def test_sync_averages_over_workers_and_applies_once():
+    """G11: sync PS averages at the barrier, for sparse and dense; an id of one worker counts as zero at the other."""
+    with serving(2, mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        a.wait(a.push({0: gradient([1, 2], 4.0), 1: np.full(5, 2.0, np.float32)}))
+        assert rows(a, [1, 2, 3])[:, 0].tolist() == [0, 0, 0]  # held: b has not pushed
+        b.wait(b.push({0: gradient([2, 3], 8.0), 1: np.full(5, 6.0, np.float32)}))
+        result = a.wait(a.pull({0: ids(1, 2, 3), 1: None}))
+        assert result[0][:, 0].tolist() == [-2, -6, -4]
+        assert (result[1] == -4).all()
+
+
+def test_a_pull_waits_for_the_step_of_all_workers():
+    with serving(mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        a.wait(a.push({0: gradient([1])}))
+        seen = []
+        reader = threading.Thread(target=lambda: seen.append(a.wait(a.pull({0: ids(1)}))[0][0, 0]), daemon=True)
+        reader.start()
+        reader.join(0.4)
+        assert not seen
+        b.wait(b.push({0: gradient([1], 3.0)}))
+        reader.join(5)
+        assert seen == [-2.0]
+
+
+def run_sync(order_seed):
+    rng = random.Random(order_seed)
+    config = SparseTableConfig("ads", 4, Rule("adam", {"learning_rate": 0.1}), initializer=Initializer("normal", 0, 1))
+    with serving(2, mode="sync", num_workers=4) as service:
+        clients = [service.client(rank, tables={0: config}) for rank in range(4)]
+
+        def work(client, data):
+            for step in range(5):
+                keys = np.unique(data.integers(0, 40, 25))
+                got = client.wait(client.pull({0: keys}))[0]
+                time.sleep(rng.random() * 0.01)
+                grads = (got * data.standard_normal() + data.standard_normal(got.shape)).astype(np.float32)
+                client.wait(client.push({0: Gradient(keys, grads)}))
+                assert client.step == step + 1
+
+        jobs = [
+            (lambda client=client, rank=rank: work(client, np.random.default_rng(rank)))
+            for rank, client in enumerate(clients)
+        ]
+        rng.shuffle(jobs)
+        in_threads(*jobs)
+        return clients[0].wait(clients[0].pull({0: np.arange(40)}))[0].tobytes()
+
+
+def test_sync_is_bit_equal_whatever_the_order_of_arrival():
+    """Reproducible sync mode: five runs, four workers, random delays, Adam."""
+    assert len({run_sync(seed) for seed in range(5)}) == 1
+
+
+def test_a_worker_may_run_ahead_a_little_and_not_more():
+    with serving(mode="sync", num_workers=2) as service:
+        a, b = service.client(0, deadline_s=2), service.client(1)
+        for _ in range(4):
+            a.wait(a.push({0: gradient([1])}))
+        done = []
+        fifth = threading.Thread(target=lambda: done.append(a.wait(a.push({0: gradient([1])}))), daemon=True)
+        fifth.start()
+        fifth.join(0.4)
+        assert not done
+        for _ in range(5):
+            b.wait(b.push({0: gradient([1])}))
+        fifth.join(5)
+        assert done
+        assert rows(a, [1])[0, 0] == -5
+
+
+def test_sync_continues_when_a_worker_says_goodbye():
+    with serving(mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        a.wait(a.push({0: gradient([1], 6.0)}))
+        b.goodbye()
+        assert a.wait(a.pull({0: ids(1)}))[0][0, 0] == -6  # the average over the one worker there is
+
+
+def test_sync_continues_when_a_worker_dies_and_takes_it_back():
+    with serving(mode="sync", num_workers=2, lease_s=0.3) as service:
+        a, b = service.client(0, heartbeat=True), service.client(1)
+        in_threads(
+            lambda: a.wait(a.push({0: gradient([1], 2.0)})), lambda: b.wait(b.push({0: gradient([1], 2.0)}))
+        )
+        checkpoint = b.state_dict()
+        b.close()
+        a.wait(a.push({0: gradient([1], 2.0)}))
+        assert a.wait(a.pull({0: ids(1)}))[0][0, 0] == -4
+        again = service.client(1)
+        again.load_state_dict(checkpoint)
+        late = again.push({0: gradient([1], 100.0)})  # step 2 was applied without it
+        again.wait(late)
+        assert rows(again, [1])[0, 0] == -4
+        again.wait(again.push({0: gradient([1], 4.0)}))
+        a.wait(a.push({0: gradient([1], 2.0)}))
+        assert a.wait(a.pull({0: ids(1)}))[0][0, 0] == -7
+
+
+def test_a_replayed_step_is_not_averaged_twice():
+    with serving(mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        checkpoint = a.state_dict()
+        a.wait(a.push({0: gradient([1], 2.0)}))
+        a.close()
+        again = service.client(0)
+        again.load_state_dict(checkpoint)
+        again.wait(again.push({0: gradient([1], 2.0)}))
+        b.wait(b.push({0: gradient([1], 4.0)}))
+        assert b.wait(b.pull({0: ids(1)}))[0][0, 0] == -3
+
+
+# -- staleness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_pull_is_staler_than_the_bound(staleness):
+    """Bounded staleness: pull of step t only after the slowest worker's clock is at least t - s."""
+    with serving(2, num_workers=3, staleness=staleness) as service:
+        clients = [service.client(rank) for rank in range(3)]
+        clocks = [0, 0, 0]
+
+        def work(rank):
+            client, rng = clients[rank], random.Random(rank)
+            for step in range(12):
+                client.wait(client.pull({0: ids(*range(10))}))
+                assert min(clocks) >= step - staleness
+                time.sleep(rng.random() * (0.02 if rank == 2 else 0.002))
+                clocks[rank] = step + 1  # before the push: the server may count it from now on
+                client.wait(client.push({0: gradient(range(10))}))
+
+        in_threads(*(lambda rank=rank: work(rank) for rank in range(3)))
+        assert (rows(clients[0], range(10)) == -36).all()
+
+
+def test_workers_do_run_ahead_within_the_bound():
+    with serving(num_workers=2, staleness=2) as service:
+        a, _ = service.client(0), service.client(1)
+        for _ in range(2):
+            a.wait(a.pull({0: ids(1)}))
+            a.wait(a.push({0: gradient([1])}))
+        a.wait(a.pull({0: ids(1)}))
+        a.wait(a.push({0: gradient([1])}))
+        blocked = threading.Thread(target=lambda: a.wait(a.pull({0: ids(1)})), daemon=True)
+        blocked.start()
+        blocked.join(0.3)
+        assert blocked.is_alive()
+        service.servers[0].machine.leave(service.servers[0].machine.session.workers[1])
+        blocked.join(5)
+        assert not blocked.is_alive()
+
+
+def test_a_pull_that_could_never_be_answered_is_refused():
+    with serving(num_workers=2, staleness=1) as service:
+        client = service.client(0)
+        client.pull({0: ids(1)}, step=1)
+        with pytest.raises(ConfigError, match="must push step 1 first"):
+            client.pull({0: ids(1)}, step=2)
+
+
+def test_the_next_batch_is_pulled_while_this_one_is_computed():
+    with serving(2, num_workers=1, staleness=1) as service:
+        client = service.client(0)
+        ticket = client.pull({0: ids(*range(10))})
+        for step in range(5):
+            client.wait(ticket)
+            ticket = client.pull({0: ids(*range(10))}, step=step + 1)
+            client.wait(client.push({0: gradient(range(10))}))
+        client.wait(ticket)
+        assert (rows(client, range(10)) == -5).all()
+
+
+# -- barriers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_holds_until_all_are_there():
+    with serving(2, num_workers=3) as service:
+        clients = [service.client(rank) for rank in range(3)]
+        passed = []
+
+        def come(client, delay):
+            time.sleep(delay)
+            client.barrier()
+            passed.append(time.monotonic())
+
+        began = time.monotonic()
+        in_threads(*(lambda c=c, d=d: come(c, d) for c, d in zip(clients, (0, 0.1, 0.4), strict=True)))
+        assert min(passed) - began >= 0.4
+        in_threads(*(client.barrier for client in clients))
+
+
+@pytest.mark.parametrize("how", ["goodbye", "death"])
+def test_a_barrier_does_not_hang_on_a_worker_that_ends(how):
+    """D.1: a worker dying must not hang the others for ever."""
+    with serving(num_workers=3, lease_s=0.4) as service:
+        a, b, c = (service.client(rank, heartbeat=True) for rank in range(3))
+        if how == "goodbye":
+            c.goodbye()
+        else:
+            c.close()
+        in_threads(a.barrier, b.barrier, timeout_s=8)
+
+
+def test_a_barrier_survives_a_cut_and_a_restarted_worker_passes_old_ones():
+    from fleet.ps._local import Fault
+
+    with serving(num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "cut"))
+        in_threads(a.barrier, b.barrier)
+        a.close()
+        again = service.client(0)
+        again.barrier()  # its first: the others have passed it
+        in_threads(again.barrier, b.barrier)
+
+
+# -- geo ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_recorder_gives_what_others_changed_once_and_again_when_asked_again():
+    """D.7: pull returns rows changed by others since the last pull."""
+    recorder = GeoRecorder(3)
+    recorder.mark(0, 7, ids(5, 3))
+    recorder.mark(1, 7, ids(3, 9))
+    assert recorder.take(2, 7, 1).tolist() == [3, 5, 9]
+    assert recorder.take(2, 7, 1).tolist() == [3, 5, 9]  # the answer was lost
+    assert recorder.take(2, 7, 2).tolist() == []
+    assert recorder.take(0, 7, 1).tolist() == [3, 9]
+    assert recorder.take(0, 8, 1).tolist() == []
+    other = GeoRecorder(3)
+    other.restore(recorder.capture())
+    assert other.take(1, 7, 1).tolist() == [3, 5]
+    assert other.take(0, 7, 1).tolist() == [3, 9]  # may have been lost on its way: given again
+
+
+def test_the_recorder_stays_small():
+    recorder = GeoRecorder(2)
+    for _ in range(1000):
+        recorder.mark(0, 1, np.arange(100))
+    assert sum(len(keys) for keys in recorder._pending[1, 1]) <= 64 * 100
+
+
+# -- sums --------------------------------------------------------------------------------------------------------
+
+
+def test_sum_by_id_adds_from_left_to_right():
+    rng = np.random.default_rng(0)
+    keys = rng.zipf(1.3, 3000) % 50
+    values = rng.standard_normal((3000, 3)).astype(np.float32)
+    distinct, total = sum_by_id(keys, values)
+    expected = {}
+    for key, row in zip(keys.tolist(), values, strict=True):
+        expected[key] = expected[key] + row if key in expected else row.copy()
+    assert distinct.tolist() == sorted(expected)
+    np.testing.assert_array_equal(total, np.array([expected[key] for key in sorted(expected)]))
+    assert sum_by_id(ids(), np.empty((0, 3), np.float32))[1].shape == (0, 3)
+
+
+def test_statistics_are_summed_where_gradients_are_averaged():
+    def part(keys, value, shows):
+        return Part(1, len(keys), 1, ids(*keys), np.full((len(keys), 1), value, np.float32), shows)
+
+    one = part([1, 2], 4.0, np.array([3, 1], np.float32))
+    two = part([2], 2.0, None)
+    merged = merge_parts([one, two], 2, with_shows=True)
+    assert merged.ids.tolist() == [1, 2]
+    assert merged.rows[:, 0].tolist() == [2, 3]
+    assert merged.shows.tolist() == [3, 2]
+    assert merge_parts([one, two], 2, with_shows=True, by_shows=True).rows[:, 0].tolist() == [4, 6]
+
+
+def test_a_push_without_a_step_is_refused_in_sync_mode():
+    from fleet.ps._messages import Op
+
+    with serving(mode="sync") as service:
+        client = service.client()
+        with pytest.raises(PSError, match="number of its step"):
+            client.wait(client._change(Op.PUSH, {0: gradient([1])}, 0))
