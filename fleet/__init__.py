@@ -85,6 +85,8 @@ _CALLS = (
 )
 # Names of older releases -> what to use instead.
 _REMOVED = {
+    "fluid": "the paddle.fluid packages of Fleet 1.x are gone; the calls are those of this package, fleet",
+    "incubate": "the paddle.fluid.incubate.fleet packages of Fleet 1.x are gone; the calls are those of this package",
     "main_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
     "_origin_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
     "startup_program": "torch has no programs: modules are initialised when they are made "

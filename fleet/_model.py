@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fleet._checkpoint import known_entries
 from fleet.errors import ConfigError
 
 # Kept out of the module's own attributes: they belong to the wrapper.
@@ -121,10 +122,10 @@ class FleetModel(nn.Module):
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Loads a state as Fleet does: entries that are not part of the module ('epoch') are left alone.
 
-        Raises RuntimeError when an entry of the module is missing or has another shape.
+        Raises RuntimeError when an entry of the module is missing or has another shape, and CheckpointError for a
+        tensor that the module does not have.
         """
-        names = set(self.module.state_dict())
-        return self.module.load_state_dict({name: value for name, value in state_dict.items() if name in names})
+        return self.module.load_state_dict(known_entries(state_dict, self.module.state_dict()))
 
     set_dict = set_state_dict
     load_dict = set_state_dict

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
+from fleet._util import UtilBase
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.strategies._base import Stage, Strategy
@@ -51,6 +52,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self._make_strategies()
+        self.util = UtilBase(self)
+        self.role_maker.set_util(self.util)
 
     @property
     def global_rank(self) -> int:

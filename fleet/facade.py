@@ -164,7 +164,7 @@ class Fleet:
     @property
     def util(self) -> UtilBase:
         """Collective operations on host arrays, file shards, printing on one rank."""
-        return UtilBase(self._need("util"))
+        return self._need("util").util
 
     def barrier_worker(self) -> None:
         """Returns when every worker has called it."""

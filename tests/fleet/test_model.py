@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fleet._model import FleetModel
-from fleet.errors import ConfigError
+from fleet.errors import CheckpointError, ConfigError
 
 
 class Net(nn.Module):
@@ -86,6 +86,8 @@ def test_set_state_dict_ignores_entries_that_are_not_the_modules(net: Net, model
     torch.testing.assert_close(net.fc.weight, state["fc.weight"])
     with pytest.raises(RuntimeError, match="fc.bias"):
         model.set_state_dict({"fc.weight": state["fc.weight"], "epoch": 1})
+    with pytest.raises(CheckpointError, match="fd.weight"):
+        model.set_state_dict({**state, "fd.weight": torch.zeros(1)})
     with pytest.raises(RuntimeError, match="epoch"):
         model.load_state_dict(state)
 

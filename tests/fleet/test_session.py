@@ -12,6 +12,7 @@ from fleet._role_record import RoleRecord
 from fleet._session import Session
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
+from fleet.role_maker import UserDefinedRoleMaker
 from fleet.strategies._base import Strategy
 from fleet.strategies._optimizer import OptimizerWrapper
 from fleet.strategies._plan import plan
@@ -22,7 +23,7 @@ def session_with(world_size: int = 1, **options: Any) -> Session:
     strategy = DistributedStrategy()
     strategy.update(options)
     return Session(
-        role_maker=None,  # type: ignore[arg-type]
+        role_maker=UserDefinedRoleMaker(is_collective=True),
         record=RoleRecord(world_size=world_size),
         collective=True,
         device=torch.device("cpu"),
