@@ -20,10 +20,18 @@ _HOMES = {
     "SparseTableConfig": "_layout",
     "plan_dense_blocks": "_partition",
     "servers_of_keys": "_partition",
+    "UniqueKeys": "_ids",
+    "expand_rows": "_ids",
+    "merge_gradients": "_ids",
+    "split_keys": "_ids",
     "RowBlock": "_rows",
     "Rule": "_rules",
     "rule_from_paddle": "_rules",
     "SparseTable": "_sparse_table",
+    "export_text": "_text_format",
+    "import_text": "_text_format",
+    "load_table": "_files",
+    "save_table": "_files",
 }
 
 __all__ = sorted(_HOMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,3 +63,20 @@ class RowBlock:
             self.has_embedx[select], self.values[select],
             None if self.statistics is None else self.statistics.take(select), self.stamp,
         )
+
+
+def join_blocks(blocks: Sequence[RowBlock]) -> RowBlock:
+    """Returns the rows of all blocks as one block with the stamp of the first."""
+    if len(blocks) == 1:
+        return blocks[0]
+    kept = [block.statistics for block in blocks if block.statistics is not None]
+    statistics = None
+    if kept:
+        statistics = Statistics(
+            np.concatenate([part.shows for part in kept]), np.concatenate([part.clicks for part in kept]),
+            np.concatenate([part.delta_scores for part in kept]), np.concatenate([part.slots for part in kept]))
+    return RowBlock(
+        np.concatenate([block.keys for block in blocks]), np.concatenate([block.unseen_days for block in blocks]),
+        np.concatenate([block.counts for block in blocks]), np.concatenate([block.admitted for block in blocks]),
+        np.concatenate([block.has_embedx for block in blocks]), np.concatenate([block.values for block in blocks]),
+        statistics, blocks[0].stamp)

@@ -1,0 +1,339 @@
+"""Save and load tables: safe while training runs, readable by any number of servers.
+
+Every server writes its own part: a row file and, once that is durable, a small manifest that names it. Rows are
+grouped by virtual range, so that a loader reads only what it will hold::
+
+    {dirname}/{table}/part-{server:03d}.json        manifest: configuration, extents, size
+    {dirname}/{table}/part-{server:03d}-{id}.rows   blocks with a checksum each, see fleet.ps._row_file
+
+A part replaces an older one of the same server in one step; a crash leaves the old part.
+
+Save modes (those of Paddle's CTR accessors)::
+
+    0  every row
+    1  delta: score >= base_threshold, delta_score >= delta_threshold, unseen_days <= delta_keep_days;
+       the saved delta scores are taken off the rows once the part is complete
+    2  base: the same without the delta threshold
+    3  every row; then one unseen day is added to every row
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps._accessor import accessor_score
+from fleet.ps._dense_table import DenseTable
+from fleet.ps._layout import Float32s, Int64s, SparseTableConfig
+from fleet.ps._manifest import Extent, Manifest, manifest_path, read_manifest, read_parts, table_folder, write_manifest
+from fleet.ps._reference import mix, range_of
+from fleet.ps._row_file import encode_block, publish, read_block
+from fleet.ps._rows import RowBlock, join_blocks
+from fleet.ps._sparse_table import SparseTable
+
+Mine = Callable[[Int64s], npt.NDArray[np.bool_]]
+SAVE_MODES = {0: "all", 1: "delta", 2: "base", 3: "batch model"}
+_GROUP_BITS, _ROWS_PER_LOT, _BUFFER_BYTES = 6, 1 << 17, 1 << 20
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save wrote: rows (elements of a dense table), bytes, and the row file."""
+
+    rows: int
+    num_bytes: int
+    path: Path
+
+
+def check_save_mode(mode: int, config: SparseTableConfig | None = None) -> None:
+    """Raises ConfigError unless ``mode`` is 0 to 3 and the table keeps what the mode selects by."""
+    if mode not in SAVE_MODES or isinstance(mode, bool):
+        raise ConfigError(f"save mode {mode!r} is not offered; 0 all, 1 delta, 2 base or 3 batch model. (4 and 5 "
+                          "belong to the cache of GPU tables.)")
+    if config is not None and mode in (1, 2) and config.accessor is None:
+        raise ConfigError(f"save mode {mode} selects rows of table {config.name!r} by their score, and the table has "
+                          "no accessor to keep one. Use mode 0, or give the table an accessor.")
+
+
+def save_table(
+    table: SparseTable, dirname: str | Path, *, mode: int = 0, server: int = 0, num_servers: int = 1,
+    save_id: str = "", stamp: Callable[[], int] | None = None,
+) -> Saved:
+    """Writes this server's part of a sparse table; pulls and pushes may go on meanwhile.
+
+    Args:
+        table: the table.
+        dirname: the checkpoint's folder, made if absent.
+        mode: see the module's text.
+        server, num_servers: which part of how many.
+        save_id: the same text on all servers of one save, another one for each save, so that a half-finished save
+            is refused when loading.
+        stamp: called while no push inside ``table.gate`` is under way; each block carries what it returned when
+            the block was copied.
+
+    Raises:
+        ConfigError: unknown mode, or one the table keeps no statistics for.
+        OSError: the disk refused; the previous part is untouched.
+    """
+    check_save_mode(mode, table.config)
+    folder = table_folder(dirname, table.config.name)
+    path = _new_part(folder, server, "rows")
+    with temporary_file(path) as file:
+        writer = _GroupWriter(file)
+        for block in table.blocks(stamp=stamp):
+            writer.add(_selected(table.config, block, mode))
+        extents, rows, num_bytes = writer.finish()
+    manifest = Manifest("sparse", dict(table.config.as_dict()), server, num_servers, save_id, mode, path.name,
+                        num_bytes, rows, extents)
+    _publish_part(folder, manifest)
+    if mode in (1, 2):
+        for block in _blocks_of(folder, manifest, None):
+            if block.statistics is not None:
+                table.settle(block.keys, block.statistics.delta_scores)
+    if mode == 3:
+        table.advance_day()
+    return Saved(rows, num_bytes, path)
+
+
+def load_table(
+    table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, ranges: tuple[int, int] | None = None
+) -> int:
+    """Returns how many rows were put into the table, from a save of any number of servers; the others are skipped.
+
+    A folder that holds no such save but text parts is read as text.
+
+    Args:
+        table: the table; rows of the same keys are replaced, others stay.
+        dirname: the checkpoint's folder.
+        mine: which of the given keys belong here; ``None`` takes all.
+        ranges: (first, last + 1) virtual ranges outside which ``mine`` is False; blocks outside are not read.
+
+    Raises:
+        CheckpointError: a file is absent, damaged, or of a table of another shape. A table that was empty before is
+            empty again.
+    """
+    folder = table_folder(dirname, table.config.name)
+    if not list(folder.glob("part-*.json")):
+        from fleet.ps._text_format import import_text, text_parts
+
+        if text_parts(folder):
+            return import_text(table, dirname, mine=mine)
+    parts = read_parts(folder)
+    for part in parts:
+        _check_fits(manifest_path(folder, part.server), table.config, part)
+    was_empty, loaded = table.num_rows == 0, 0
+    try:
+        for part in parts:
+            for block in _blocks_of(folder, part, ranges):
+                chosen = block if mine is None else block.take(mine(block.keys))
+                if len(chosen):
+                    table.insert(chosen)
+                    loaded += len(chosen)
+    except CheckpointError:
+        if was_empty:
+            table.clear()
+        raise
+    return loaded
+
+
+class _GroupWriter:
+    """Collects rows, and writes each lot as one block per group of virtual ranges (and per stamp)."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._waiting: dict[int, list[RowBlock]] = {}
+        self._extents: list[Extent] = []
+        self._waiting_rows = self._rows = self._offset = 0
+
+    def add(self, block: RowBlock) -> None:
+        """Takes the rows of one copied block; they keep its stamp."""
+        if len(block):
+            self._waiting.setdefault(block.stamp, []).append(block)
+            self._waiting_rows += len(block)
+        if self._waiting_rows >= _ROWS_PER_LOT:
+            self._flush()
+
+    def _flush(self) -> None:
+        groups = 2**_GROUP_BITS
+        lots = [join_blocks(blocks) for blocks in self._waiting.values()]
+        self._waiting, self._waiting_rows = {}, 0
+        orders, bounds = [], []
+        for lot in lots:
+            group = (range_of(mix(lot.keys)) >> (12 - _GROUP_BITS)).astype(np.uint8)
+            orders.append(np.argsort(group, kind="stable"))
+            bounds.append(np.concatenate(([0], np.cumsum(np.bincount(group, minlength=groups)))))
+        for number in range(groups):
+            offset, rows = self._offset, 0
+            for lot, order, edges in zip(lots, orders, bounds, strict=True):
+                places = order[edges[number] : edges[number + 1]]
+                if len(places):
+                    self._offset += self._file.write(encode_block(lot.take(places)))
+                    rows += len(places)
+            if rows:
+                width = 12 - _GROUP_BITS
+                last = ((number + 1) << width) - 1
+                self._extents.append(Extent(offset, self._offset - offset, rows, number << width, last))
+                self._rows += rows
+
+    def finish(self) -> tuple[tuple[Extent, ...], int, int]:
+        """Writes what waits; returns extents, rows and bytes."""
+        self._flush()
+        return tuple(self._extents), self._rows, self._offset
+
+
+def _selected(config: SparseTableConfig, block: RowBlock, mode: int) -> RowBlock:
+    accessor, kept = config.accessor, block.statistics
+    if mode in (0, 3) or accessor is None or kept is None:
+        return block
+    keep = block.admitted & (accessor_score(accessor, kept.shows, kept.clicks) >= accessor.base_threshold)
+    keep &= block.unseen_days <= accessor.delta_keep_days
+    if mode == 1:
+        keep &= kept.delta_scores >= accessor.delta_threshold
+    return block.take(keep)
+
+
+def _blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None) -> Iterator[RowBlock]:
+    path = folder / part.data
+    with path.open("rb") as file:
+        for extent in part.extents:
+            if ranges is not None and not (extent.first < ranges[1] and ranges[0] <= extent.last):
+                continue
+            file.seek(extent.offset)
+            rows = 0
+            while file.tell() < extent.offset + extent.num_bytes:
+                block = read_block(file, path)
+                rows += len(block)
+                yield block
+            if rows != extent.rows:
+                raise CheckpointError(f"{path}: {rows} rows at byte {extent.offset}; the manifest says {extent.rows}. "
+                                      "The file is damaged; load another checkpoint.")
+
+
+def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
+    if part.kind != "sparse":
+        raise CheckpointError(f"{path}: a {part.kind} table; {config.name!r} is a sparse one.")
+    wanted = config.as_dict()
+    for key in ("dim", "rule", "embed_rule"):
+        have, want = part.config.get(key), wanted[key]
+        if key != "dim":
+            have, want = (have or {}).get("name"), (want or {}).get("name")
+        if have != want:
+            raise CheckpointError(f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
+                                  "another shape cannot be loaded.")
+    if (part.config.get("accessor") or {}).get("kind") != (wanted["accessor"] or {}).get("kind"):
+        raise CheckpointError(f"{path}: saved with accessor {part.config.get('accessor')!r}; table {config.name!r} "
+                              f"has {wanted['accessor']!r}.")
+
+
+def save_dense(
+    table: DenseTable, dirname: str | Path, *, start: int = 0, total: int | None = None, server: int = 0,
+    num_servers: int = 1, save_id: str = "",
+) -> Saved:
+    """Writes this server's elements ``start`` on of ``total``, with the state of their rule, as one moment saw them."""
+    values, state = table.read_state()
+    folder = table_folder(dirname, table.config.name)
+    path = _new_part(folder, server, "dense")
+    data = values.astype("<f4").tobytes() + state.astype("<f4").tobytes()
+    with temporary_file(path) as file:
+        file.write(data)
+    config = {"name": table.config.name, "rule": table.config.rule.name, "start": start, "crc32": zlib.crc32(data),
+              "total": table.config.size if total is None else total}
+    _publish_part(folder, Manifest("dense", config, server, num_servers, save_id, 0, path.name, len(data), len(values)))
+    return Saved(len(values), len(data), path)
+
+
+def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total: int | None = None) -> None:
+    """Fills the table with its elements from a save of any number of servers; state per element comes with them.
+
+    A step count that servers kept apart becomes the largest of them.
+
+    Raises:
+        CheckpointError: a file is absent, damaged, or does not hold these elements; the table is unchanged.
+    """
+    folder = table_folder(dirname, table.config.name)
+    size, rule = table.config.size, table.config.rule
+    total = size if total is None else total
+    per_dim = len(rule.spec.per_dim)
+    values, state = np.zeros((1 + per_dim, size), np.float32), np.zeros(len(rule.spec.per_row), np.float32)
+    for part in read_parts(folder):
+        if part.kind != "dense" or part.config["rule"] != rule.name or part.config["total"] != total:
+            raise CheckpointError(
+                f"{manifest_path(folder, part.server)}: a {part.kind} table of {part.config.get('total')} elements "
+                f"under rule {part.config.get('rule')!r}; {table.config.name!r} has {total} under {rule.name!r}.")
+        saved, extra = _dense_of(folder, part, per_dim, len(state))
+        first = max(start, part.config["start"])
+        last = min(start + size, part.config["start"] + part.rows)
+        if first < last:
+            origin = part.config["start"]
+            values[:, first - start : last - start] = saved[:, first - origin : last - origin]
+        state = np.maximum(state, extra)
+    table.set_state(values[0].copy(), np.concatenate((values[1:].reshape(-1), state)))
+
+
+def _dense_of(folder: Path, part: Manifest, per_dim: int, per_row: int) -> tuple[Float32s, Float32s]:
+    data = (folder / part.data).read_bytes()
+    if zlib.crc32(data) != part.config["crc32"] or len(data) != 4 * ((1 + per_dim) * part.rows + per_row):
+        raise CheckpointError(f"{folder / part.data}: the checksum or the size is wrong. The file is damaged; load "
+                              "another checkpoint.")
+    array = np.frombuffer(data, "<f4").astype(np.float32)
+    split = (1 + per_dim) * part.rows
+    return array[:split].reshape(1 + per_dim, part.rows), array[split:]
+
+
+def _new_part(folder: Path, server: int, suffix: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for abandoned in folder.glob(f".part-{server:03d}-*.tmp"):
+        abandoned.unlink(missing_ok=True)
+    return folder / f"part-{server:03d}-{secrets.token_hex(6)}.{suffix}"
+
+
+class temporary_file:
+    """A file that stands at its path once the block has ended without an error, durable; otherwise nowhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, path.with_name(f".{path.name}.tmp")
+
+    def __enter__(self) -> BinaryIO:
+        self._file = self._at.open("wb", buffering=_BUFFER_BYTES)
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        if kind is None:
+            publish(self._at, self._path)
+        else:
+            self._at.unlink(missing_ok=True)
+
+
+def _publish_part(folder: Path, manifest: Manifest) -> None:
+    """Makes the part the server's current one and removes row files that no manifest names any more."""
+    write_manifest(folder, manifest)
+    for old in folder.glob(f"part-{manifest.server:03d}-*"):
+        if old.suffix in (".rows", ".dense") and old.name != manifest.data:
+            old.unlink(missing_ok=True)
+    # Parts of a save by more servers would make this one look unfinished.
+    for path in folder.glob("part-*.json"):
+        if path.name != manifest_path(folder, manifest.server).name and _is_beyond(path, manifest):
+            (folder / read_manifest(path).data).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+
+def _is_beyond(path: Path, manifest: Manifest) -> bool:
+    try:
+        other = read_manifest(path)
+    except CheckpointError:
+        return False
+    same = (other.save_id, other.num_servers) == (manifest.save_id, manifest.num_servers)
+    return other.server >= manifest.num_servers and not same

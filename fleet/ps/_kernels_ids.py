@@ -1,0 +1,93 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Worker kernels: distinct keys of a batch, sums of their gradients, rows back to the batch, keys to servers.
+
+Twins: :mod:`fleet.ps._reference`.
+"""
+
+from __future__ import annotations
+
+from fleet.ps._kernels import floats, i32, i64, ints, kernel, mix, prefetch, u64, words
+
+_AHEAD = 16
+
+
+@kernel
+def unique_keys(keys, n, seen, bits, generation, unique, inverse):
+    """Writes the distinct keys in order of first appearance and each key's place among them; returns how many.
+
+    ``seen`` holds 2^bits entries of (key, generation << 32 | place); entries of an older generation count as empty,
+    so nothing needs clearing between batches.
+    """
+    source, distinct, places = words(keys), words(unique), ints(inverse)
+    shift, mask, stamp = u64(64 - bits), (i64(1) << bits) - 1, generation << 32
+    count = i64(0)
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch(seen + 16 * i64(mix(source[i + _AHEAD]) >> shift))
+        key = source[i]
+        at = i64(mix(key) >> shift)
+        while True:
+            entry = words(seen + 16 * at)
+            if (entry[1] >> 32) != generation:
+                entry[0] = key
+                entry[1] = stamp | count
+                distinct[count] = key
+                places[i] = i32(count)
+                count += 1
+                break
+            if entry[0] == key:
+                places[i] = i32(entry[1] & 0xFFFFFFFF)
+                break
+            at = (at + 1) & mask
+    return count
+
+
+@kernel
+def merge_rows(gradients, inverse, n, dim, out, num_unique):
+    """Writes to ``out`` the sum of the gradient rows of each distinct key, added in input order."""
+    places, total = ints(inverse), floats(out)
+    for i in range(num_unique * dim):
+        total[i] = 0.0
+    for i in range(n):
+        source, target = floats(gradients + 4 * i * dim), floats(out + 4 * i64(places[i]) * dim)
+        for j in range(dim):
+            target[j] += source[j]
+
+
+@kernel
+def expand_rows(rows, inverse, n, dim, out):
+    """Writes row ``inverse[i]`` to line i of ``out``."""
+    places = ints(inverse)
+    for i in range(n):
+        source, target = floats(rows + 4 * i64(places[i]) * dim), floats(out + 4 * i * dim)
+        for j in range(dim):
+            target[j] = source[j]
+
+
+@kernel
+def split_keys(keys, n, num_servers, modulo, servers, order, bounds):
+    """Writes the input places grouped by server in stable order, and the bounds of each group.
+
+    ``servers`` is room for n int32; ``bounds`` for num_servers + 1.
+    """
+    source, owner, places, edges = words(keys), ints(servers), ints(order), words(bounds)
+    for s in range(num_servers + 1):
+        edges[s] = 0
+    for i in range(n):
+        server = i64((mix(source[i]) >> u64(52)) * u64(num_servers) >> u64(12))
+        if modulo != 0:
+            server = i64(u64(source[i]) % u64(num_servers))
+        owner[i] = i32(server)
+        edges[server] += 1
+    total = i64(0)
+    for s in range(num_servers + 1):
+        size = edges[s]
+        edges[s] = total
+        total += size
+    for i in range(n):
+        server = owner[i]
+        places[edges[server]] = i32(i)
+        edges[server] += 1
+    for s in range(num_servers, 0, -1):
+        edges[s] = edges[s - 1]
+    edges[0] = 0

@@ -1,0 +1,220 @@
+"""Text rows: a table as lines that people and other programs can read (D.8, the 3.x layout).
+
+One file per server, ``{dirname}/{table}/part-{server:03d}-00000`` (``.gz`` when compressed); the files of all
+servers together are the whole embedding. A line is::
+
+    key slot unseen_days delta_score show click embed_w [embed state] embedx_w... [embedx state]
+
+The embed part is the first column; the embedx part and its state are absent while the row has none. State stands in
+the order of the rule; the step count of Adam is written as ``beta1^t beta2^t``. Numbers have nine digits, so that a
+table comes back bit for bit. A table without accessor writes its pushes as shows, and state that its rule keeps once
+per row stands in both parts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.errors import CheckpointError
+from fleet.ps._files import Mine, Saved, temporary_file
+from fleet.ps._layout import Float32s
+from fleet.ps._manifest import table_folder
+from fleet.ps._rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
+from fleet.ps._rules import Rule
+from fleet.ps._sparse_table import SparseTable
+
+_HEAD = 6
+_ROWS_AT_A_TIME = 4096
+_PART = re.compile(r"part-\d+-\d+(\.gz)?")
+
+
+class _TextRow:
+    """Where the numbers of a line stand in a row: one tuple of row places for each of the two parts."""
+
+    def __init__(self, table: SparseTable) -> None:
+        layout = table.layout
+        self.width = layout.row_floats
+        self.parts: list[list[int]] = []
+        self.steps: list[tuple[int, int, Rule]] = []
+        spans = [(0, 1)] + ([(1, layout.num_weights)] if layout.num_weights > 1 else [])
+        for part, (start, stop) in enumerate(spans):
+            block = next(b for b in layout.blocks if b.column <= start < b.column + b.width)
+            rule, places = block.rule, list(range(start, stop))
+            for i in range(len(rule.spec.per_dim)):
+                first = block.state + i * block.width - block.column
+                places += range(first + start, first + stop)
+            for i, name in enumerate(rule.spec.per_row):
+                place = block.state + len(rule.spec.per_dim) * block.width + i
+                if name == "step":
+                    # Two numbers of the line for one of the row.
+                    self.steps.append((part, len(places), rule))
+                    places.append(place)
+                places.append(place)
+            self.parts.append(places)
+
+    def numbers(self, values: Float32s, part: int) -> npt.NDArray[np.float64]:
+        """Returns what the lines hold for one part of rows ``values``."""
+        out = values[:, self.parts[part]].astype(np.float64)
+        for of_part, column, rule in self.steps:
+            if of_part == part:
+                steps = out[:, column].copy()
+                out[:, column], out[:, column + 1] = rule["beta1"] ** steps, rule["beta2"] ** steps
+        return out
+
+    def fill(self, values: Float32s, part: int, numbers: npt.NDArray[np.float64]) -> None:
+        """Puts one part of lines into rows ``values``."""
+        numbers = numbers.copy()
+        for of_part, column, rule in self.steps:
+            if of_part == part:
+                steps = _steps_of(numbers[:, column], numbers[:, column + 1], rule)
+                numbers[:, column], numbers[:, column + 1] = steps, steps
+        values[:, self.parts[part]] = numbers
+
+
+def _steps_of(
+    power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], rule: Rule
+) -> npt.NDArray[np.float64]:
+    """Returns the step count behind beta1^t and beta2^t: from the slower power while it is above zero."""
+    steps = np.zeros(len(power1))
+    for power, beta in ((power1, rule["beta1"]), (power2, rule["beta2"])):
+        if 0.0 < beta < 1.0:
+            known = power > 0.0
+            steps[known] = np.maximum(steps[known], np.rint(np.log(power[known]) / math.log(beta)))
+    return steps
+
+
+def export_text(
+    table: SparseTable, dirname: str | Path, *, server: int = 0, compress: bool = False
+) -> Saved:
+    """Writes this server's rows as text; rows that wait for admission are left out. Training may go on meanwhile."""
+    folder = table_folder(dirname, table.config.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"part-{server:03d}-00000{'.gz' if compress else ''}"
+    row, rows = _TextRow(table), 0
+    with temporary_file(path) as raw:
+        file: gzip.GzipFile | BinaryIO = gzip.GzipFile("", "wb", 6, raw, mtime=0) if compress else raw
+        for block in table.blocks():
+            block = block.take(block.admitted)
+            file.writelines(_lines_of(row, block))
+            rows += len(block)
+        if compress:
+            file.close()
+        num_bytes = raw.tell()
+    other = path.with_suffix("") if compress else path.with_name(f"{path.name}.gz")
+    other.unlink(missing_ok=True)
+    return Saved(rows, num_bytes, path)
+
+
+def _lines_of(row: _TextRow, block: RowBlock) -> Iterator[bytes]:
+    n, kept = len(block), block.statistics
+    zeros = np.zeros(n)
+    slots = zeros.astype(int) if kept is None else kept.slots
+    shows = block.counts if kept is None else kept.shows
+    clicks = zeros if kept is None else kept.clicks
+    deltas = zeros if kept is None else kept.delta_scores
+    parts = [row.numbers(block.values, part) for part in range(len(row.parts))]
+    formats = [" %.9g" * numbers.shape[1] for numbers in parts]
+    heads = zip(block.keys.tolist(), slots.tolist(), block.unseen_days.tolist(), deltas.tolist(), shows.tolist(),
+                clicks.tolist(), block.has_embedx.tolist(), strict=True)
+    for i, (key, slot, unseen, delta, show, click, has_embedx) in enumerate(heads):
+        line = "%d %d %d %.9g %.17g %.17g" % (key, slot, unseen, delta, show, click)  # noqa: UP031
+        for numbers, form in zip(parts[: 2 if has_embedx else 1], formats, strict=False):
+            line += form % tuple(numbers[i].tolist())
+        yield (line + "\n").encode()
+
+
+def text_parts(folder: Path) -> list[Path]:
+    """Returns the text parts in a table's folder."""
+    return sorted(path for path in folder.glob("part-*") if _PART.fullmatch(path.name))
+
+
+def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = None) -> int:
+    """Returns how many rows were put into the table from the text parts of any number of servers.
+
+    Raises:
+        CheckpointError: no parts, or a line that is not a row of this table (the message names file and line). A
+            table that was empty before is empty again.
+    """
+    folder = table_folder(dirname, table.config.name)
+    paths = text_parts(folder)
+    if not paths:
+        raise CheckpointError(f"{folder}: no text parts here (part-NNN-NNNNN, or the same with .gz).")
+    row, loaded, was_empty = _TextRow(table), 0, table.num_rows == 0
+    try:
+        for path in paths:
+            for block in _blocks_of_text(path, row, table):
+                chosen = block if mine is None else block.take(mine(block.keys))
+                table.insert(chosen)
+                loaded += len(chosen)
+    except CheckpointError:
+        if was_empty:
+            table.clear()
+        raise
+    return loaded
+
+
+def _blocks_of_text(path: Path, row: _TextRow, table: SparseTable) -> Iterator[RowBlock]:
+    lines: list[list[str]] = []
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    lines.append(line.split())
+                    _check_line(f"{path}:{number}", lines[-1], row)
+                if len(lines) == _ROWS_AT_A_TIME:
+                    yield _block_of(f"{path}, up to line {number}", lines, row, table)
+                    lines = []
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}, after line {number}: {error}. The file is damaged.") from None
+    if lines:
+        yield _block_of(f"{path}, up to line {number}", lines, row, table)
+
+
+def _check_line(where: str, tokens: list[str], row: _TextRow) -> None:
+    short = _HEAD + len(row.parts[0])
+    allowed = {short, short + sum(map(len, row.parts[1:]))}
+    if len(tokens) not in allowed:
+        raise CheckpointError(f"{where}: {len(tokens)} numbers; a row of this table has "
+                              f"{' or '.join(map(str, sorted(allowed)))}.")
+
+
+def _block_of(where: str, lines: list[list[str]], row: _TextRow, table: SparseTable) -> RowBlock:
+    n, short = len(lines), _HEAD + len(row.parts[0])
+    try:
+        keys = np.array([_key_of(tokens[0]) for tokens in lines], np.int64)
+        head = np.array([tokens[1:short] for tokens in lines], np.float64)
+        full = np.array([len(tokens) > short or len(row.parts) == 1 for tokens in lines], bool)
+        rest = np.array([tokens[short:] for tokens in lines if len(tokens) > short], np.float64)
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{where}: {error}. The file is damaged.") from None
+    values = np.zeros((n, row.width), np.float32)
+    row.fill(values, 0, head[:, _HEAD - 1 :])
+    if len(row.parts) > 1 and full.any():
+        filled = values[full]
+        row.fill(filled, 1, rest)
+        values[full] = filled
+    unseen = np.clip(head[:, 1], 0, MAX_UNSEEN_DAYS).astype(np.int64)
+    counts = np.clip(head[:, 3], 0, MAX_ROW_COUNT).astype(np.int64)
+    kept = None
+    if table.layout.has_statistics:
+        kept = Statistics(head[:, 3], head[:, 4], head[:, 2].astype(np.float32), head[:, 0].astype(np.uint32))
+    return RowBlock(keys, unseen, counts, np.ones(n, bool), full, values, kept)
+
+
+def _key_of(token: str) -> int:
+    key = int(token)
+    if not -(2**63) <= key < 2**64:
+        raise ValueError(f"the key {token} does not fit 64 bits")
+    return key if key < 2**63 else key - 2**64
