@@ -50,7 +50,7 @@ docs: $(READY)
 	$(PY) docs/generate.py
 
 bench: $(READY)
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) "$$script"; done
+	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script"; done
 
 dist: $(READY)
 	$(PY) -m build

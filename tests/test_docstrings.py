@@ -47,7 +47,9 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     fleet.save({"model": model.state_dict()}, "checkpoint.pdparams")
     loss = model(torch.ones(3, 4)).sum()
     return {"fleet": fleet, "np": np, "torch": torch, "model": model, "net": model.module, "optimizer": optimizer} | {
-        "loss": loss
+        "block": torch.nn.Linear(4, 4),
+        "x": torch.ones(3, 4),
+        "loss": loss,
     }
 
 

@@ -41,9 +41,7 @@ def functions(path: Path) -> Iterator[tuple[str, int, int]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
-            first = node.body[0]
-            has_text = ast.get_docstring(node, clean=False) is not None
-            text = first.end_lineno - first.lineno + 1 if has_text else 0
+            text = len((ast.get_docstring(node, clean=False) or "").splitlines())
             yield f"{path}:{node.lineno} {node.name}", lines, lines - text
 
 

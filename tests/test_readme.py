@@ -39,6 +39,13 @@ def generator() -> ModuleType:
     return module
 
 
+def found_in(name: str, pattern: str) -> str:
+    """Returns the first group (or the whole match) of a pattern that a text must contain."""
+    found = re.search(pattern, read(name), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[found.lastindex or 0]
+
+
 def fenced(name: str, language: str) -> list[str]:
     """Returns the code blocks of a text in one language."""
     return [body for _, kind, body in FENCED.findall(read(name)) if kind == language]
@@ -46,6 +53,7 @@ def fenced(name: str, language: str) -> list[str]:
 
 def example(name: str, title: str) -> str:
     """Returns the code block of a text that stands under ``<!-- example: TITLE -->``."""
+    body: str
     (body,) = (body for found, _, body in FENCED.findall(read(name)) if found == title)
     return body
 
@@ -149,20 +157,21 @@ def test_names_of_the_package_exist() -> None:
 
 
 def test_make_has_every_target_that_is_named() -> None:
-    targets = set(re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)[1].split())
+    targets = set(found_in("Makefile", r"^\.PHONY: ([^\n]*)$").split())
     named = {name for path in TEXTS for name in re.findall(r"`make ([a-z-]+)`", read(path))}
     assert named >= {"demo", "test", "lint"}
     assert named - targets == set()
 
 
 def test_the_demo_uses_options_that_the_example_has() -> None:
-    recipe = re.search(r"^demo:.*?\n\n", read("Makefile"), re.MULTILINE | re.DOTALL)[0]
-    script, *options = re.search(r"(examples/\S+\.py)(.*)", recipe).group(1, 2)
-    script_help = subprocess.run(
-        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    for option in re.findall(r"--[\w-]+", options[0]):
-        assert option in script_help
+    recipe = found_in("Makefile", r"^demo:.*?\n\n")
+    command = recipe.replace("\\\n", " ").splitlines()[2]
+    script, _, options = command.partition("examples/")[2].partition(" ")
+    shown = [sys.executable, str(ROOT / "examples" / script), "--help"]
+    script_help = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout
+    used = re.findall(r"--[\w-]+", options)
+    assert "--history" in used
+    assert [option for option in used if option not in script_help] == []
     for path in re.findall(r"\$\(PY\) (\S+\.py)", recipe):
         assert (ROOT / path).is_file()
 
@@ -187,7 +196,7 @@ def test_the_container_image_is_described() -> None:
     assert [source for source in sources if not (ROOT / source).exists()] == []
     ignored = read(".dockerignore").splitlines()
     assert [source for source in sources if f"!{source}" not in ignored] == []
-    torch = re.search(r"^torch==(.*)$", read("constraints.txt"), re.MULTILINE)[1]
+    torch = found_in("constraints.txt", r"^torch==([^\n]*)$")
     assert f"ARG TORCH={torch}\n" in dockerfile
     guide = read("deploy/README.md")
     assert "--net=host" in guide
@@ -247,6 +256,6 @@ def test_the_strategy_of_the_guide_is_in_style(tmp_path: Path) -> None:
     file = tmp_path / "clip_gradients.py"
     file.write_text(example("CONTRIBUTING.md", "strategies/clip_gradients.py"))
     for words in (["check"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *words, "--config", ROOT / "pyproject.toml", file]
+        command = [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml"), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout
