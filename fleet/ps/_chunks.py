@@ -11,12 +11,13 @@ from typing import BinaryIO
 from fleet.errors import CheckpointError
 from fleet.ps._journal import block_checksum
 
-__all__ = ["read_chunks", "write_chunk", "write_end"]
+__all__ = ["END_BYTES", "read_chunks", "read_end", "write_chunk", "write_end"]
 
 _CHUNK = struct.Struct("<8sQQIIQ")
 _CRC = struct.Struct("<II")
 _CHUNK_MAGIC = b"FLPSROW1"
 _END = 255
+END_BYTES = _CHUNK.size + _CRC.size
 
 
 def write_chunk(file: BinaryIO, n: int, stamp: int, width: int, kind: int, payload: bytes) -> None:
@@ -49,3 +50,9 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
         if kind == _END:
             return
         yield n, stamp, width, kind, payload
+
+
+def read_end(file: BinaryIO, path: Path) -> None:
+    """Reads the end chunk; raises :class:`CheckpointError` when something else stands there."""
+    if list(read_chunks(file, path)):
+        raise CheckpointError(f"{path}: the snapshot goes on where its end should be; restore it from a copy.")

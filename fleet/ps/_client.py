@@ -20,7 +20,6 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,18 +32,10 @@ from fleet.ps._layout import SparseTableConfig
 from fleet.ps._link import Link, Request
 from fleet.ps._messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
 from fleet.ps._shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
+from fleet.ps._ticket import Ticket, fill
 from fleet.ps._transport import SocketTransport, Transport
 
 __all__ = ["Client", "Gradient", "Ticket"]
-
-
-@dataclass(slots=True)
-class Ticket:
-    """Requests under way; :meth:`Client.wait` returns their result."""
-
-    requests: list[tuple[Link, Request]] = field(default_factory=list)
-    result: dict[int, Any] = field(default_factory=dict)
-    done: bool = False
 
 
 class Client:
@@ -203,7 +194,7 @@ class Client:
             if share:
                 parts = [part for part, _ in share]
                 request = Request(
-                    Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=_fill(share)
+                    Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=fill(share)
                 )
                 ticket.requests.append((link, link.submit(request)))
         return ticket
@@ -288,13 +279,21 @@ class Client:
         body = {"table": table_id, "action": action, "fields": fields}
         return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body, change=True))
 
-    def save(self, **fields: Any) -> list[dict[str, Any]]:
-        """Makes every server write its share; training may go on meanwhile."""
-        return self._all(Op.SAVE, fields)
+    def save(self, dirname: str, *, mode: int = 0, tables: Sequence[int] | None = None) -> int:
+        """Makes every server write its share to ``dirname`` and returns the rows saved; training may go on meanwhile.
 
-    def load(self, **fields: Any) -> list[dict[str, Any]]:
-        """Makes every server read its share."""
-        return self._all(Op.LOAD, fields)
+        Args:
+            dirname: a folder that the servers reach.
+            mode: see :mod:`fleet.ps._files`; dense tables are always saved whole.
+            tables: ids of the tables, all by default.
+        """
+        save_id = secrets.token_hex(8)  # a save whose answer was lost is not done again
+        fields = {"dirname": dirname, "mode": mode, "tables": tables, "save_id": save_id}
+        return sum(int(answer["rows"]) for answer in self._all(Op.SAVE, fields))
+
+    def load(self, dirname: str, *, tables: Sequence[int] | None = None) -> int:
+        """Makes every server read its share of a save by any number of servers; returns the rows loaded."""
+        return sum(int(answer["rows"]) for answer in self._all(Op.LOAD, {"dirname": dirname, "tables": tables}))
 
     def snapshot(self) -> None:
         """Makes every server write a snapshot of its state now."""
@@ -380,20 +379,3 @@ class Client:
             for link in self._links:
                 with suppress(PSError):
                     link.beat(every_s)
-
-
-def _fill(share: list[tuple[Part, Any]]) -> Callable[[Header, memoryview], None]:
-    def take(header: Header, body: memoryview) -> None:
-        answered = rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16))
-        if len(answered) != len(share):
-            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
-        for part, (asked, target) in zip(answered, share, strict=True):
-            if part.table_id != asked.table_id or part.n != asked.n * asked.dim or part.rows is None:
-                raise MessageError(f"the answer for table {asked.table_id} has another size.")
-            rows = part.rows.reshape(asked.n, asked.dim)
-            if isinstance(target, tuple):
-                target[0][target[1]] = rows
-            else:
-                target[:] = rows
-
-    return take

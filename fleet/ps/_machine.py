@@ -1,7 +1,7 @@
 """The server's state machine: every change of tables and session, applied once, in an order the journal keeps.
 
-Locks are taken in this order: the channel's, ``_applying`` (sync mode), ``snapshots``, the tables' ``order`` by id,
-the tables' gates by id, the journal's. A change is journaled first and applied then, with its tables held from
+Locks are taken in this order: ``saving``, the channel's, ``_applying`` (sync mode), ``snapshots``, the tables'
+``order`` by id, the tables' gates by id, the journal's. A change is journaled first and applied then, with its tables held from
 before the one until after the other; so a row copied with stamp N holds exactly the records up to N that touch it.
 """
 
@@ -44,6 +44,7 @@ class Machine:
         self.session, self.journal, self.sync = session, journal, sync
         self.tables: dict[int, ServedTable] = {}
         self.snapshots = threading.Lock()
+        self.saving = threading.Lock()  # one save at a time writes to a folder
         self.failure: BaseException | None = None
         self.counts = {"applied": 0, "duplicates": 0, "rows": 0}
         self.make_table = make_table

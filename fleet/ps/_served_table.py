@@ -7,27 +7,25 @@ a lock per table; pulls do not take it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps._chunks import read_chunks, write_chunk, write_end
+from fleet.ps._chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps._dense_table import DenseTable, DenseTableConfig
 from fleet.ps._gate import Gate
 from fleet.ps._messages import Part
-from fleet.ps._rows import RowBlock, Statistics
+from fleet.ps._row_file import encode_block, read_block
 from fleet.ps._session import Refused
 from fleet.ps._sparse_table import SparseTable
 from fleet.ps._table_spec import config_of_spec
 
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table"]
 
-_PARTS = ("keys", "unseen_days", "counts", "admitted", "has_embedx", "values")
-_STATISTICS = ("shows", "clicks", "delta_scores", "slots")
 
 
 class Stamps:
@@ -189,16 +187,19 @@ class ServedSparse:
         """Writes a snapshot, chunk by chunk, while training goes on."""
         with path.open("wb") as file:
             for block in self.table.blocks(stamp=stamp):
-                _write_block(file, block)
+                file.write(encode_block(block))
             write_end(file)
 
     def read(self, path: Path) -> Stamps:
         """Fills the empty table from a snapshot."""
         stamps = Stamps()
         with path.open("rb") as file:
-            for block in _read_blocks(file, path):
+            end = path.stat().st_size - END_BYTES
+            while file.tell() < end:
+                block = read_block(file, path)
                 self.table.insert(block)
                 stamps.add(block.keys, block.stamp)
+            read_end(file, path)
         return stamps
 
 
@@ -289,30 +290,3 @@ class ServedDense:
                     raise CheckpointError(f"{path}: {error}") from None
                 stamps.latest = number
         return stamps
-
-
-def _write_block(file: BinaryIO, block: RowBlock) -> None:
-    arrays = [np.ascontiguousarray(getattr(block, name)) for name in _PARTS]
-    if block.statistics is not None:
-        arrays += [np.ascontiguousarray(getattr(block.statistics, name)) for name in _STATISTICS]
-    payload = b"".join(array.tobytes() for array in arrays)
-    write_chunk(file, len(block), block.stamp, block.values.shape[1], int(block.statistics is not None), payload)
-
-
-def _read_blocks(file: BinaryIO, path: Path) -> Iterator[RowBlock]:
-    dtypes: tuple[Any, ...] = (np.int64, np.int64, np.int64, np.bool_, np.bool_, np.float32)
-    more: tuple[Any, ...] = (np.float64, np.float64, np.float32, np.uint32)
-    for n, stamp, width, kind, payload in read_chunks(file, path):
-        arrays: list[Any] = []
-        position = 0
-        for index, dtype in enumerate(dtypes + (more if kind else ())):
-            count = n * width if index == 5 else n
-            array = np.frombuffer(payload[position : position + count * np.dtype(dtype).itemsize], dtype)
-            if len(array) != count:
-                raise CheckpointError(f"{path}: a chunk of {n} rows is too short.")
-            position += array.nbytes
-            arrays.append(array)
-        arrays[5] = arrays[5].reshape(n, width)
-        keys, unseen_days, counts, admitted, has_embedx, values, *rest = arrays
-        statistics = Statistics(*rest) if kind else None
-        yield RowBlock(keys, unseen_days, counts, admitted, has_embedx, values, statistics, stamp)

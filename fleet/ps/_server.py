@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fleet.errors import ConfigError, FleetError, PSError
+from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
 from fleet.ps._auth import check_bind, prove_to_worker
 from fleet.ps._journal import Journal
 from fleet.ps._machine import Machine, MakeTable
@@ -39,6 +39,7 @@ from fleet.ps._messages import (
 from fleet.ps._requests import Answer, Peer, Requests
 from fleet.ps._served_table import make_served_table
 from fleet.ps._server_config import ServerConfig
+from fleet.ps._server_files import load_tables, save_tables
 from fleet.ps._session import Fenced, Refused, Session
 from fleet.ps._snapshot import recover, write_snapshot
 from fleet.ps._transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
@@ -98,8 +99,6 @@ class Server:
         transport: Transport | None = None,
         notify: Callable[[str], None] = print,
         make_table: MakeTable = make_served_table,
-        save: Callable[[Machine, dict[str, Any]], dict[str, Any]] | None = None,
-        load: Callable[[Machine, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         self.config = config
         self._transport = transport or SocketTransport()
@@ -110,8 +109,8 @@ class Server:
         self.machine = Machine(session, journal, make_table, sync=config.mode == "sync")
         self._requests = Requests(
             config, self.machine, self.snapshot,
-            lambda fields: (save or _no_files)(self.machine, fields),
-            lambda fields: (load or _no_files)(self.machine, fields),
+            lambda fields: save_tables(self.machine, config, fields),
+            lambda fields: load_tables(self.machine, config, fields),
         )
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
@@ -299,7 +298,7 @@ class Server:
             raise
         except Fenced as error:
             return _error(Status.FENCED, error)
-        except (Refused, MessageError, ConfigError) as error:
+        except (Refused, MessageError, ConfigError, CheckpointError) as error:
             return _error(Status.REFUSED, error)
         except Exception as error:  # the worker learns of it; the server lives on unless its state is in doubt
             self._notify(f"parameter server {self.config.index}: {header.op.name} failed: {error!r}")
@@ -327,9 +326,3 @@ class Server:
 def _error(status: Status, error: BaseException) -> Answer:
     text = str(error) if isinstance(error, FleetError) else repr(error)
     return Answer(status, [control_body({"error": text[:4000]})])
-
-
-def _no_files(machine: Machine, fields: dict[str, Any]) -> dict[str, Any]:
-    raise Refused("this parameter server was started without the means to save and load tables.")
-
-

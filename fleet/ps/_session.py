@@ -101,6 +101,7 @@ class Session:
         self.barriers: dict[str, int] = {}
         self.arrived: dict[tuple[str, int], set[int]] = {}
         self.recorder = GeoRecorder(num_workers)
+        self.saved: dict[str, dict[str, Any]] = {}  # answers of the latest saves, by save id
         self.stopped = False
 
     # -- membership (the caller holds ``changed``) ---------------------------------------------------------------

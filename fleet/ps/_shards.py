@@ -63,7 +63,8 @@ class TableMap:
         """Returns the specification of this server's share."""
         if isinstance(self.config, DenseTableConfig):
             start, stop = self.blocks[server]
-            return spec_of_config(replace(self.config, size=stop - start))
+            share = {"start": start, "total": self.config.size, "num_servers": self.num_servers}
+            return {**spec_of_config(replace(self.config, size=stop - start)), **share}
         return {**spec_of_config(self.config), "routing": self.routing, "num_servers": self.num_servers}
 
     def split(self, ids: Keys) -> list[NDArray[np.intp] | slice]:

@@ -176,7 +176,8 @@ def test_each_wrong_request_is_refused_and_the_line_stays(service):
         (Op.CREATE, control_body({"tables": {"5": {"kind": "sparse"}}}), {}, "cannot be read"),
         (Op.CREATE, b"[1]", {}, "JSON object"),
         (Op.ALTER, control_body({"table": 0, "action": "learning_rate", "fields": {"value": "x"}}), {"seq": 1}, None),
-        (Op.SAVE, control_body({"dir": "/"}), {}, "means to save"),
+        (Op.SAVE, control_body({"dir": "/"}), {}, "dirname"),
+        (Op.LOAD, control_body({"dirname": "/nowhere"}), {}, None),
     ]
     for op, body, fields, word in cases:
         answer, content = ask(connection, op, body, **fields)

@@ -1,0 +1,107 @@
+"""What a server does when a worker asks it to save or load: its share of each table, while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fleet.ps._files import check_save_mode, load_dense, load_table, save_dense, save_table
+from fleet.ps._machine import Machine
+from fleet.ps._partition import range_bounds, servers_of_keys
+from fleet.ps._served_table import ServedDense, ServedSparse
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._session import Refused
+from fleet.ps._snapshot import write_snapshot
+
+__all__ = ["load_tables", "save_tables"]
+
+_KEPT_ANSWERS = 16
+
+
+def save_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Saves tables and returns ``{"rows": ...}``; a save id that was done is answered again and not done again.
+
+    Modes that change the rows (1, 2 and 3) are followed by a snapshot, so that a restart has the change, too.
+    """
+    dirname, ids, mode, save_id = _dirname(fields), _tables(machine, fields), fields.get("mode"), fields.get("save_id")
+    if not isinstance(mode, int) or not isinstance(save_id, str):
+        raise Refused("SAVE takes a mode and a save id.")
+    for table_id in ids:
+        table = machine.tables[table_id]
+        if isinstance(table, ServedSparse):
+            check_save_mode(mode, table.table.config)
+    session = machine.session
+    with machine.saving:
+        if save_id in session.saved:
+            return session.saved[save_id]
+        rows = 0
+        with machine.snapshots:
+            for table_id in ids:
+                rows += _save(machine, config, table_id, dirname, mode, save_id)
+            with session.changed:
+                session.saved[save_id] = {"rows": rows}
+                while len(session.saved) > _KEPT_ANSWERS:
+                    del session.saved[next(iter(session.saved))]
+        if mode and config.folder is not None:
+            write_snapshot(machine, config.folder)
+    return {"rows": rows}
+
+
+def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str) -> int:
+    table, spec = machine.tables[table_id], machine.session.specs[table_id]
+    count = spec.get("num_servers", 1)
+    if isinstance(table, ServedDense):
+        return save_dense(
+            table.table, dirname, start=spec.get("start", 0), total=spec.get("total"), server=config.index,
+            num_servers=count, save_id=save_id,
+        ).rows
+    assert isinstance(table, ServedSparse)
+    return save_table(
+        table.table, dirname, mode=mode, server=config.index, num_servers=count, save_id=save_id
+    ).rows
+
+
+def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded."""
+    dirname, rows = _dirname(fields), 0
+    with machine.snapshots:
+        for table_id in _tables(machine, fields):
+            table, spec = machine.tables[table_id], machine.session.specs[table_id]
+            with table.order, table.gate.exclusive():
+                if isinstance(table, ServedDense):
+                    load_dense(table.table, dirname, start=spec.get("start", 0), total=spec.get("total"))
+                    rows += table.table.config.size
+                elif isinstance(table, ServedSparse):
+                    rows += _load_sparse(table, dirname, config.index, spec)
+    if config.folder is not None:
+        write_snapshot(machine, config.folder)
+    return {"rows": rows}
+
+
+def _load_sparse(table: ServedSparse, dirname: Path, index: int, spec: dict[str, Any]) -> int:
+    count, routing = spec.get("num_servers", 1), spec.get("routing", "range")
+    if count == 1:
+        return load_table(table.table, dirname)
+    bounds = range_bounds(count)
+    return load_table(
+        table.table, dirname, mine=lambda keys: servers_of_keys(keys, count, routing) == index,
+        ranges=(bounds[index], bounds[index + 1]) if routing == "range" else None,
+    )
+
+
+def _dirname(fields: dict[str, Any]) -> Path:
+    dirname = fields.get("dirname")
+    if not isinstance(dirname, str) or not dirname:
+        raise Refused(f"dirname must be the path of a folder, received {dirname!r}.")
+    return Path(dirname)
+
+
+def _tables(machine: Machine, fields: dict[str, Any]) -> list[int]:
+    wanted = fields.get("tables")
+    if wanted is None:
+        return sorted(machine.tables)
+    if not isinstance(wanted, list) or not all(isinstance(table_id, int) for table_id in wanted):
+        raise Refused(f"tables must be a list of table ids, received {wanted!r}.")
+    for table_id in wanted:
+        machine.table(table_id)
+    return wanted
