@@ -18,6 +18,7 @@ The plan applies strategies from the user's objects outwards:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 # The one reason of every option that is described here and not built yet: search for it to find them.
@@ -78,6 +80,14 @@ class Workers(Protocol):
         """Process group of all workers; ``None`` in a single process."""
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """The workers by axis ('dp', 'sharding'), one dim for each axis above 1; ``None`` when there is at most dp."""
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether workers hold different gradients, so that what they decide on them must be agreed on."""
+
+    @property
     def options(self) -> Values:
         """The options the plan was made from."""
 
@@ -87,6 +97,20 @@ class Workers(Protocol):
 
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """Returns the qualified name of every parameter of the wrapped models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """What a user wants to read about a strategy; ``docs/strategies.md`` is made from it.
+
+    ``example`` holds the options of a job that uses it, as in a strategy file; the contract tests train with it.
+    """
+
+    when: str
+    cost: str
+    formula: str = ""
+    source: str = ""
+    example: Mapping[str, Any] = field(default_factory=dict)
 
 
 ConfigType: TypeAlias = type[Config]
@@ -123,6 +147,8 @@ class Strategy:
     refused: ClassVar[str | None] = None
     model_effect: ClassVar[str] = ""
     optimizer_effect: ClassVar[str] = ""
+    guide: ClassVar[Guide | None] = None
+    optimizer_stage: ClassVar[Stage | None] = None  # wrap_optimizer comes at the end of this stage, not at `stage`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -139,6 +165,16 @@ class Strategy:
     def chosen(cls, options: Values) -> bool:
         """Returns whether the options switch this strategy on."""
         return bool(not cls.always and options[cls.name])
+
+    @classmethod
+    def stands_for(cls, options: Values) -> tuple[str, ...]:
+        """Returns the names of the strategies that are left out of a plan with this one."""
+        return cls.replaces
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether this strategy leaves each worker with other gradients, so that decisions on them must be shared."""
+        return False
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import Stage, Strategy, Values
+from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._local_training import (
     LocalOptimizer,
@@ -47,6 +47,13 @@ class AdaptiveLocalsgd(Strategy):
     }
     model_effect = "starts from rank 0's parameters and exchanges no gradients"
     optimizer_effect = "averages the parameters of all workers at intervals that it computes; momentum stays local"
+    guide = Guide(
+        when="As localsgd, when no k is known: it follows the loss and the learning rate.",
+        cost="As localsgd, and one number more per average.",
+        formula="k = clip(ceil(sqrt(lr_0 * loss / (lr * loss_0) * init_k)), 1, 16)",
+        source="Wang and Joshi, 2019, arXiv 1810.08313",
+        example={"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 2}},
+    )
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

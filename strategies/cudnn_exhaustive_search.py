@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 
 
 class CudnnExhaustiveSearch(Strategy):
@@ -16,6 +16,11 @@ class CudnnExhaustiveSearch(Strategy):
     stage = Stage.MODULE
     in_ps_job = True
     model_effect = "sets torch.backends.cudnn.benchmark"
+    guide = Guide(
+        when="Convolutions whose input shapes do not change.",
+        cost="A search at the first batch of each shape.",
+        example={"cudnn_exhaustive_search": True},
+    )
 
     @classmethod
     def notes(cls, options: object, world_size: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import exchange_of
 
@@ -62,6 +62,13 @@ class DataParallel(Strategy):
     Settings = DataParallelSettings
     always = True
     model_effect = "averages the gradients of all workers in buckets while backward runs; parameters start as rank 0's"
+    guide = Guide(
+        when="Always on with more than one worker. Larger buckets suit a slow network, smaller ones a small model.",
+        cost="One all-reduce of each gradient per step, mostly hidden behind backward. The buckets are the gradients.",
+        formula="g = (g_1 + ... + g_N) / N",
+        source="Li et al., 2020, arXiv 2006.15704",
+        example={"fuse_grad_size_in_MB": 16},
+    )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning
-from fleet.strategies._base import Stage, Strategy, Values, Workers
+from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import GradientExchange, data_parallel_in, exchange_of
 from fleet.strategies._optimizer import OptimizerWrapper
@@ -48,6 +48,13 @@ class Dgc(Strategy):
     }
     model_effect = "leaves large float32 gradients out of the common exchange"
     optimizer_effect = "adds up momentum and gradients locally, and exchanges only their largest entries"
+    guide = Guide(
+        when="The network is very slow, the model large, and the optimizer SGD with momentum.",
+        cost="Two more copies of the large parameters, a top-k of each; below 1 % of the bytes at sparsity 0.999.",
+        formula="u = m u + g; v = v + u; send the k largest of |v|, and set u and v to zero there",
+        source="Lin et al., 2018, arXiv 1712.01887",
+        example={"dgc": True, "dgc_configs": {"rampup_begin_step": 1, "sparsity": [0.99]}},
+    )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is SGD with momentum."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in, exchange_of
 
@@ -35,6 +35,12 @@ class Fp16Allreduce(Strategy):
     stage = Stage.COMM
     Config = Fp16AllreduceConfig
     model_effect = "casts float32 gradients to float16 (or bfloat16) for the exchange and back"
+    guide = Guide(
+        when="The network is the bottleneck. Take bfloat16 where gradients overflow float16.",
+        cost="Half the bytes; two casts per bucket; the rounding of the narrow type.",
+        formula="g = sum over workers of cast(g_i / N)",
+        example={"fp16_allreduce": True},
+    )
 
     @classmethod
     def notes(cls, options: object, world_size: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
-from fleet.strategies._base import Stage, Strategy, Values
+from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in
 from fleet.strategies._optimizer import OptimizerWrapper
@@ -42,6 +42,12 @@ class GradientMerge(Strategy):
     after = ("amp",)
     model_effect = "exchanges gradients only in the backward pass of every k-th batch"
     optimizer_effect = "adds up gradients; every k-th step() updates and the next zero_grad() clears"
+    guide = Guide(
+        when="The batch you want does not fit into memory, or the network is slow.",
+        cost="One copy of the gradients between updates; one exchange per k batches.",
+        formula="g = (g_1 + ... + g_k) / k, or the sum when avg is False; update at every k-th step()",
+        example={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+    )
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

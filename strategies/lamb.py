@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._optimizer_kinds import check_adam, check_settings_off
 from fleet.strategies._rule import RuleWrapper, norms
@@ -33,6 +33,13 @@ class Lamb(Strategy):
     stage = Stage.UPDATE
     Config = LambConfig
     optimizer_effect = "updates with LAMB in place of Adam's rule"
+    guide = Guide(
+        when="Adam at batch sizes of many thousands.",
+        cost="Two norms per parameter and step.",
+        formula="r = m / (sqrt(v) + eps) + wd p; p = p - lr |p| / |r| r",
+        source="You et al., 2020, arXiv 1904.00962",
+        example={"lamb": True, "lamb_configs": {"exclude_from_weight_decay": ["bias"]}},
+    )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is Adam with nothing that LAMB lacks."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._rule import RuleWrapper, norms
@@ -36,6 +36,13 @@ class Lars(Strategy):
     Config = LarsConfig
     conflicts = {"lamb": "both replace the update rule"}
     optimizer_effect = "updates with LARS momentum in place of SGD's rule"
+    guide = Guide(
+        when="SGD with momentum at batch sizes of many thousands.",
+        cost="Two norms per parameter and step.",
+        formula="local = lr coeff |p| / (|g| + wd |p| + eps); v = m v + local (g + wd p); p = p - v",
+        source="You, Gitman and Ginsburg, 2017, arXiv 1708.03888",
+        example={"lars": True, "lars_configs": {"exclude_from_weight_decay": ["bias"]}},
+    )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError unless the optimizer is SGD with momentum and nothing that LARS lacks."""

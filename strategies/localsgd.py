@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fleet.strategies._base import Stage, Strategy, Values
+from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._local_training import LocalOptimizer, local_training_notes, start_from_rank_0
 from fleet.strategies._optimizer_kinds import check_sgd
@@ -38,6 +38,13 @@ class Localsgd(Strategy):
     }
     model_effect = "starts from rank 0's parameters and exchanges no gradients"
     optimizer_effect = "averages the parameters of all workers every k_steps steps; momentum stays local"
+    guide = Guide(
+        when="The network is too slow for an exchange at every step, and the workers see similar data.",
+        cost="One average of the parameters per k steps. Workers differ in between, so save at an average.",
+        formula="p = (p_1 + ... + p_N) / N at every step up to begin_step, then every k_steps",
+        source="Stich, 2019, arXiv 1805.09767",
+        example={"localsgd": True, "localsgd_configs": {"k_steps": 2}},
+    )
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 
 
 class SyncBatchNorm(Strategy):
@@ -19,6 +19,13 @@ class SyncBatchNorm(Strategy):
     meaning = "Compute batch-norm statistics over the batches of all workers."
     stage = Stage.MODULE
     model_effect = "replaces batch-norm modules by ones that share mean and variance over all workers"
+    guide = Guide(
+        when="Few rows per worker, so that a worker's own mean and variance are noisy.",
+        cost="One all-gather forward and one all-reduce backward per batch-norm module, for which every worker waits.",
+        formula="mean and variance over the rows of all workers",
+        source="Chan, Golub and LeVeque, 1979, for the variance of a union",
+        example={"sync_batch_norm": True},
+    )
 
     @classmethod
     def notes(cls, options: object, world_size: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 
 
@@ -34,6 +34,11 @@ class ToStatic(Strategy):
     in_ps_job = True
     Config = ToStaticConfig
     model_effect = "compiles the wrapped module with torch.compile at its first call"
+    guide = Guide(
+        when="Steps are short, or the model has many element-wise operations.",
+        cost="Compilation at the first batch of each shape; needs a C++ compiler on the CPU.",
+        example={"to_static": True},
+    )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the compiled module; it is compiled at the first call with each shape."""

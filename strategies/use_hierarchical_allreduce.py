@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fleet.strategies._base import Stage, Strategy, Values
+from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in, exchange_of
 
@@ -33,6 +33,11 @@ class UseHierarchicalAllreduce(Strategy):
     stage = Stage.COMM
     Settings = HierarchicalSettings
     model_effect = "sums gradients inside each group of neighbours, then between the groups"
+    guide = Guide(
+        when="Several workers per node over gloo, and a slow network between nodes. NCCL does this by itself.",
+        cost="Three messages per bucket in place of one; only one worker of each node talks to other nodes.",
+        example={"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2},
+    )
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
