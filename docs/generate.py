@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from fleet._guide_text import strategies_markdown
 from fleet._options_text import option_listing_markdown, option_table_markdown
 from fleet.env import VARIABLES
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ("README.md", "README.zh-CN.md", "docs/options.md", "docs/environment.md")
+TEXTS = ("README.md", "README.zh-CN.md", "docs/options.md", "docs/environment.md", "docs/strategies.md")
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -52,6 +53,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": option_table_markdown,
     "options-zh": partial(option_table_markdown, "zh"),
     "option-listing": option_listing_markdown,
+    "strategies": strategies_markdown,
 }
 
 
