@@ -158,8 +158,8 @@ class Compressor:
             index, value = (torch.cat(parts) for parts in zip(*chosen, strict=True))
             indices = index.new_empty(num_workers * index.numel())
             values = value.new_empty(num_workers * value.numel())
-            waiting.append(dist.all_gather_into_tensor(indices, index, group=group, async_op=True).get_future())
-            waiting.append(dist.all_gather_into_tensor(values, value, group=group, async_op=True).get_future())
+            for gathered, own in ((indices, index), (values, value)):
+                waiting.append(all_gather_flat(gathered, own, group).get_future())
             counts = [len(part) for part, _ in chosen]
             finish.append(lambda: _add_up(indices, values, counts, [g for _, g in sparse], num_workers))
 
@@ -170,6 +170,13 @@ class Compressor:
 
         done: torch.futures.Future[Tensor] = torch.futures.collect_all(waiting).then(combine)
         return done
+
+
+def all_gather_flat(gathered: Tensor, own: Tensor, group: Any) -> Any:
+    """Starts filling ``gathered`` with ``own`` of every worker, in rank order; returns the work."""
+    # torch 2.13 renamed the call.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(gathered, own, group=group, async_op=True)
 
 
 def _unflatten(flat: Tensor, gradients: list[Tensor]) -> None:

@@ -35,17 +35,39 @@ class SyncBatchNorm(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with every batch norm replaced; parameters and buffers are the same objects."""
         group = self.session.process_group
-        return model if group is None else convert_batch_norm(model, group)
+        if group is None:
+            return model
+        if self.session.device.type == "cuda":
+            converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+            return converted
+        return convert_batch_norm(model, group)
 
 
-class SharedBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm that also takes tensors on the CPU (any process group that can all_gather)."""
+class SharedBatchNorm(_BatchNorm):
+    """Batch norm over the batches of all workers of ``process_group``, on any device.
+
+    It is not one of torch's SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
+    """
+
+    def __init__(self, like: _BatchNorm, process_group: Any) -> None:
+        super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
+        self.process_group = process_group
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(self, name, getattr(like, name))
+        self.training = like.training
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"sync_batch_norm got an input of shape {tuple(input.shape)}; "
+                f"it takes (rows, {self.num_features}, ...)."
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input; shapes as in BatchNorm1d, 2d and 3d."""
-        if input.is_cuda or not self._uses_batch_statistics():
-            return super().forward(input) if input.is_cuda else self._normalise_with_running(input)
         self._check_input_dim(input)
+        if not self._uses_batch_statistics():
+            return self._normalise_with_running(input)
         out: Tensor = _SharedStatistics.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -122,15 +144,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 def convert_batch_norm(module: nn.Module, group: Any) -> nn.Module:
     """Returns ``module`` with each batch norm in it replaced by :class:`SharedBatchNorm`, parameters shared."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SharedBatchNorm):
-        shared = SharedBatchNorm(
-            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group
-        )
-        for name in ("weight", "bias"):
-            setattr(shared, name, getattr(module, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(shared, name, getattr(module, name))
-        shared.training = module.training
-        return shared
+        return SharedBatchNorm(module, group)
     for name, child in list(module.named_children()):
         replacement = convert_batch_norm(child, group)
         if replacement is not child:

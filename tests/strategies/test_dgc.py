@@ -15,6 +15,7 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError
+from fleet.strategies import dgc
 from fleet.strategies.dgc import Compressor, DgcConfig
 from tests.helpers.workers import run_workers
 
@@ -166,17 +167,17 @@ def count_bytes(rank: int, world_size: int) -> dict[str, int]:
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     model = fleet.distributed_model(net)
     counted = [0]
-    real_reduce, real_gather = torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor
+    real_reduce, real_gather = torch.distributed.all_reduce, dgc.all_gather_flat
 
     def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         counted[0] += tensor.numel() * tensor.element_size()
         return real_reduce(tensor, *args, **kwargs)
 
-    def gather(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def gather(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
         counted[0] += tensor.numel() * tensor.element_size()
-        return real_gather(out, tensor, *args, **kwargs)
+        return real_gather(out, tensor, group)
 
-    torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor = reduce, gather
+    torch.distributed.all_reduce, dgc.all_gather_flat = reduce, gather
     found = {}
     for name in ("dense", "sparse"):
         counted[0] = 0
@@ -184,7 +185,7 @@ def count_bytes(rank: int, world_size: int) -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
         found[name] = counted[0]
-    torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor = real_reduce, real_gather
+    torch.distributed.all_reduce, dgc.all_gather_flat = real_reduce, real_gather
     return found
 
 

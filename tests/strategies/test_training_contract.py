@@ -135,7 +135,8 @@ def test_promises(world_size: int) -> None:
     for name in results[0]:
         for result in results:
             assert result[name]["names"], name
-            assert result[name]["off"] == 0, name
+            # torch lays its buckets out anew after the first step; a sum of four then has another order.
+            assert result[name]["off"] <= (0 if world_size < 3 else 1e-6), name
             assert result[name]["loss"] == result[name]["loss"], name
             if name not in LOCAL:
                 for parameter, value in result[name]["own"].items():
