@@ -135,8 +135,10 @@ def test_promises(world_size: int) -> None:
     for name in results[0]:
         for result in results:
             assert result[name]["names"], name
-            # torch lays its buckets out anew after the first step; a sum of four then has another order.
-            assert result[name]["off"] <= (0 if world_size < 3 else 1e-6), name
+            # torch lays its buckets out anew after the first step; a sum of four then has another order, which shows
+            # in the last digit of the type on the wire.
+            last_digit = 1e-4 if name == "fp16_allreduce" else 1e-6
+            assert result[name]["off"] <= (0 if world_size < 3 else last_digit), name
             assert result[name]["loss"] == result[name]["loss"], name
             if name not in LOCAL:
                 for parameter, value in result[name]["own"].items():
