@@ -85,7 +85,7 @@ class Client:
         modes = {(welcome["mode"], welcome["staleness"]) for welcome in welcomes}
         if len(modes) > 1:
             raise PSError(f"the parameter servers run in different modes: {sorted(map(str, modes))}. Start them alike.")
-        self.step = max(self.step, *(welcome["clock"] for welcome in welcomes))
+        self.step = max([self.step, *(int(welcome["clock"]) for welcome in welcomes)])
         if config.heartbeat:
             lease_s = min(float(welcome["lease_s"]) for welcome in welcomes)
             self._heart = threading.Thread(target=self._beat, args=(lease_s / 4,), name="lease", daemon=True)
@@ -96,6 +96,10 @@ class Client:
         """How many steps a pull may be behind; 0 in sync mode, None without bound."""
         welcome = self._links[0].welcome
         return 0 if welcome.get("mode") == "sync" else welcome.get("staleness")
+
+    def welcomes(self) -> list[dict[str, Any]]:
+        """Returns what each server said when this worker introduced itself."""
+        return [link.welcome for link in self._links]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint of this worker must hold."""

@@ -1,8 +1,9 @@
 """The server's state machine: every change of tables and session, applied once, in an order the journal keeps.
 
 Locks are taken in this order: ``saving``, the channel's, ``_applying`` (sync mode), ``snapshots``, the tables'
-``order`` by id, the tables' gates by id, the journal's. A change is journaled first and applied then, with its tables held from
-before the one until after the other; so a row copied with stamp N holds exactly the records up to N that touch it.
+``order`` by id, the tables' gates by id, the journal's. A change is journaled first and applied then, with its
+tables held from before the one until after the other; so a row copied with stamp N holds exactly the records up to
+N that touch it.
 """
 
 from __future__ import annotations
@@ -369,5 +370,3 @@ def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0,
 def _difference(known: dict[str, Any], spec: dict[str, Any]) -> str:
     names = sorted(name for name in {*known, *spec} if known.get(name) != spec.get(name))
     return ", ".join(f"{name} is {known.get(name)!r} there and {spec.get(name)!r} here" for name in names)
-
-

@@ -1,4 +1,4 @@
-"""Sums of sparse gradients: within one worker by id, and over workers in the order of their ranks."""
+"""Sums of gradients: within one worker by id, and over workers in the order of their ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.ps._messages import Part
+from fleet.ps._shards import Gradient
 
-__all__ = ["merge_parts", "sum_by_id"]
+__all__ = ["merge_gradients", "merge_parts", "sum_by_id"]
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -97,3 +98,47 @@ def merge_parts(parts: Sequence[Part], divisor: int, with_shows: bool = False, b
     if not with_shows:
         return Part(first.table_id, len(keys), first.dim, keys, rows, slots=slots)
     return Part(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
+
+
+def merge_gradients(gradients: Sequence[Gradient], with_shows: bool = False) -> Gradient:
+    """Returns one gradient with distinct ids: rows, shows and clicks of equal ids summed in the order given.
+
+    Args:
+        gradients: of one table; ids may repeat within one as well.
+        with_shows: the table keeps statistics: absent shows count 1 per appearance.
+    """
+    with_shows = with_shows or any(item.shows is not None or item.clicks is not None for item in gradients)
+    ids = np.concatenate([item.ids for item in gradients])
+    rows = np.concatenate([item.rows for item in gradients])
+    if not with_shows:
+        slots = _slots(gradients)
+        distinct, total = sum_by_id(ids, rows)
+        return Gradient(distinct, total, slots=None if slots is None else _last_of(ids, slots, distinct))
+    shows = np.concatenate([_or_constant(item.shows, len(item.ids), 1) for item in gradients])
+    clicks = np.concatenate([_or_constant(item.clicks, len(item.ids), 0) for item in gradients])
+    distinct, total = sum_by_id(ids, np.concatenate((rows, shows[:, None], clicks[:, None]), axis=1))
+    merged = Gradient(
+        distinct, np.ascontiguousarray(total[:, :-2]), np.ascontiguousarray(total[:, -2]),
+        np.ascontiguousarray(total[:, -1]),
+    )
+    slots = _slots(gradients)
+    merged.slots = None if slots is None else _last_of(ids, slots, distinct)
+    return merged
+
+
+def _or_constant(values: Rows | None, n: int, constant: float) -> Rows:
+    return np.full(n, constant, np.float32) if values is None else values
+
+
+def _slots(gradients: Sequence[Gradient]) -> NDArray[np.uint32] | None:
+    if all(item.slots is None for item in gradients):
+        return None
+    return np.concatenate([
+        np.zeros(len(item.ids), np.uint32) if item.slots is None else item.slots for item in gradients
+    ])
+
+
+def _last_of(ids: Keys, values: NDArray[np.uint32], distinct: Keys) -> NDArray[np.uint32]:
+    last = np.empty(len(distinct), np.uint32)
+    last[np.searchsorted(distinct, ids)] = values  # of equal places the last value stays
+    return last

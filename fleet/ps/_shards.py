@@ -59,6 +59,11 @@ class TableMap:
         """Whether the table is dense."""
         return isinstance(self.config, DenseTableConfig)
 
+    @property
+    def keeps_shows(self) -> bool:
+        """Whether rows carry shows and clicks."""
+        return isinstance(self.config, SparseTableConfig) and self.config.accessor is not None
+
     def spec(self, server: int) -> dict[str, Any]:
         """Returns the specification of this server's share."""
         if isinstance(self.config, DenseTableConfig):

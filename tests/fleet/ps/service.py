@@ -70,7 +70,7 @@ class Service:
             self.servers.append(server)
         return server
 
-    def client(self, rank: int = 0, *, open_: bool = True, tables: Any = None, **config: Any) -> Client:
+    def client(self, rank: int = 0, *, tables: Any = None, client_id: int | None = None, **config: Any) -> Client:
         """Returns a client of all servers, with tables 0 (sparse) and 1 (dense)."""
         settings = {
             "deadline_s": 10.0, "answer_timeout_s": 5.0, "heartbeat": False, "retry_interval_s": 0.5,
@@ -79,12 +79,11 @@ class Service:
         endpoints = [server.endpoint for server in self.servers]
         client = Client(
             ClientConfig(endpoints=endpoints, rank=rank, num_workers=self.num_workers, **settings),
-            transport=self.transport, notify=silent,
+            transport=self.transport, notify=silent, client_id=client_id,
         )
         self.clients.append(client)
-        if open_:
-            client.open()
-            client.create_tables({0: SPARSE, 1: DENSE} if tables is None else tables)
+        client.open()
+        client.create_tables({0: SPARSE, 1: DENSE} if tables is None else tables)
         return client
 
     def close(self) -> None:

@@ -345,41 +345,6 @@ def test_the_heartbeat_keeps_the_lease():
         assert states == ["active", "expired"]
 
 
-def test_waiting_for_absent_servers_prints_fleets_lines():
-    """001-05: the two lines, the list shrinks, and it goes on by itself."""
-    from fleet.ps._connecting import wait_for_servers
-    from fleet.ps._local import LocalTransport
-
-    transport, lines = LocalTransport(), []
-    transport.bind("a:1")
-
-    def come_later():
-        time.sleep(0.5)
-        transport.bind("b:2")
-        time.sleep(0.5)
-        transport.bind("c:3")
-
-    thread = threading.Thread(target=come_later)
-    thread.start()
-    wait_for_servers(["a:1", "b:2", "c:3"], transport, notify=lines.append, interval_s=0.3, timeout_s=10)
-    thread.join()
-    assert lines[:2] == ["server not ready, wait 0.3 sec to retry...", "not ready endpoints:['b:2', 'c:3']"]
-    assert lines[-1] == "not ready endpoints:['c:3']"
-    with pytest.raises(PSError, match=r"\['d:4'\]"):
-        wait_for_servers(["a:1", "d:4"], transport, notify=lines.append, timeout_s=0.1)
-
-
-def test_the_lines_at_the_default_interval():
-    """001-05: the exact words of the seed."""
-    from fleet.ps._connecting import wait_for_servers
-    from fleet.ps._local import LocalTransport
-
-    lines = []
-    with pytest.raises(PSError):
-        wait_for_servers(["127.0.0.1:4001"], LocalTransport(), notify=lines.append, timeout_s=0.1)
-    assert lines == ["server not ready, wait 3 sec to retry...", "not ready endpoints:['127.0.0.1:4001']"]
-
-
 def test_the_wire_knows_every_operation():
     from fleet.ps._requests import Requests
 
@@ -387,38 +352,3 @@ def test_the_wire_knows_every_operation():
         requests = service.servers[0]._requests
         assert isinstance(requests, Requests)
         assert set(requests._handlers) == set(Op) - {Op.HELLO}
-
-
-def test_save_while_training_and_load_on_another_number_of_servers(tmp_path):
-    """D.8: save and load run while training runs, for any count of servers."""
-    keys = range(500)
-    with serving(3) as service:
-        client = service.client()
-        client.wait(client.push({0: gradient(keys), 1: np.arange(5, dtype=np.float32)}))
-        assert client.save(str(tmp_path / "m")) == 505
-    for count in (1, 2, 5):
-        with serving(count) as service:
-            client = service.client()
-            assert client.load(str(tmp_path / "m")) == 505
-            assert (rows(client, keys) == -1).all()
-            assert client.wait(client.pull({1: None}))[1].tolist() == [0, -1, -2, -3, -4]
-
-
-def test_a_save_whose_answer_is_lost_is_not_done_again(tmp_path):
-    """Mode 1 takes the saved delta scores off the rows: a second run would write an empty delta over the first."""
-    from fleet.ps._accessor import Accessor
-
-    table = SparseTableConfig("ctr", 2, SGD, accessor=Accessor(delta_threshold=0.5, base_threshold=0.5))
-    with serving(folder=tmp_path / "s") as service:
-        client = service.client(tables={0: table}, answer_timeout_s=0.5)
-        grads = gradient(range(20))
-        grads.shows = grads.clicks = np.ones(20, np.float32)
-        client.wait(client.push({0: grads}))
-        service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "cut"))
-        assert client.save(str(tmp_path / "m"), mode=1) == 20
-        assert client.save(str(tmp_path / "m2"), mode=1) == 0
-        service.servers[0].stop()
-        service.start(0)
-        assert client.save(str(tmp_path / "m3"), mode=1) == 0  # the restart knows that they were saved
-        with pytest.raises(PSError, match="save mode 7"):
-            client.save(str(tmp_path / "m"), mode=7)

@@ -13,8 +13,6 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps._geo_recorder import GeoRecorder
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
-from fleet.ps._merge import merge_parts, sum_by_id
-from fleet.ps._messages import Part
 from fleet.ps._rules import Rule
 from tests.fleet.ps.service import Gradient, gradient, ids, rows, serving
 
@@ -282,35 +280,6 @@ def test_the_recorder_stays_small():
     for _ in range(1000):
         recorder.mark(0, 1, np.arange(100))
     assert sum(len(keys) for keys in recorder._pending[1, 1]) <= 64 * 100
-
-
-# -- sums --------------------------------------------------------------------------------------------------------
-
-
-def test_sum_by_id_adds_from_left_to_right():
-    rng = np.random.default_rng(0)
-    keys = rng.zipf(1.3, 3000) % 50
-    values = rng.standard_normal((3000, 3)).astype(np.float32)
-    distinct, total = sum_by_id(keys, values)
-    expected = {}
-    for key, row in zip(keys.tolist(), values, strict=True):
-        expected[key] = expected[key] + row if key in expected else row.copy()
-    assert distinct.tolist() == sorted(expected)
-    np.testing.assert_array_equal(total, np.array([expected[key] for key in sorted(expected)]))
-    assert sum_by_id(ids(), np.empty((0, 3), np.float32))[1].shape == (0, 3)
-
-
-def test_statistics_are_summed_where_gradients_are_averaged():
-    def part(keys, value, shows):
-        return Part(1, len(keys), 1, ids(*keys), np.full((len(keys), 1), value, np.float32), shows)
-
-    one = part([1, 2], 4.0, np.array([3, 1], np.float32))
-    two = part([2], 2.0, None)
-    merged = merge_parts([one, two], 2, with_shows=True)
-    assert merged.ids.tolist() == [1, 2]
-    assert merged.rows[:, 0].tolist() == [2, 3]
-    assert merged.shows.tolist() == [3, 2]
-    assert merge_parts([one, two], 2, with_shows=True, by_shows=True).rows[:, 0].tolist() == [4, 6]
 
 
 def test_a_push_without_a_step_is_refused_in_sync_mode():

@@ -1,0 +1,147 @@
+"""Geo mode: each worker trains a copy of its own, and every ``k_steps`` steps the workers exchange differences.
+
+For a row (or the dense values) with the worker's value ``local`` and ``old``, the value at the last exchange::
+
+    delta = (local - old) / num_workers;  old += delta;  the server adds delta
+    then, for what others have changed:   local += server - old;  old = server
+
+Only rows that were touched are sent, only rows that others changed come back (D.7 of Fleet's communicator modes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import ConfigError
+from fleet.ps._client import Client
+from fleet.ps._shards import Gradient, Keys, Rows
+
+__all__ = ["GeoCommunicator", "GeoRows"]
+
+
+class GeoRows:
+    """The rows of one sparse table that this worker has used: its own values and those of the last exchange."""
+
+    def __init__(self, dim: int) -> None:
+        self.local = np.empty((0, dim), np.float32)
+        self.old = np.empty((0, dim), np.float32)
+        self.keys = np.empty(0, np.int64)  # by place
+        self._sorted = np.empty(0, np.int64)
+        self._places = np.empty(0, np.int64)
+        self._touched = np.zeros(0, np.bool_)
+
+    def find(self, keys: Keys) -> NDArray[np.int64]:
+        """Returns the place of each key, -1 where it is unknown."""
+        if not len(self._sorted):
+            return np.full(len(keys), -1, np.int64)
+        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
+        return np.where(self._sorted[at] == keys, self._places[at], -1)
+
+    def insert(self, keys: Keys, rows: Rows) -> None:
+        """Adds unknown, distinct keys with the server's rows."""
+        places = np.arange(len(self.keys), len(self.keys) + len(keys))
+        self.keys = np.concatenate((self.keys, keys))
+        self.local = np.concatenate((self.local, rows))
+        self.old = np.concatenate((self.old, rows))
+        self._touched = np.concatenate((self._touched, np.zeros(len(keys), np.bool_)))
+        order = np.argsort(merged := np.concatenate((self._sorted, keys)), kind="stable")
+        self._sorted, self._places = merged[order], np.concatenate((self._places, places))[order]
+
+    def touch(self, places: NDArray[np.int64]) -> None:
+        """Notes that rows were changed here."""
+        self._touched[places] = True
+
+    def take_deltas(self, num_workers: int) -> Gradient:
+        """Returns what the server must add, and counts it as exchanged."""
+        places = np.flatnonzero(self._touched)
+        delta = (self.local[places] - self.old[places]) / np.float32(num_workers)
+        self.old[places] += delta
+        self._touched[places] = False
+        return Gradient(self.keys[places], delta)
+
+    def receive(self, keys: Keys, rows: Rows) -> None:
+        """Takes over what others have changed; keys that are unknown here come with their first use."""
+        places = self.find(keys)
+        known = places >= 0
+        places, rows = places[known], rows[known]
+        self.local[places] += rows - self.old[places]
+        self.old[places] = rows
+
+
+class GeoCommunicator:
+    """The exchange of one worker.
+
+    Args:
+        client: an open client; the tables named below are created.
+        k_steps: training steps between two exchanges.
+        sparse: ids of sparse tables.
+        dense: flat float32 values of dense tables, changed in place by training and by the exchange; worker 0 must
+            have set them on the servers and all workers start from the servers' values.
+    """
+
+    def __init__(
+        self, client: Client, k_steps: int, sparse: Iterable[int] = (), dense: dict[int, Rows] | None = None
+    ) -> None:
+        if isinstance(k_steps, bool) or not isinstance(k_steps, int) or k_steps < 1:
+            raise ConfigError(f"a_sync_configs['k_steps'] is {k_steps!r}; geo mode needs 1 or more.")
+        self._client, self._k_steps = client, k_steps
+        self._rows = {table_id: GeoRows(client.tables[table_id].dim) for table_id in sparse}
+        self._dense = dense or {}
+        self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
+        self._steps = self._exchanges = 0
+
+    def rows(self, table_id: int, keys: Keys) -> Rows:
+        """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
+        rows = self._rows[table_id]
+        places = rows.find(keys)
+        if (places < 0).any():
+            unknown = np.unique(keys[places < 0])
+            rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
+            places = rows.find(keys)
+        return rows.local[places]
+
+    def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
+        """Sets this worker's rows of distinct ``keys``, which it has seen: one step of local training."""
+        rows = self._rows[table_id]
+        places = rows.find(keys)
+        if (places < 0).any():
+            raise ConfigError(f"table {table_id}: rows are changed after they were read; call rows() first.")
+        rows.local[places] = values
+        rows.touch(places)
+
+    def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
+        """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
+        rows = self.rows(table_id, gradient.ids)
+        self.assign(table_id, gradient.ids, rows - np.float32(learning_rate) * gradient.rows)
+
+    def step(self) -> bool:
+        """Counts one training step and exchanges after every ``k_steps``; returns whether it did."""
+        self._steps += 1
+        if self._steps % self._k_steps:
+            return False
+        self.exchange()
+        return True
+
+    def exchange(self) -> None:
+        """Sends this worker's differences and takes over those of the others."""
+        client, workers = self._client, self._client.config.num_workers
+        deltas: dict[int, Gradient | Rows] = {
+            table_id: rows.take_deltas(workers) for table_id, rows in self._rows.items()
+        }
+        for table_id, values in self._dense.items():
+            delta = (values - self._old_dense[table_id]) / np.float32(workers)
+            self._old_dense[table_id] += delta
+            deltas[table_id] = delta
+        client.wait(client.add(deltas))
+        if self._rows:
+            for table_id, (keys, values) in client.pull_changes(list(self._rows)).items():
+                self._rows[table_id].receive(keys, values)
+        if self._dense:
+            found = client.wait(client.pull(dict.fromkeys(self._dense), wait_for_others=False))
+            for table_id, values in self._dense.items():
+                values += found[table_id] - self._old_dense[table_id]
+                self._old_dense[table_id][:] = found[table_id]
+        self._exchanges += 1

@@ -1,0 +1,284 @@
+"""AsyncSender: gradients leave in the background, merged by sum, as ``a_sync_configs`` says.
+
+Each table has a queue. ``put`` blocks while a queue is full; threads take from the queues what has come, add it up
+and push the sum. Merging is by sum, so with SGD k merged gradients equal k separate updates; rules with state see one
+larger gradient instead.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._client import Client
+from fleet.ps._merge import merge_gradients
+from fleet.ps._shards import Gradient, Rows
+
+__all__ = ["AsyncSender", "HalfAsyncSender", "SenderConfig"]
+
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderConfig:
+    """The queue keys of ``a_sync_configs``.
+
+    Args:
+        max_merge_var_num: at most so many gradients of a table become one push.
+        send_queue_size: so many gradients of a table may wait; ``put`` blocks beyond.
+        send_wait_times: so many polls of 10 ms without a new gradient, then what is there is sent.
+        thread_pool_size: sending threads; a table always belongs to the same one.
+        independent_recv_thread: parameters are received in a thread of their own, not after a send in its thread.
+        min_send_grad_num_before_recv: parameters are received only after so many gradients have been sent.
+
+    Raises:
+        ConfigError: a value is not a whole number of 1 or more.
+    """
+
+    max_merge_var_num: int = 1
+    send_queue_size: int = 16
+    send_wait_times: int = 1
+    thread_pool_size: int = 1
+    independent_recv_thread: bool = False
+    min_send_grad_num_before_recv: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_merge_var_num", "send_queue_size", "send_wait_times", "thread_pool_size",
+            "min_send_grad_num_before_recv",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"a_sync_configs[{name!r}] is {value!r}; it must be a whole number of 1 or more.")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    step: int
+    value: Any  # Gradient or dense rows
+
+
+class AsyncSender:
+    """Pushes in the background.
+
+    Args:
+        clients: one open client with known tables per sending thread, each on a channel of its own; one more at the
+            end when parameters are received in a thread of their own.
+        config: the queues.
+        receive: called with a client whenever parameters are due to be received; ``None`` receives none.
+    """
+
+    def __init__(
+        self, clients: Sequence[Client], config: SenderConfig, receive: Callable[[Client], None] | None = None
+    ) -> None:
+        wanted = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
+        if len(clients) != wanted:
+            raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each its own.")
+        self.config, self._clients, self._receive = config, list(clients), receive
+        self._changed = threading.Condition()
+        self._queues: dict[int, deque[_Waiting]] = {}
+        self._busy = [False] * config.thread_pool_size
+        self._sent = 0  # gradients since parameters were received
+        self._failure: BaseException | None = None
+        self._stopping = self._flushing = False
+        self._threads = [
+            threading.Thread(target=self._guard, args=(self._send_loop, index), name=f"sender {index}", daemon=True)
+            for index in range(config.thread_pool_size)
+        ]
+        if config.independent_recv_thread and receive is not None:
+            self._threads.append(
+                threading.Thread(target=self._guard, args=(self._receive_loop, -1), name="receiver", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, gradients: Mapping[int, Gradient | Rows], *, step: int) -> None:
+        """Queues the gradients of one step; blocks while a queue is full. The arrays must not change afterwards.
+
+        Raises:
+            PSError: a server is lost; raised at the next call after the failure.
+        """
+        with self._changed:
+            for table_id, value in gradients.items():
+                if table_id not in self._clients[0].tables:
+                    raise ConfigError(f"table {table_id!r} is not known to this worker.")
+                queue = self._queues.setdefault(table_id, deque())
+                while len(queue) >= self.config.send_queue_size and not (self._failure or self._stopping):
+                    self._changed.wait()
+                self._check()
+                queue.append(_Waiting(step, value))
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Returns when everything that was put is applied on the servers."""
+        with self._changed:
+            self._flushing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._failure or not (any(self._queues.values()) or any(self._busy)))
+            self._flushing = False
+            if self._failure is not None:
+                raise self._failure
+
+    def stop(self) -> None:
+        """Sends what waits and ends the threads; the clients stay open."""
+        try:
+            if self._failure is None:
+                self.flush()
+        finally:
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+            for thread in self._threads:
+                thread.join()
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping:
+            raise PSError("this sender has been stopped.")
+
+    def _guard(self, loop: Callable[[int], None], index: int) -> None:
+        try:
+            loop(index)
+        except BaseException as error:  # raised in the thread that trains
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _mine(self, index: int) -> dict[int, deque[_Waiting]]:
+        count = self.config.thread_pool_size
+        order = {table: place for place, table in enumerate(sorted(self._clients[0].tables))}
+        return {table: queue for table, queue in self._queues.items() if order[table] % count == index}
+
+    def _send_loop(self, index: int) -> None:
+        client = self._clients[index]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: any(self._mine(index).values()) or self._stopping)
+                if self._stopping and not any(self._mine(index).values()):
+                    return
+                self._busy[index] = True
+                taken = self._collect(index, self._boundary(client))
+                self._changed.notify_all()
+            for step, group in _by_step(taken).items():
+                client.wait(client.push({t: _sum(client, t, items) for t, items in group.items()}, step=step))
+            with self._changed:
+                self._sent += sum(map(len, taken.values()))
+                due = self._receive_due() and not self.config.independent_recv_thread
+                if due:
+                    self._sent = 0
+            if due and self._receive is not None:
+                self._receive(client)
+            with self._changed:
+                self._busy[index] = False
+                self._changed.notify_all()
+
+    def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[_Waiting]]:
+        """Takes what one push of each table carries, waiting for more as long as the configuration says."""
+        limit, polls = self.config.max_merge_var_num, 0
+        while polls < self.config.send_wait_times and not (self._flushing or self._stopping):
+            before = sum(map(len, self._mine(index).values()))
+            if all(len(queue) >= limit for queue in self._mine(index).values() if queue):
+                break
+            deadline = time.monotonic() + _POLL_S
+            while (left := deadline - time.monotonic()) > 0 and not self._flushing:
+                self._changed.wait(left)
+            arrived = sum(map(len, self._mine(index).values())) > before
+            polls = 0 if arrived else polls + 1
+        taken = {}
+        for table, queue in self._mine(index).items():
+            items: list[_Waiting] = []
+            while queue and len(items) < limit and (not items or queue[0].step > boundary.get(table, 0)):
+                items.append(queue.popleft())
+                if items[0].step <= boundary.get(table, 0):
+                    break  # a server may have had this step before a restart: it must be recognised
+            if items:
+                taken[table] = items
+        return taken
+
+    @staticmethod
+    def _boundary(client: Client) -> dict[int, int]:
+        """Returns, per table, the last step that some server had from this worker's life before."""
+        steps: dict[int, int] = {}
+        for welcome in client.welcomes():
+            for table, step in welcome["steps"].items():
+                steps[int(table)] = max(int(step), steps.get(int(table), 0))
+        return steps
+
+    def _receive_due(self) -> bool:
+        return self._receive is not None and self._sent >= self.config.min_send_grad_num_before_recv
+
+    def _receive_loop(self, index: int) -> None:
+        assert self._receive is not None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._receive_due() or self._stopping)
+                if self._stopping:
+                    return
+                self._sent = 0
+            self._receive(self._clients[index])
+
+
+def _sum(client: Client, table_id: int, items: Sequence[_Waiting]) -> Gradient | Rows:
+    table = client.tables[table_id]
+    if table.dense:
+        total = items[0].value
+        for item in items[1:]:
+            total = total + item.value
+        return np.asarray(total, np.float32)
+    if len(items) == 1:
+        gradient: Gradient = items[0].value
+        return gradient
+    return merge_gradients([item.value for item in items], table.keeps_shows)
+
+
+def _by_step(taken: Mapping[int, list[_Waiting]]) -> dict[int, dict[int, list[_Waiting]]]:
+    groups: dict[int, dict[int, list[_Waiting]]] = {}
+    for table, items in taken.items():
+        groups.setdefault(items[-1].step, {})[table] = items
+    return dict(sorted(groups.items()))
+
+
+class HalfAsyncSender:
+    """Half-async mode: the gradients of ``num_batches`` batches are summed, pushed and waited for, then received.
+
+    Args:
+        client: an open client with known tables.
+        num_batches: batches per push.
+        receive: called after each push.
+    """
+
+    def __init__(self, client: Client, num_batches: int, receive: Callable[[Client], None] | None = None) -> None:
+        if num_batches < 1:
+            raise ConfigError(f"half-async: num_batches is {num_batches!r}; it must be 1 or more.")
+        self._client, self._num_batches, self._receive = client, num_batches, receive
+        self._waiting: dict[int, list[_Waiting]] = {}
+        self._batches = 0
+
+    def put(self, gradients: Mapping[int, Gradient | Rows]) -> None:
+        """Adds the gradients of one batch; with the last of a group it returns when the servers have applied it."""
+        for table_id, value in gradients.items():
+            self._waiting.setdefault(table_id, []).append(_Waiting(0, value))
+        self._batches += 1
+        if self._batches == self._num_batches:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pushes what waits."""
+        if not self._batches:
+            return
+        client, waiting = self._client, self._waiting
+        self._waiting, self._batches = {}, 0
+        merged = {table: _sum(client, table, items) for table, items in waiting.items()}
+        client.wait(client.push(merged))
+        if self._receive is not None:
+            self._receive(client)

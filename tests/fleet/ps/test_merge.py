@@ -1,0 +1,53 @@
+"""Sums of gradients: order, averages, statistics (D.7, G11)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fleet.ps._accessor import Accessor
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._merge import merge_gradients, merge_parts, sum_by_id
+from fleet.ps._messages import Part
+from tests.fleet.ps.service import SGD, Gradient, ids, rows, serving
+
+
+def test_sum_by_id_adds_from_left_to_right():
+    rng = np.random.default_rng(0)
+    keys = rng.zipf(1.3, 3000) % 50
+    values = rng.standard_normal((3000, 3)).astype(np.float32)
+    distinct, total = sum_by_id(keys, values)
+    expected = {}
+    for key, row in zip(keys.tolist(), values, strict=True):
+        expected[key] = expected[key] + row if key in expected else row.copy()
+    assert distinct.tolist() == sorted(expected)
+    np.testing.assert_array_equal(total, np.array([expected[key] for key in sorted(expected)]))
+    assert sum_by_id(ids(), np.empty((0, 3), np.float32))[1].shape == (0, 3)
+
+
+def test_statistics_are_summed_where_gradients_are_averaged():
+    def part(keys, value, shows):
+        return Part(1, len(keys), 1, ids(*keys), np.full((len(keys), 1), value, np.float32), shows)
+
+    one = part([1, 2], 4.0, np.array([3, 1], np.float32))
+    two = part([2], 2.0, None)
+    merged = merge_parts([one, two], 2, with_shows=True)
+    assert merged.ids.tolist() == [1, 2]
+    assert merged.rows[:, 0].tolist() == [2, 3]
+    assert merged.shows.tolist() == [3, 2]
+    assert merge_parts([one, two], 2, with_shows=True, by_shows=True).rows[:, 0].tolist() == [4, 6]
+
+
+def test_merging_sums_statistics():
+    one = Gradient(ids(1, 2), np.ones((2, 2), np.float32), slots=np.array([5, 6], np.uint32))
+    two = Gradient(ids(2, 9), np.full((2, 2), 3, np.float32), np.array([4, 1], np.float32), np.ones(2, np.float32),
+                   np.array([7, 8], np.uint32))
+    merged = merge_gradients([one, two], with_shows=True)
+    assert merged.ids.tolist() == [1, 2, 9]
+    assert merged.rows[:, 0].tolist() == [1, 4, 3]
+    assert merged.shows.tolist() == [1, 5, 1]
+    assert merged.clicks.tolist() == [0, 1, 1]
+    assert merged.slots.tolist() == [5, 7, 8]
+    with serving() as service:
+        client = service.client(tables={0: SparseTableConfig("c", 2, SGD, accessor=Accessor())})
+        client.wait(client.push({0: merged}))
+        assert rows(client, [2])[0, 0] == -4

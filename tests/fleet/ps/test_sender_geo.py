@@ -1,0 +1,277 @@
+"""The background sender honours a_sync_configs; geo follows its formulas (A.2 a_sync_configs, D.7, G12)."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._geo import GeoCommunicator, GeoRows
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._local import Fault
+from fleet.ps._sender import AsyncSender, HalfAsyncSender, SenderConfig
+from tests.fleet.ps.service import DENSE, SGD, SPARSE, ZEROS, Gradient, gradient, ids, rows, serving
+
+TWO = {0: SPARSE, 1: DENSE, 2: SparseTableConfig("b", 2, SGD, initializer=ZEROS)}
+
+
+def shared_clients(service, count, **settings):
+    """Clients of one worker process: the same client id, a channel each."""
+    first = service.client(0, tables=TWO, channel=1, **settings)
+    return [first, *(service.client(0, tables=TWO, channel=n + 2, client_id=first.client_id, **settings)
+                     for n in range(count - 1))]
+
+
+def sending(service, config, receive=None, **settings):
+    count = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
+    clients, pushes = shared_clients(service, count, **settings), []
+    for number, client in enumerate(clients):
+        def push(gradients, *, step=None, number=number, push=client.push):
+            pushes.append((number, step, sorted(gradients)))
+            return push(gradients, step=step)
+
+        client.push = push
+    return AsyncSender(clients, config, receive), clients, pushes
+
+
+def test_everything_that_was_put_arrives_once():
+    with serving(2) as service:
+        sender, clients, _ = sending(service, SenderConfig(max_merge_var_num=4))
+        for number in range(1, 26, 5):
+            service.transport.faults.append(Fault("server", service.transport.sent["server"] + number, "cut"))
+        for step in range(1, 31):
+            sender.put({0: gradient([1, 2, 2 + step]), 1: np.ones(5, np.float32)}, step=step)
+        sender.flush()
+        assert rows(clients[0], [1, 2, 20])[:, 0].tolist() == [-30, -30, -1]
+        assert (clients[0].wait(clients[0].pull({1: None}))[1] == -30).all()
+        sender.stop()
+        with pytest.raises(PSError, match="stopped"):
+            sender.put({0: gradient([1])}, step=31)
+
+
+@pytest.mark.parametrize("merge", [1, 3, 5])
+def test_max_merge_var_num_bounds_what_one_push_carries(merge):
+    with serving() as service:
+        sender, clients, pushes = sending(
+            service, SenderConfig(max_merge_var_num=merge, send_wait_times=20, send_queue_size=16)
+        )
+        for step in range(1, 16):
+            sender.put({0: gradient([1])}, step=step)
+        sender.flush()
+        assert [step for _, step, _ in pushes] == list(range(merge, 16, merge))
+        assert rows(clients[0], [1])[0, 0] == -15
+        sender.stop()
+
+
+def test_one_message_carries_the_tables_of_a_step():
+    with serving() as service:
+        sender, _, pushes = sending(service, SenderConfig(max_merge_var_num=2, send_wait_times=50))
+        for step in range(1, 5):
+            sender.put({0: gradient([1]), 1: np.ones(5, np.float32), 2: gradient([3])}, step=step)
+        sender.flush()
+        assert pushes == [(0, 2, [0, 1, 2]), (0, 4, [0, 1, 2])]
+        sender.stop()
+
+
+@pytest.mark.parametrize(("wait_times", "expected"), [(1, 1), (30, 2)])
+def test_send_wait_times_is_the_patience_for_a_partial_batch(wait_times, expected):
+    with serving() as service:
+        sender, _, pushes = sending(service, SenderConfig(max_merge_var_num=2, send_wait_times=wait_times))
+        sender.put({0: gradient([1])}, step=1)
+        time.sleep(0.12)
+        sender.put({0: gradient([1])}, step=2)
+        deadline = time.monotonic() + 5
+        while not pushes or pushes[-1][1] != 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pushes[0][1] == expected
+        sender.stop()
+
+
+def test_send_queue_size_blocks_the_trainer():
+    with serving(num_workers=2) as service:
+        sender, clients, _ = sending(service, SenderConfig(send_queue_size=3))
+        table = service.servers[0].machine.tables[0]
+        with table.order, table.gate.exclusive():  # the server cannot apply anything
+            done = []
+
+            def train():
+                for step in range(1, 11):
+                    sender.put({0: gradient([1])}, step=step)
+                    done.append(step)
+
+            trainer = threading.Thread(target=train, daemon=True)
+            trainer.start()
+            trainer.join(0.5)
+            assert trainer.is_alive()
+            assert 3 <= len(done) <= 4  # three wait, one is on its way
+        trainer.join(5)
+        sender.flush()
+        assert rows(clients[0], [1])[0, 0] == -10
+        sender.stop()
+
+
+def test_thread_pool_size_shares_the_tables():
+    with serving() as service:
+        sender, clients, pushes = sending(service, SenderConfig(thread_pool_size=2))
+        for step in range(1, 6):
+            sender.put({0: gradient([1]), 1: np.ones(5, np.float32), 2: gradient([3])}, step=step)
+        sender.flush()
+        threads = {}
+        for number, _, tables in pushes:
+            for table in tables:
+                threads.setdefault(table, set()).add(number)
+        assert threads == {0: {0}, 1: {1}, 2: {0}}
+        assert rows(clients[1], [3], table=2)[0, 0] == -5
+        sender.stop()
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("least", [1, 4])
+def test_parameters_are_received_after_enough_sends(independent, least):
+    """independent_recv_thread and min_send_grad_num_before_recv."""
+    with serving() as service:
+        received = []
+
+        def receive(client):
+            received.append((threading.current_thread().name, client.wait(client.pull({1: None}))[1][0]))
+
+        config = SenderConfig(independent_recv_thread=independent, min_send_grad_num_before_recv=least)
+        sender, _, _ = sending(service, config, receive)
+        for step in range(1, 9):
+            sender.put({1: np.ones(5, np.float32)}, step=step)
+            sender.flush()
+            time.sleep(0.02)
+        sender.stop()
+        assert {name for name, _ in received} == {"receiver" if independent else "sender 0"}
+        assert len(received) == 8 // least
+        assert received[-1][1] == -8
+
+
+def test_a_lost_server_is_raised_where_the_worker_trains():
+    with serving() as service:
+        sender, _, _ = sending(service, SenderConfig(), deadline_s=0.5)
+        service.servers[0].stop()
+        sender.put({0: gradient([1])}, step=1)
+        with pytest.raises(PSError, match="did not answer"):
+            sender.flush()
+        with pytest.raises(PSError, match="did not answer"):
+            sender.put({0: gradient([1])}, step=2)
+        sender.stop()
+
+
+def test_a_restarted_worker_replays_merged_steps_once():
+    """Merges of its life before and of now differ; no step counts twice, none is lost."""
+    with serving() as service:
+        sender, clients, _ = sending(service, SenderConfig(max_merge_var_num=4, send_wait_times=20))
+        for step in range(1, 7):
+            sender.put({0: gradient([1], step)}, step=step)
+        sender.stop()
+        for client in clients:
+            client.close()
+        sender, clients, _ = sending(service, SenderConfig(max_merge_var_num=4, send_wait_times=20))
+        for step in range(3, 12):  # its checkpoint was that of step 2
+            sender.put({0: gradient([1], step)}, step=step)
+        sender.stop()
+        assert rows(clients[0], [1])[0, 0] == -sum(range(12))
+
+
+def test_half_async_sums_batches_and_waits():
+    """G12: the sum of the merged batches, no average."""
+    with serving() as service:
+        client, seen = service.client(tables=TWO), []
+        sender = HalfAsyncSender(client, 2, lambda c: seen.append(rows(c, [1])[0, 0]))
+        for _ in range(5):
+            sender.put({0: gradient([1, 1]), 1: np.ones(5, np.float32)})
+        assert seen == [-4, -8]
+        sender.flush()
+        assert seen == [-4, -8, -10]
+
+
+@pytest.mark.parametrize("name", [
+    "max_merge_var_num", "send_queue_size", "send_wait_times", "thread_pool_size", "min_send_grad_num_before_recv",
+])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_wrong_values_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        SenderConfig(**{name: value})
+
+
+# -- geo ---------------------------------------------------------------------------------------------------------
+
+
+def test_geo_of_two_workers_by_hand():
+    """D.7: delta = (local - old) / trainers; old += delta; then local += server - old; old = server."""
+    with serving(2, num_workers=2) as service:
+        a, b = (service.client(rank, tables={0: SPARSE, 1: DENSE}) for rank in range(2))
+        dense = [np.zeros(5, np.float32), np.zeros(5, np.float32)]
+        geo = [GeoCommunicator(c, 2, [0], {1: d}) for c, d in zip((a, b), dense, strict=True)]
+        geo[0].apply_sgd(0, gradient([1, 2], 8.0), 1.0)  # a: 1, 2 -> -8
+        geo[1].apply_sgd(0, gradient([2, 3], 4.0), 1.0)  # b: 2, 3 -> -4
+        dense[0] -= 2
+        assert not geo[0].step()
+        assert geo[0].step()  # a adds -4 to 1 and 2, -1 to the dense values
+        assert rows(b, [1, 2, 3])[:, 0].tolist() == [-4, -4, 0]
+        assert geo[0].rows(0, ids(1, 2))[:, 0].tolist() == [-8, -8]  # its own progress stays
+        geo[1].exchange()  # b adds -2 to 2 and 3; a's changes of 2 come
+        assert rows(a, [1, 2, 3])[:, 0].tolist() == [-4, -6, -2]
+        assert geo[1].rows(0, ids(2, 3))[:, 0].tolist() == [-4 + (-6 - -2), -4]
+        assert dense[1].tolist() == [-1] * 5
+        geo[0].exchange()  # a still has -4 of its own on 1 and 2: half of it goes; b's -2 on 2 and 3 come
+        # 3 is unknown to a; 2: local -8 + (server - old)
+        assert rows(a, [1, 2])[:, 0].tolist() == [-4, -6]
+        assert geo[0].rows(0, ids(2))[0, 0] == -10
+
+
+def test_geo_workers_agree_when_training_ends():
+    """Everything that was trained ends up in every worker's rows, through cuts."""
+    with serving(2, num_workers=2) as service:
+        clients = [service.client(rank, tables={0: SPARSE}) for rank in range(2)]
+        geo = [GeoCommunicator(client, 3, [0]) for client in clients]
+        for number in range(10, 120, 11):
+            service.transport.faults.append(Fault("server", service.transport.sent["server"] + number, "cut"))
+        rng = np.random.default_rng(0)
+        for _ in range(30):
+            for worker in geo:
+                keys = np.unique(rng.integers(0, 40, 10))
+                worker.apply_sgd(0, Gradient(keys, rng.integers(-8, 8, (len(keys), 2)).astype(np.float32)), 1.0)
+                worker.step()
+        everything = np.arange(40)
+        for worker in geo:
+            worker.rows(0, everything)
+        for _ in range(3):
+            for worker in geo:
+                worker.exchange()
+        on_server = rows(clients[0], range(40))
+        for worker in geo:
+            table = worker._rows[0]
+            own = table.local - table.old  # what this worker has trained and the others weigh less
+            places = table.find(everything)
+            np.testing.assert_allclose((table.local - own)[places], on_server, atol=1e-3)
+
+
+def test_geo_asks_only_for_what_others_touched():
+    with serving(num_workers=2) as service:
+        a, b = (service.client(rank, tables={0: SPARSE}) for rank in range(2))
+        a.wait(a.add({0: gradient(range(100))}))
+        b.wait(b.add({0: gradient([7])}))
+        assert a.pull_changes([0])[0][0].tolist() == [7]
+        assert len(b.pull_changes([0])[0][0]) == 100
+        assert len(b.pull_changes([0])[0][0]) == 0
+
+
+def test_geo_rows_find_what_was_inserted():
+    table, rng = GeoRows(1), np.random.default_rng(0)
+    known = {}
+    for _ in range(20):
+        keys = np.setdiff1d(rng.integers(-1000, 1000, 50), np.array(list(known), np.int64))
+        table.insert(keys, keys[:, None].astype(np.float32))
+        known.update(dict.fromkeys(keys.tolist()))
+    keys = np.array(list(known))
+    np.testing.assert_array_equal(table.local[table.find(keys), 0], keys)
+    assert (table.find(ids(5000, -5000)) == -1).all()
+    with pytest.raises(ConfigError, match="k_steps"):
+        GeoCommunicator.__init__(object.__new__(GeoCommunicator), None, 0)

@@ -1,0 +1,69 @@
+"""What goes to which server, and how answers come together again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigError
+from fleet.ps._dense_table import DenseTableConfig
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._messages import Flag, Header, MessageError, Op, Part, encode_parts
+from fleet.ps._partition import servers_of_keys
+from fleet.ps._shards import Gradient, TableMap
+from fleet.ps._ticket import fill
+from tests.fleet.ps.service import ids
+
+
+@pytest.mark.parametrize("routing", ["range", "modulo"])
+@pytest.mark.parametrize("num_servers", [1, 2, 7])
+def test_every_id_goes_to_its_server_and_to_no_other(routing, num_servers):
+    table = TableMap(0, SparseTableConfig("a", 3), num_servers, routing)
+    keys = np.random.default_rng(0).integers(-(2**60), 2**60, 500)
+    gradient = Gradient(keys, np.arange(1500, dtype=np.float32).reshape(500, 3), slots=np.arange(500, dtype=np.uint32))
+    parts = table.gradient_parts(gradient)
+    seen = {}
+    for server, part in enumerate(parts):
+        assert (servers_of_keys(part.ids, num_servers, routing) == server).all()
+        for key, row, slot in zip(part.ids.tolist(), part.rows, part.slots.tolist(), strict=True):
+            seen[key] = (row.tolist(), slot)
+    assert len(seen) == len(set(keys.tolist())) == sum(part.n for part in parts)
+    for place, key in enumerate(keys.tolist()):
+        assert seen[key] == (gradient.rows[place].tolist(), place)
+
+
+def test_dense_values_are_cut_into_blocks():
+    table = TableMap(0, DenseTableConfig("a", 7), 3)
+    values = np.arange(7, dtype=np.float32)
+    parts = table.dense_parts(table.check_values(values))
+    assert [part.rows[:, 0].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [table.spec(server)["size"] for server in range(3)] == [3, 3, 1]
+    with pytest.raises(ConfigError, match="7 float32"):
+        table.check_values(values[:6])
+    with pytest.raises(ConfigError, match="dense"):
+        table.check_ids(ids(1))
+
+
+def answer(parts):
+    body = b"".join(bytes(buffer) for buffer in encode_parts(parts))
+    return Header(Op.PULL, Flag.RESPONSE, n_tables=len(parts)), memoryview(bytearray(body))
+
+
+def test_answers_are_put_in_their_places():
+    rows, values = np.zeros((3, 2), np.float32), np.zeros((4, 1), np.float32)
+    take = fill([(Part(0, 2, 2), (rows, ids(2, 0))), (Part(1, 4, 1), values)])
+    first, second = np.arange(4, dtype=np.float32).reshape(4, 1), np.arange(4, 8, dtype=np.float32).reshape(4, 1)
+    take(*answer([Part(0, 4, 1, rows=first), Part(1, 4, 1, rows=second)]))
+    assert rows.tolist() == [[2, 3], [0, 0], [0, 1]]
+    assert values[:, 0].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("parts", [
+    [], [Part(0, 3, 1, rows=np.zeros((3, 1), np.float32))], [Part(5, 4, 1, rows=np.zeros((4, 1), np.float32))],
+    [Part(0, 4, 1)],
+])
+def test_an_answer_of_another_shape_is_refused(parts):
+    target = np.zeros((2, 2), np.float32)
+    with pytest.raises(MessageError):
+        fill([(Part(0, 2, 2), target)])(*answer(parts))
+    assert not target.any()
