@@ -26,6 +26,10 @@ SLOW = {"to_static"}
 # What a worker keeps to itself while it trains alone (A.8), or draws from other rows (batch norm without sync).
 LOCAL = {"localsgd", "adaptive_localsgd"}
 
+# torch lays its buckets out anew after the first step; with more than two workers a sum then has another order. The
+# last digit shows more where the wire is narrow, and where Adam divides a gradient by its own size.
+LAST_DIGIT = {"fp16_allreduce": 1e-4, "lamb": 5e-3}
+
 
 class Net(nn.Module):
     """A large weight (dgc), small ones, a norm, dropout, and a named block (recompute)."""
@@ -135,10 +139,7 @@ def test_promises(world_size: int) -> None:
     for name in results[0]:
         for result in results:
             assert result[name]["names"], name
-            # torch lays its buckets out anew after the first step; a sum of four then has another order, which shows
-            # in the last digit of the type on the wire.
-            last_digit = 1e-4 if name == "fp16_allreduce" else 1e-6
-            assert result[name]["off"] <= (0 if world_size < 3 else last_digit), name
+            assert result[name]["off"] <= (0 if world_size < 3 else LAST_DIGIT.get(name, 1e-6)), name
             assert result[name]["loss"] == result[name]["loss"], name
             if name not in LOCAL:
                 for parameter, value in result[name]["own"].items():
