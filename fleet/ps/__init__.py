@@ -31,7 +31,10 @@ _HOMES = {
     "export_text": "_text_format",
     "import_text": "_text_format",
     "load_table": "_files",
+    "load_dense": "_files",
+    "save_dense": "_files",
     "save_table": "_files",
+    "saved_blocks": "_files",
 }
 
 __all__ = sorted(_HOMES)

@@ -145,6 +145,13 @@ def load_table(
     return loaded
 
 
+def saved_blocks(dirname: str | Path, table: str) -> Iterator[RowBlock]:
+    """Yields the blocks of a saved sparse table with their stamps, whatever server wrote them."""
+    folder = table_folder(dirname, table)
+    for part in read_parts(folder):
+        yield from _blocks_of(folder, part, None)
+
+
 class _GroupWriter:
     """Collects rows, and writes each lot as one block per group of virtual ranges (and per stamp)."""
 

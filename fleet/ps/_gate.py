@@ -13,20 +13,25 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """A shared/exclusive lock; a waiting exclusive holder goes before new shared ones. Not re-entrant."""
+    """A shared/exclusive lock in turns: those who wait for one side pass before the other side's next holder.
+
+    Without turns a snapshot, which takes the gate again and again, would keep all pushes out until it is done. Not
+    re-entrant.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._sharing = 0
-        self._waiting = 0
+        self._sharing = self._exclusive_waiting = 0
         self._closed = False
+        # Shared holders that wait for the end of the current turn, and those whose turn has come.
+        self._blocked = self._owed = self._turn = 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Holds the gate together with other ``shared`` holders."""
         with self._changed:
-            while self._closed or self._waiting:
-                self._changed.wait()
+            if self._closed or self._exclusive_waiting:
+                self._wait_for_turn()
             self._sharing += 1
         try:
             yield
@@ -36,18 +41,39 @@ class Gate:
                 if not self._sharing:
                     self._changed.notify_all()
 
+    def _wait_for_turn(self) -> None:
+        turn = self._turn
+        self._blocked += 1
+        try:
+            self._changed.wait_for(lambda: self._turn != turn)
+        finally:
+            if self._turn != turn:
+                self._owed -= 1
+            else:
+                self._blocked -= 1
+            self._changed.notify_all()
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Holds the gate alone."""
         with self._changed:
-            self._waiting += 1
-            while self._closed or self._sharing:
-                self._changed.wait()
-            self._waiting -= 1
-            self._closed = True
+            self._exclusive_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not (self._closed or self._sharing or self._owed))
+                self._closed = True
+            finally:
+                self._exclusive_waiting -= 1
+                if not self._closed:
+                    self._end_turn()
         try:
             yield
         finally:
             with self._changed:
                 self._closed = False
-                self._changed.notify_all()
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._turn += 1
+        self._owed += self._blocked
+        self._blocked = 0
+        self._changed.notify_all()

@@ -57,8 +57,8 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
     if len(head) < HEADER_BYTES:
         raise CheckpointError(f"{where}: the file ends inside a block header ({len(head)} of {HEADER_BYTES} bytes). "
                               "The file is damaged; restore it or load another checkpoint.")
-    magic, version, flags, rows, width, crc, _, _, stamp, size, head_crc, _ = _HEADER.unpack(head)
-    if magic != _MAGIC or zlib.crc32(head[:-8]) != head_crc:
+    magic, version, flags, rows, width, crc, _, _, stamp, size, head_crc, zero = _HEADER.unpack(head)
+    if magic != _MAGIC or zlib.crc32(head[:-8]) != head_crc or zero:
         raise CheckpointError(f"{where}: no block header here (magic {magic!r}, or a wrong header checksum). The file "
                               "is damaged; restore it or load another checkpoint.")
     if version != _VERSION:

@@ -6,7 +6,8 @@ servers together are the whole embedding. A line is::
     key slot unseen_days delta_score show click embed_w [embed state] embedx_w... [embedx state]
 
 The embed part is the first column; the embedx part and its state are absent while the row has none. State stands in
-the order of the rule; the step count of Adam is written as ``beta1^t beta2^t``. Numbers have nine digits, so that a
+the order of the rule; the step count t of Adam is written as ``beta1^(t+1) beta2^(t+1)``, the factors of its
+next step, as Paddle keeps them. Numbers have nine digits, so that a
 table comes back bit for bit. A table without accessor writes its pushes as shows, and state that its rule keeps once
 per row stands in both parts.
 """
@@ -67,7 +68,7 @@ class _TextRow:
         for of_part, column, rule in self.steps:
             if of_part == part:
                 steps = out[:, column].copy()
-                out[:, column], out[:, column + 1] = rule["beta1"] ** steps, rule["beta2"] ** steps
+                out[:, column], out[:, column + 1] = rule["beta1"] ** (steps + 1), rule["beta2"] ** (steps + 1)
         return out
 
     def fill(self, values: Float32s, part: int, numbers: npt.NDArray[np.float64]) -> None:
@@ -83,12 +84,12 @@ class _TextRow:
 def _steps_of(
     power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], rule: Rule
 ) -> npt.NDArray[np.float64]:
-    """Returns the step count behind beta1^t and beta2^t: from the slower power while it is above zero."""
+    """Returns the t behind beta1^(t+1) and beta2^(t+1): from the slower power while it is above zero."""
     steps = np.zeros(len(power1))
     for power, beta in ((power1, rule["beta1"]), (power2, rule["beta2"])):
         if 0.0 < beta < 1.0:
             known = power > 0.0
-            steps[known] = np.maximum(steps[known], np.rint(np.log(power[known]) / math.log(beta)))
+            steps[known] = np.maximum(steps[known], np.rint(np.log(power[known]) / math.log(beta)) - 1)
     return steps
 
 

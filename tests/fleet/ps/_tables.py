@@ -1,0 +1,48 @@
+"""What the tests of the tables share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet.ps import SparseTable
+from fleet.ps._reference import _M1, _M2
+
+DATA = Path(__file__).parents[2] / "data" / "ps"
+
+
+def rows_of(table: SparseTable, rows_per_window: int = 300) -> dict[int, tuple[Any, ...]]:
+    """Everything the table knows, by key; fails if a walk meets a key twice."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for block in table.blocks(rows_per_window):
+        for i, key in enumerate(block.keys.tolist()):
+            assert key not in found
+            kept = block.statistics
+            traffic = () if kept is None else (
+                float(kept.shows[i]), float(kept.clicks[i]), float(kept.delta_scores[i]), int(kept.slots[i]))
+            admitted = bool(block.admitted[i])
+            found[key] = (
+                int(block.unseen_days[i]), int(block.counts[i]), admitted, admitted and bool(block.has_embedx[i]),
+                tuple(block.values[i].tolist()), traffic)
+    return found
+
+
+def assert_same_rows(one: dict[int, tuple[Any, ...]], other: dict[int, tuple[Any, ...]], rtol: float = 2e-5) -> None:
+    """Both hold the same keys, the same counts and flags, and numbers that agree."""
+    assert one.keys() == other.keys()
+    for key, row in one.items():
+        assert row[:4] == other[key][:4], key
+        np.testing.assert_allclose(row[4], other[key][4], rtol=rtol, atol=rtol / 20, err_msg=str(key))
+        np.testing.assert_allclose(row[5], other[key][5], rtol=1e-6, err_msg=str(key))
+
+
+def key_with_bits(bits: int) -> int:
+    """The key whose mixed bits are ``bits``: lets a test choose sub-shard and place."""
+    bits ^= bits >> 33
+    bits = bits * pow(_M2, -1, 2**64) % 2**64
+    bits ^= bits >> 33
+    bits = bits * pow(_M1, -1, 2**64) % 2**64
+    bits ^= bits >> 33
+    return bits - 2**64 if bits >= 2**63 else bits

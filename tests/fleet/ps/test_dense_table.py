@@ -1,0 +1,117 @@
+"""Dense tables: rules against torch and the specification (D.3, G16), and what they refuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fleet.errors import ConfigError
+from fleet.ps import DenseTable, DenseTableConfig, Rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "make"),
+    [
+        (Rule("sgd", {"learning_rate": 0.1}), lambda p: torch.optim.SGD(p, 0.1)),
+        (Rule("momentum", {"learning_rate": 0.1, "momentum": 0.9}), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+        (Rule("adagrad", {"learning_rate": 0.1}), lambda p: torch.optim.Adagrad(p, 0.1)),
+        (
+            Rule("adam", {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3}),
+            lambda p: torch.optim.Adam(p, 0.01, betas=(0.5, 0.9), eps=1e-3),
+        ),
+    ],
+    ids=["sgd", "momentum", "adagrad", "adam"],
+)
+def test_follows_torch(rule: Rule, make: Callable[..., torch.optim.Optimizer]) -> None:
+    """001-10, G15, G16: the user's optimizer, betas and epsilon, with the right step from the first push on."""
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=33).astype(np.float32)
+    table = DenseTable(DenseTableConfig("d", 33, rule))
+    table.set_values(start)
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = make([parameter])
+    for _ in range(20):
+        gradient = rng.normal(size=33).astype(np.float32)
+        table.push(gradient)
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+    np.testing.assert_allclose(table.pull(), parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
+
+
+def test_adam_d2sum() -> None:
+    """D.3: the formula of the table, in float64."""
+    table = DenseTable(DenseTableConfig("d", 3, Rule("adam_d2sum", {"learning_rate": 0.1})))
+    p, velocity, squares, decay = np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(3)
+    for g in np.random.default_rng(0).normal(size=(6, 3)):
+        table.push(g.astype(np.float32))
+        decay = 0.9999 * decay + 1
+        squares = 0.9999 * squares + g**2
+        ratio = np.sqrt((decay + decay * 1e-8) / (squares + decay * 1e-8))
+        velocity = 0.99 * velocity - 0.01 * g
+        p = p + 0.1 * velocity * ratio
+        np.testing.assert_allclose(table.pull(), p, rtol=2e-4, atol=1e-6)
+
+
+def test_summary_and_sum() -> None:
+    """D.2, D.3: data_norm statistics fade; geo deltas add."""
+    summary = DenseTable(DenseTableConfig("d", 2, Rule("summary")))
+    summary.set_values(np.array([1000, 0], np.float32))
+    summary.push(np.array([0, 2], np.float32))
+    np.testing.assert_allclose(summary.pull(), [999.999, 2], rtol=1e-7)
+    deltas = DenseTable(DenseTableConfig("d", 2, Rule("sum")))
+    deltas.push(np.array([1, 2], np.float32))
+    deltas.add(np.array([1, 2], np.float32))
+    assert deltas.pull().tolist() == [2, 4]
+
+
+def test_threads_lose_nothing() -> None:
+    """Every call is atomic."""
+    table = DenseTable(DenseTableConfig("d", 1000, Rule("sgd", {"learning_rate": 1.0})))
+
+    def push() -> None:
+        for _ in range(200):
+            table.push(np.ones(1000, np.float32))
+
+    threads = [threading.Thread(target=push) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (table.pull() == -800).all()
+
+
+def test_learning_rate_and_state() -> None:
+    """The rate may change; state goes out and in."""
+    table = DenseTable(DenseTableConfig("d", 2, Rule("momentum", {"learning_rate": 1.0})))
+    table.push(np.ones(2, np.float32))
+    table.learning_rate = 0.5
+    values, state = table.read_state()
+    assert (table.learning_rate, state.tolist()) == (0.5, [1, 1])
+    copy = DenseTable(table.config)
+    copy.set_state(values, state)
+    copy.learning_rate = 0.5
+    for each in (table, copy):
+        each.push(np.ones(2, np.float32))
+    np.testing.assert_allclose(table.pull(), [-1.95, -1.95], rtol=1e-6)
+    np.testing.assert_array_equal(copy.pull(np.empty(2, np.float32)), table.pull())
+    with pytest.raises(ConfigError, match="state"):
+        copy.set_state(values, np.empty(3, np.float32))
+
+
+def test_wrong_arrays_and_rules() -> None:
+    """Refused with what fits; nothing changes."""
+    table = DenseTable(DenseTableConfig("d", 2))
+    for call in (table.push, table.add, table.set_values, table.pull):
+        with pytest.raises(ConfigError, match="takes"):
+            call(np.ones(3, np.float32))
+        with pytest.raises(ConfigError, match="takes"):
+            call(np.ones(2))
+    assert table.pull().tolist() == [0, 0]
+    with pytest.raises(ConfigError, match="sparse tables only"):
+        DenseTableConfig("d", 2, Rule("shared_adagrad"))
+    with pytest.raises(ConfigError, match="size"):
+        DenseTableConfig("d", -1)

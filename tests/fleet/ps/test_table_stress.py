@@ -1,0 +1,222 @@
+"""Growth and deletion of the index against a dictionary, and threads against the serial result."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, save_table, saved_blocks
+from fleet.ps._kernels import CAPACITY, LENGTH, NUM_ENTRIES
+from fleet.ps._kernels_life import FIRST_CAPACITY
+from tests.fleet.ps._tables import key_with_bits, rows_of
+
+EXACT = Rule("sgd", {"learning_rate": 1.0})
+ZERO = Initializer("constant", 0.0)
+# Places of one sub-shard that fall on few homes, at the start, at a window's edge and at the very end of the index.
+CROWDED = [key_with_bits((5 << 46) | (place << 14)) for place in (
+    *range(20), *range(2**31 - 12, 2**31 + 12), *range(2**32 - 24, 2**32))]
+KEYS = st.lists(st.one_of(st.sampled_from(CROWDED), st.integers(-3000, 3000)), min_size=1, max_size=60, unique=True)
+
+
+class TableAgainstDictionary(RuleBasedStateMachine):
+    """Any history leaves the table with exactly the rows of a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SparseTable(SparseTableConfig("t", 2, EXACT, initializer=ZERO), use_kernels=True)
+        self.model: dict[int, float] = {}
+        self.counts: dict[int, int] = {}
+
+    @rule(keys=KEYS)
+    def pull(self, keys: list[int]) -> None:
+        """Rows have their value; missing ones are created."""
+        rows = self.table.pull(np.array(keys, np.int64))
+        assert rows[:, 1].tolist() == [self.model.setdefault(key, 0.0) for key in keys]
+        for key in keys:
+            self.counts.setdefault(key, 0)
+
+    @rule(keys=KEYS, gradient=st.integers(-3, 3))
+    def push(self, keys: list[int], gradient: int) -> None:
+        """Rows move by the gradient."""
+        self.table.push(np.array(keys, np.int64), np.full((len(keys), 2), gradient, np.float32))
+        for key in keys:
+            self.model[key] = self.model.get(key, 0.0) - gradient
+            self.counts[key] = self.counts.get(key, 0) + 1
+
+    @rule(threshold=st.integers(0, 4))
+    def shrink(self, threshold: int) -> None:
+        """Rows with few pushes go."""
+        doomed = [key for key, count in self.counts.items() if count < threshold]
+        assert self.table.shrink(threshold=threshold) == len(doomed)
+        for key in doomed:
+            del self.model[key], self.counts[key]
+
+    @rule()
+    def move(self) -> None:
+        """All rows, through blocks, into a new table."""
+        fresh = SparseTable(self.table.config, use_kernels=True)
+        for block in self.table.blocks(7):
+            fresh.insert(block)
+        self.table.close()
+        self.table = fresh
+
+    @invariant()
+    def same_rows(self) -> None:
+        """The walk finds every row once."""
+        assert self.table.num_rows == len(self.model)
+        found = rows_of(self.table, 50)
+        assert {key: row[4][0] for key, row in found.items()} == self.model
+        assert {key: row[1] for key, row in found.items()} == self.counts
+
+    def teardown(self) -> None:
+        """Frees the memory."""
+        self.table.close()
+
+
+TestTableAgainstDictionary = TableAgainstDictionary.TestCase
+TestTableAgainstDictionary.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_growth_keeps_the_load() -> None:
+    """Study 3: an index grows by half at three quarters, so it is never emptier than half once it has grown."""
+    table = SparseTable(SparseTableConfig("t", 1, EXACT, initializer=ZERO), use_kernels=True)
+    keys = np.arange(200_000) * 7919
+    for start in range(0, len(keys), 10_000):
+        table.pull(keys[start : start + 10_000])
+    shards = table._store._shards  # type: ignore[union-attr]
+    load = shards[:, NUM_ENTRIES] / shards[:, CAPACITY]
+    assert (load <= 0.75).all()
+    assert (load > 0.45).all()
+    assert (shards[:, CAPACITY] > FIRST_CAPACITY).all()
+    assert (shards[:, LENGTH] - shards[:, CAPACITY] <= 512).all()
+    assert table.contains(keys).all()
+    assert not table.contains(keys + 1).any()
+
+
+def test_deleted_rows_are_used_again() -> None:
+    """Memory does not grow when as many rows come as go."""
+    table = SparseTable(SparseTableConfig("t", 8, EXACT, initializer=ZERO), use_kernels=True)
+    table.pull(np.arange(50_000))
+    before = table.memory_bytes
+    for round_ in range(1, 6):
+        assert table.shrink(threshold=1) == 50_000
+        table.pull(np.arange(50_000) + 50_000 * round_)
+        assert (table.pull(np.arange(50_000) + 50_000 * round_) == 0).all()
+    assert table.memory_bytes < 1.2 * before
+
+
+def test_four_threads_give_the_serial_result() -> None:
+    """Study 2c: concurrent pushes to shared rows while the table grows lose nothing (integers add exactly)."""
+    config = SparseTableConfig("t", 4, EXACT, initializer=ZERO, accessor=Accessor())
+    table, expected = SparseTable(config, use_kernels=True), {}
+    rng = np.random.default_rng(3)
+    work = []
+    for _ in range(4):
+        batches = [np.unique(rng.zipf(1.3, 3000) % 40_000) for _ in range(40)]
+        work.append([(keys, rng.integers(-4, 5, (len(keys), 4)).astype(np.float32)) for keys in batches])
+        for keys, gradients in work[-1]:
+            for key, row in zip(keys.tolist(), gradients, strict=True):
+                expected[key] = expected.get(key, np.zeros(4, np.float32)) - row
+    failures: list[BaseException] = []
+
+    def push(batches: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        try:
+            for keys, gradients in batches:
+                table.pull(keys)
+                table.push(keys, gradients)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=push, args=(batches,)) for batches in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    found = rows_of(table)
+    assert found.keys() == expected.keys()
+    for key, row in expected.items():
+        assert found[key][4] == tuple(row.tolist())
+    total = sum(len(keys) for batches in work for keys, _ in batches)
+    assert sum(row[5][0] for row in found.values()) == total
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
+def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
+    """Study 2d: each saved block holds exactly the pushes up to its stamp.
+
+    Replaying the later ones of a log on the saved rows gives the live table, row for row, without a stop.
+    """
+    config = SparseTableConfig("t", 3, Rule("sgd", {"learning_rate": 1.0}), initializer=Initializer("uniform", -1, 1))
+    table = SparseTable(config, use_kernels=use_kernels)
+    log: list[tuple[np.ndarray, np.ndarray]] = []
+    order, stop, rng = threading.Lock(), threading.Event(), np.random.default_rng(0)
+    size = 1500 if use_kernels else 300
+
+    def push(seed: int) -> None:
+        own = np.random.default_rng(seed)
+        while not stop.is_set():
+            keys = np.unique(own.integers(0, size * 4, size // 4))
+            gradients = own.integers(-3, 4, (len(keys), 3)).astype(np.float32)
+            with table.gate.shared():
+                with order:
+                    log.append((keys, gradients))
+                table.push(keys, gradients)
+
+    for _ in range(4):
+        keys = np.unique(rng.integers(0, size * 4, size))
+        table.push(keys, np.ones((len(keys), 3), np.float32))
+    start = {int(k): row for block in table.blocks() for k, row in zip(block.keys, block.values.copy(), strict=True)}
+    threads = [threading.Thread(target=push, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        table_rows = table.plan_windows
+        table.plan_windows = lambda n=0: table_rows(size // 30)  # type: ignore[method-assign, assignment]
+        save_table(table, tmp_path, stamp=lambda: len(log))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    stamps = set()
+    restored, known_until = dict.fromkeys(start), {}
+    for block in saved_blocks(tmp_path, "t"):
+        stamps.add(block.stamp)
+        for key, row in zip(block.keys.tolist(), block.values, strict=True):
+            assert key not in known_until
+            restored[key], known_until[key] = row.copy(), block.stamp
+    assert len(stamps) > 3, "pushes went on between the blocks"
+    fresh = SparseTable(config, use_kernels=use_kernels)
+    for number, (keys, gradients) in enumerate(log, 1):
+        for key, gradient in zip(keys.tolist(), gradients, strict=True):
+            if number > known_until.get(key, 0):
+                if restored.get(key) is None:
+                    restored[key] = fresh.pull(np.array([key]))[0].copy()
+                restored[key] -= gradient
+    for block in table.blocks():
+        for key, row in zip(block.keys.tolist(), block.values, strict=True):
+            np.testing.assert_allclose(restored[key], row, atol=1e-4, err_msg=str(key))
+
+
+def test_walk_meets_every_row_once_while_others_come_and_go() -> None:
+    """D.8: rows that exist throughout are found once, however the index moves between windows."""
+    table = SparseTable(SparseTableConfig("t", 1, EXACT, initializer=ZERO), use_kernels=True)
+    stay, rng = np.arange(20_000), np.random.default_rng(0)
+    for _ in range(3):
+        table.push(stay, np.zeros((len(stay), 1), np.float32))
+    seen: list[int] = []
+    for number, window in enumerate(table.plan_windows(50)):
+        seen += table.copy_window(window).keys.tolist()
+        table.pull(rng.integers(10**6, 10**9, 300))
+        if number % 50 == 0:
+            table.shrink(threshold=1)
+    kept = [key for key in seen if key < len(stay)]
+    assert sorted(kept) == stay.tolist()
+    assert len(set(seen)) == len(seen)
