@@ -59,6 +59,7 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_GLOO_FS_PATH", "launcher", None, "folder of the file rendezvous"),
     ("PADDLE_GLOO_HTTP_ENDPOINT", "launcher", None, "ip:port of the HTTP rendezvous"),
     ("FLAGS_check_nan_inf", "user", 0, "1 names the module and rank where a NaN or Inf first appears, and stops"),
+    ("FLAGS_pp_check_naninf", "user", 0, "the same; Fleet's flag for pipelines"),
     ("CPU_NUM", "user", 1, "worker threads of the parameter server"),
     # torch's contract.
     ("RANK", "torch", 0, "rank of this process in the job"),

@@ -12,6 +12,7 @@
     |- CheckpointError(OSError)             a file is damaged, or does not fit what it is loaded into
     |- LaunchError                          the launcher could not start or keep the job
     |  `- WorkerFailedError                 a worker ended badly; carries rank, host, exit code, log path
+    |- NanInfError(FloatingPointError)      check_nan_inf found a NaN or Inf; carries rank and step
     `- PSError(ConnectionError)             the parameter server cannot be reached, refused or timed out
 
 Every message says, in this order: the option or call as the user typed it, the value received, the rule, the
@@ -82,6 +83,14 @@ class WorkerFailedError(LaunchError):
     def __init__(self, message: str, *, rank: int, host: str, exit_code: int, log_path: str) -> None:
         super().__init__(message, exit_code)
         self.rank, self.host, self.log_path = rank, host, log_path
+
+
+class NanInfError(FleetError, FloatingPointError):
+    """A NaN or Inf appeared where ``check_nan_inf`` looks; carries the rank it appeared on and that rank's step."""
+
+    def __init__(self, message: str, *, rank: int, step: int) -> None:
+        super().__init__(message)
+        self.rank, self.step = rank, step
 
 
 class PSError(FleetError, ConnectionError):

@@ -90,6 +90,7 @@ KEYS = {
         ("use_pure_bf16", False, True, "does"),
         ("use_fp16_guard", True, False, "does"),
         ("use_optimizer_fp16", False, True, "does"),
+        ("dtype", "auto", "bfloat16", "does"),
     ],
     "gradient_merge_configs": [("k_steps", 1, 4, "does"), ("avg", True, False, "does")],
     "localsgd_configs": [("k_steps", 1, 4, "does"), ("begin_step", 1, 10, "does")],
@@ -276,4 +277,4 @@ KEYS = {
 }  # fmt: skip
 
 # Options of this package that Fleet does not have; everything else in the registry must stand above.
-OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs"}
+OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_inf"}

@@ -46,6 +46,7 @@ CONFLICTS = {
         ("sharding", "gradient_merge"),
         ("sharding", "fp16_allreduce"),
         ("sharding", "use_hierarchical_allreduce"),
+        ("check_nan_inf", "to_static"),
     )
 }
 # Pairs that A.5 allows by name.
