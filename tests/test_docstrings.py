@@ -22,6 +22,7 @@ NOT_RUN: dict[str, str] = {
     "fleet": "wraps a model of the user; every test of the facade does the same",
     "fleet.data_parallel.DataParallel": "warns in a single process",
     "fleet._util.UtilBase.get_file_shard": "shows worker 0 of 2",
+    "fleet.facade.Fleet.distributed_scaler": "a GradScaler warns where there is no GPU",
     "fleet.parallel.spawn": "starts processes that import the user's script",
     "fleet.utils._hdfs.HDFSClient": "needs the hadoop program",
     "fleet.utils._run_check.run_check": "trains on every device",
