@@ -43,14 +43,17 @@ _HOMES = {
 _MODULES = ("base", "env", "errors", "launch", "metrics", "options", "parallel", "role_maker", "strategies", "utils")
 _CALLS = (
     "all_reduce",
+    "amp_init",
     "barrier_worker",
     "clear_grad",
     "distributed_model",
     "distributed_optimizer",
     "distributed_scaler",
     "explain",
+    "fp16_guard",
     "get_log_level_code",
     "get_log_level_name",
+    "get_loss_scaling",
     "get_lr",
     "init",
     "init_parallel_env",

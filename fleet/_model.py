@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fleet._checkpoint import known_entries
 from fleet.errors import ConfigError
+from fleet.strategies._exchange import data_parallel_in
 
 # Kept out of the module's own attributes: they belong to the wrapper.
 _OWN = frozenset({"_chain", "_observer", "_forward_methods", "_redirected"})
@@ -71,6 +72,13 @@ class FleetModel(nn.Module):
         if self._observer is not None:
             self._observer.before_forward()
         return self._chain(*args, **kwargs)
+
+    def exchanged_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients data parallel makes equal on all workers."""
+        reducer = data_parallel_in(self._chain)
+        if reducer is None:
+            return []
+        return [p for name, p in reducer.module.named_parameters() if name not in reducer.parameters_to_ignore]
 
     def clear_gradients(self) -> None:
         """Forgets every gradient, as ``zero_grad`` does; Fleet's name."""

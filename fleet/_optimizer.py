@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._amp_optimizer import AmpOptimizer
 from fleet.strategies._optimizer import OptimizerWrapper
 
 
@@ -88,6 +90,44 @@ class FleetOptimizer(OptimizerWrapper):
             for parameter, gradient in kept:
                 parameter.grad = gradient
         return [], pairs
+
+    def amp_init(
+        self, place: object = None, scope: object = None, test_program: object = None, use_fp16_test: bool = False
+    ) -> None:
+        """Checks that mixed precision is ready; Fleet's scripts call it once after the model was initialised.
+
+        There is nothing left to convert: ``distributed_model`` made the model compute in 16 bit, in evaluation too.
+
+        Args:
+            place: the device, as torch names it (``"cuda:0"``, a ``torch.device``), or ``None``.
+            scope: accepted for Fleet's signature; torch has no scopes.
+            test_program: accepted for Fleet's signature; torch has no programs.
+            use_fp16_test: accepted; evaluation runs through the same model, and so in 16 bit.
+
+        Raises:
+            ConfigError: amp is off, or ``place`` is not the device of this worker.
+        """
+        amp = self._amp("amp_init")
+        amp.check_place(place)
+        if not amp.is_pure:
+            warnings.warn(
+                "optimizer.amp_init() has nothing to do: without amp_configs['use_pure_fp16'] or ['use_pure_bf16'] "
+                "the parameters stay in float32, and autocast is already in place.",
+                OptionWarning,
+                stacklevel=2,
+            )
+
+    def get_loss_scaling(self) -> float:
+        """Returns the loss scale in force, 1.0 where nothing is scaled; raises ConfigError when amp is off."""
+        return float(self._amp("get_loss_scaling").get_loss_scaling())
+
+    def _amp(self, call: str) -> AmpOptimizer:
+        inner = self.optimizer
+        while isinstance(inner, OptimizerWrapper) and not isinstance(inner, AmpOptimizer):
+            inner = inner.optimizer
+        if not isinstance(inner, AmpOptimizer):
+            raise ConfigError(f"optimizer.{call}() needs mixed precision, and amp is off. Set strategy.amp = True.")
+        return inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every parameter."""

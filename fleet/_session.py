@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,11 @@ class Session:
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """Returns the qualified name of every parameter of the wrapped models."""
         return {p: name for model in self.models for name, p in model.named_parameters()}
+
+    def has_equal_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Returns whether data parallel gives every worker the same gradients of all ``parameters``."""
+        exchanged = {p for model in self.models for p in model.exchanged_parameters()}
+        return all(p in exchanged for p in parameters if p.requires_grad)
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
@@ -192,6 +197,8 @@ class Session:
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Returns the user's module after MODULE-stage strategies, and what all strategies put around it."""
         names = [name for name, _ in module.named_parameters()]
+        for strategy in self.strategies:
+            strategy.prepare_model(module)
         chain = module
         for strategy in self.strategies:
             chain = strategy.wrap_model(chain)

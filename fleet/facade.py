@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from fleet._util import UtilBase
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.role_maker import RoleMakerBase
+from fleet.strategies._amp_scaler import share_scaler
+from fleet.strategies.amp import Amp
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -212,11 +215,49 @@ class Fleet:
         return session.wrap_optimizer(optimizer)
 
     def distributed_scaler(self, scaler: Any) -> Any:
-        """Returns ``scaler``: with data parallel every worker sees the same gradients, so all skip the same steps."""
-        self._need("distributed_scaler")
-        if not hasattr(scaler, "unscale_"):
-            raise ConfigError(f"fleet.distributed_scaler() takes a torch.amp.GradScaler, got {scaler!r}.")
+        """Returns ``scaler``, a ``torch.amp.GradScaler``, which then skips the same steps on all workers.
+
+        With ``strategy.amp`` on, amp leaves the scaling of the loss to it.
+
+        Raises:
+            NotInitializedError: before ``fleet.init``.
+            ConfigError: ``scaler`` is no GradScaler, or gradient_merge is on without amp.
+
+        Example:
+            >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())
+            >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+        """
+        session = self._need("distributed_scaler")
+        share_scaler(scaler, session)
+        for strategy in session.strategies:
+            strategy.use_scaler(scaler)
         return scaler
+
+    def fp16_guard(self) -> AbstractContextManager[Any]:
+        """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bit only inside.
+
+        It changes nothing before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
+        together with ``use_fp16_guard``.
+
+        Example:
+            >>> def forward(self, x):
+            ...     with fleet.fp16_guard():
+            ...         x = self.body(x)
+            ...     return self.head(x)
+        """
+        strategies = self._session.strategies if self._session is not None else []
+        amp = next((strategy for strategy in strategies if isinstance(strategy, Amp)), None)
+        return nullcontext() if amp is None else amp.guard()
+
+    def amp_init(
+        self, place: object = None, scope: object = None, test_program: object = None, use_fp16_test: bool = False
+    ) -> None:
+        """Checks that mixed precision is ready in the last distributed optimizer; see ``FleetOptimizer.amp_init``."""
+        self._last_optimizer("amp_init").amp_init(place, scope, test_program, use_fp16_test)
+
+    def get_loss_scaling(self) -> float:
+        """Returns the loss scale of the last distributed optimizer."""
+        return self._last_optimizer("get_loss_scaling").get_loss_scaling()
 
     def minimize(
         self,

@@ -17,7 +17,7 @@ The plan applies strategies from the user's objects outwards:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -72,6 +72,10 @@ class Workers(Protocol):
         """Number of workers on this node."""
 
     @property
+    def collective(self) -> bool:
+        """Whether the workers train together; False where parameter servers update."""
+
+    @property
     def device(self) -> torch.device:
         """Device of this worker."""
 
@@ -97,6 +101,9 @@ class Workers(Protocol):
 
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """Returns the qualified name of every parameter of the wrapped models."""
+
+    def has_equal_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Returns whether data parallel gives every worker the same gradients of all ``parameters``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +198,12 @@ class Strategy:
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when the strategy cannot work with ``model``; changes nothing."""
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Changes the user's module in place before any strategy wraps it: types of parameters, forwards."""
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Takes note that the user's loop scales the loss with ``scaler``, a GradScaler."""
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, or a module of the same interface around it; parameter names stay."""

@@ -47,6 +47,38 @@ class OptimizerWrapper(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A GradScaler asks. Yes only where amp waits in the chain: other wrappers know nothing of scaled gradients, so
+        # the scaler unscales them itself, whatever the user's optimizer (fused, for one) could do.
+        return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer._step_supports_amp_scaling
+
+    @property
+    def grad_scale(self) -> Any:
+        """What a GradScaler tells the optimizer inside before it steps it."""
+        return self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        self.optimizer.grad_scale = value  # type: ignore[attr-defined]
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        del self.optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @property
+    def found_inf(self) -> Any:
+        """What a GradScaler tells the optimizer inside before it steps it."""
+        return self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self.optimizer.found_inf = value  # type: ignore[attr-defined]
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Steps the optimizer inside."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)

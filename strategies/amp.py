@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import NOT_YET, Stage, Strategy
+from fleet.strategies._amp_model import AmpModel, guard
+from fleet.strategies._amp_optimizer import AmpOptimizer
+from fleet.strategies._amp_policy import Region, TreatedForward, Treatment, has_guard, plan_treatments
+from fleet.strategies._amp_scale import LossScale
+from fleet.strategies._amp_signal import Signal
+from fleet.strategies._base import Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
 
 
@@ -33,13 +44,23 @@ class AmpConfig(Config, option="amp_configs"):
         [], "qualified names of parameters whose modules compute in float32"
     )
     use_pure_fp16: bool = setting(
-        False, "store the parameters in float16 too, batch and layer norm excepted, with float32 master weights"
+        False,
+        "compute everything but normalisation in float16, with float16 copies of the parameters; the parameters "
+        "themselves stay in float32, as master weights",
     )
     use_pure_bf16: bool = setting(False, "the same with bfloat16, and no loss scaling")
     use_fp16_guard: bool = setting(
-        True, "with use_pure_fp16, compute in float16 only inside fleet's fp16_guard(), where a script has one"
+        True,
+        "with use_pure_fp16 or use_pure_bf16, in models that use fleet.fp16_guard(), compute in 16 bit only inside it",
     )
-    use_optimizer_fp16: bool = setting(False, "keep no float32 master weights")
+    use_optimizer_fp16: bool = setting(
+        False, "keep no float32 master weights: with use_pure_fp16 or use_pure_bf16 the parameters are of 16 bit"
+    )
+    dtype: str = setting(
+        "auto",
+        "the 16-bit type without use_pure_fp16 and use_pure_bf16; 'auto' is float16 on a GPU and bfloat16 on the CPU",
+        choices=("auto", "float16", "bfloat16"),
+    )
 
     def __post_init__(self) -> None:
         """Checks each key, and that at most one narrow type is asked for."""
@@ -49,10 +70,24 @@ class AmpConfig(Config, option="amp_configs"):
                 "amp_configs['use_pure_fp16'] and ['use_pure_bf16'] are both True; the parameters have one type. "
                 "Set one of them to False."
             )
+        for key, other in (("use_pure_fp16", "bfloat16"), ("use_pure_bf16", "float16")):
+            if getattr(self, key) and self.dtype == other:
+                raise ConfigError(
+                    f"amp_configs[{key!r}] is True and ['dtype'] is {other!r}; both name the 16-bit type. "
+                    f"Leave dtype 'auto', or set {key} to False."
+                )
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether everything but normalisation computes in 16 bit."""
+        return self.use_pure_fp16 or self.use_pure_bf16
+
+
+_SMALLEST = torch.finfo(torch.float16).smallest_normal
 
 
 class Amp(Strategy):
-    """Runs the forward pass under autocast and scales the loss where float16 needs it."""
+    """Runs the forward pass under autocast and scales the backward signal where float16 needs it."""
 
     name = "amp"
     meaning = "Mixed precision: compute in float16 or bfloat16 where that is safe, with dynamic loss scaling."
@@ -62,6 +97,148 @@ class Amp(Strategy):
     conflicts = {
         "dgc": "dgc keeps unsent gradients from step to step, and amp would scale them differently at each step"
     }
-    refused = NOT_YET
-    model_effect = "runs the forward pass under autocast"
-    optimizer_effect = "unscales the gradients, skips a step that has an inf or nan, and adapts the loss scale"
+    in_place = True
+    model_effect = "runs the forward pass in 16 bit where that is safe; results leave in float32"
+    optimizer_effect = "with float16: skips a step that has an inf or nan on any worker, and adapts the loss scale"
+
+    def __init__(self, config: Any, session: Workers) -> None:
+        """Chooses the type for the device of ``session`` and starts with the initial loss scale."""
+        super().__init__(config, session)
+        self.dtype = narrow_type(config, session.device.type)
+        self.region = Region(session.device.type, self.dtype)
+        self.scale = LossScale(config, enabled=self.dtype == torch.float16)
+        self._signal = Signal(self.scale, self._after_backward) if self.scale.in_use else None
+        self._optimizers: list[AmpOptimizer] = []
+        self._plans: dict[nn.Module, tuple[dict[str, Treatment], bool]] = {}
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns remarks on keys that the other keys leave without effect."""
+        config: AmpConfig = options["amp_configs"]
+        return tuple(
+            f"amp_configs[{key!r}] changes nothing: {why}."
+            for keys, why in _without_effect(config)
+            for key in keys
+            if key in config.changes()
+        )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigError for an optimizer that computes gradients itself, several times for one step."""
+        if self.scale.in_use and isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "amp scales float16 gradients and skips steps that overflow; torch.optim.LBFGS runs backward inside "
+                "its step. Use another optimizer, or amp_configs = {'dtype': 'bfloat16'}."
+            )
+        no_masters = self.config.use_optimizer_fp16 and self.config.use_pure_fp16
+        for group in optimizer.param_groups if no_masters else ():
+            if 0 < group.get("eps", 1) < _SMALLEST:
+                raise ConfigError(
+                    f"amp_configs['use_optimizer_fp16'] updates in float16, where the optimizer's eps {group['eps']!r} "
+                    f"is 0 or nearly so, and steps divide by it. Give it an eps of at least {_SMALLEST:.0e}, "
+                    "or set use_optimizer_fp16 to False."
+                )
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError when a list names nothing in ``model``, or what it asks for cannot be done there."""
+        treatments = plan_treatments(model, self.config, self.dtype, pure=self.config.is_pure)
+        recurrent = [name for name, m in model.named_modules() if isinstance(m, nn.RNNBase) and name in treatments]
+        if self.config.use_optimizer_fp16 and self._is_guarded(model) and recurrent:
+            raise ConfigError(
+                f"amp_configs['use_optimizer_fp16'] keeps {recurrent[0]!r} in 16 bit, and outside fp16_guard() it "
+                "would compute in float32, which torch's recurrent modules cannot. Set use_fp16_guard or "
+                "use_optimizer_fp16 to False."
+            )
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Puts the treatment of each module around its forward; gives the masters up if asked to."""
+        treatments = plan_treatments(model, self.config, self.dtype, pure=self.config.is_pure)
+        self._plans[model] = treatments, self._is_guarded(model)
+        self._treat(model, treatments)
+        if self.config.use_optimizer_fp16 and self.config.is_pure:
+            for name, treatment in treatments.items():
+                if self.dtype in (treatment.inputs, treatment.outputs):
+                    for parameter in model.get_submodule(name)._parameters.values():
+                        if parameter is not None and parameter.dtype == torch.float32:
+                            parameter.data = parameter.data.to(self.dtype)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model`` under autocast."""
+        root = user_module(model)
+        # Another strategy may have put a module of its own in the place of the user's.
+        treatments, guarded = self._plans[root] if root in self._plans else next(iter(self._plans.values()))
+        self._plans.clear()
+        self._treat(root, treatments)  # those that another strategy has put in place of the user's
+        if self._signal is not None:
+            self._signal.watch(root.parameters())
+        return AmpModel(
+            model, root, treatments.get(""), self.region, self.scale, self._signal,
+            pure=self.config.is_pure, guarded=guarded,
+        )  # fmt: skip
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns an optimizer that skips a step with an inf or nan."""
+        wrapped = AmpOptimizer(optimizer, self.scale, self.session, is_pure=self.config.is_pure)
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Leaves scaling to ``scaler`` from now on."""
+        self.scale.give_way(scaler)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Returns the context of ``fleet.fp16_guard()``."""
+        return guard(self.region, pure=self.config.is_pure and self.config.use_fp16_guard)
+
+    def close(self) -> None:
+        """Takes the hooks away; the models compute in float32 again."""
+        self.region.off = True
+        self.scale.in_use = False
+        self._optimizers.clear()
+        if self._signal is not None:
+            self._signal.close()
+
+    def _is_guarded(self, model: nn.Module) -> bool:
+        return bool(self.config.is_pure and self.config.use_fp16_guard and has_guard(model))
+
+    def _treat(self, root: nn.Module, treatments: dict[str, Treatment]) -> None:
+        for name, module in root.named_modules():
+            if name and name in treatments and module.__dict__.get("fleet_amp_treated") is not self.region:
+                module.forward = TreatedForward(module, treatments[name], self.region)
+                module.__dict__["fleet_amp_treated"] = self.region
+
+    def _after_backward(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.note_backward()
+
+
+def narrow_type(config: AmpConfig, device_type: str) -> torch.dtype:
+    """Returns the 16-bit type: the one asked for, otherwise float16 on a GPU and bfloat16 on the CPU."""
+    if config.use_pure_fp16 or config.dtype == "float16":
+        return torch.float16
+    if config.use_pure_bf16 or config.dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float16 if device_type == "cuda" else torch.bfloat16
+
+
+def user_module(chain: nn.Module) -> nn.Module:
+    """Returns the module at the bottom of ``chain``: inside data parallel and the compiler's module."""
+    while True:
+        inner = chain._modules.get("_orig_mod") or chain.__dict__.get("_orig_mod")
+        if inner is None and isinstance(chain, DistributedDataParallel):
+            inner = chain.module
+        if not isinstance(inner, nn.Module):
+            return chain
+        chain = inner
+
+
+def _without_effect(config: AmpConfig) -> list[tuple[tuple[str, ...], str]]:
+    moving = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
+    found: list[tuple[tuple[str, ...], str]] = []
+    if config.use_pure_bf16 or config.dtype == "bfloat16":
+        why = "bfloat16 has the range of float32, and nothing is scaled"
+        found.append((("init_loss_scaling", *moving, "use_dynamic_loss_scaling"), why))
+    elif not config.use_dynamic_loss_scaling:
+        found.append((moving, "use_dynamic_loss_scaling is False, and the scale stays"))
+    if not config.is_pure:
+        found.append((("use_optimizer_fp16",), "the parameters are in float32 without use_pure_fp16 or use_pure_bf16"))
+    return found

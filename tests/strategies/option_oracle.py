@@ -91,6 +91,7 @@ KEYS = {
         ("use_fp16_guard", True, False, "does"),
         ("use_optimizer_fp16", False, True, "does"),
         ("dtype", "auto", "bfloat16", "does"),
+        ("dtype", "auto", "bfloat16", "does"),
     ],
     "gradient_merge_configs": [("k_steps", 1, 4, "does"), ("avg", True, False, "does")],
     "localsgd_configs": [("k_steps", 1, 4, "does"), ("begin_step", 1, 10, "does")],

@@ -1,0 +1,169 @@
+"""AmpOptimizer: a step that has an inf or nan in its gradients is skipped, by all workers or by none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fleet.errors import ConfigError
+from fleet.strategies._amp_scale import LossScale
+from fleet.strategies._base import Workers
+from fleet.strategies._optimizer import OptimizerWrapper
+
+
+class AmpOptimizer(OptimizerWrapper):
+    """Steps the optimizer inside when every gradient of every worker is finite, and moves the loss scale.
+
+    Gradients are looked at when a backward pass has ended, before the user's loop can clip an inf away; ``step()``
+    reads the answer, the only time that it waits for the device. An explicit ``GradScaler`` speaks to this class
+    in the way torch's fused optimizers are spoken to: it sets ``grad_scale`` and ``found_inf`` and calls ``step()``.
+    """
+
+    _step_supports_amp_scaling = True  # tells a GradScaler so
+
+    def __init__(self, optimizer: Optimizer, scale: LossScale, session: Workers, *, is_pure: bool = False) -> None:
+        super().__init__(optimizer)
+        self.is_pure = is_pure
+        self._scale, self._session = scale, session
+        self._non_finite: Tensor | None = None
+        self._grad_scale: Any = None
+        self._found_inf: Any = None
+
+    def note_backward(self) -> None:
+        """Looks at the gradients, without waiting for the answer."""
+        self._non_finite = non_finite(self.parameters(), self._session.device)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates the parameters, or skips the update; returns the closure's loss."""
+        if self._found_inf is not None:
+            self._step_for_scaler()
+            return None
+        if not self._scale.in_use:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        finite = not self._found_by_any()
+        if finite:
+            super().step()
+        else:
+            self.note_step()
+        self._scale.update(finite=finite)
+        return loss
+
+    def _found_by_any(self) -> bool:
+        """Returns whether this step is to be skipped, the same answer on every worker."""
+        if self._non_finite is None:
+            self.note_backward()
+        found, self._non_finite = self._non_finite, None
+        assert found is not None
+        return bool(agreed(found, self.parameters(), self._session))
+
+    def _step_for_scaler(self) -> None:
+        """Steps or skips as a GradScaler says; from now on it alone scales."""
+        self._scale.give_way()
+        self._non_finite = None
+        if bool(self._found_inf):
+            self.note_step()
+            return
+        if self._grad_scale is not None:
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            inverse = torch.as_tensor(self._grad_scale).double().reciprocal().float()
+            for gradient in gradients:
+                (gradient._values() if gradient.is_sparse else gradient).mul_(inverse.to(gradient.device))
+        super().step()
+
+    @property
+    def grad_scale(self) -> Any:
+        """The scale that a GradScaler has left in the gradients."""
+        if self._grad_scale is None:
+            raise AttributeError("grad_scale")
+        return self._grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        self._grad_scale = value
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        self._grad_scale = None
+
+    @property
+    def found_inf(self) -> Any:
+        """Whether a GradScaler has found an inf or nan."""
+        if self._found_inf is None:
+            raise AttributeError("found_inf")
+        return self._found_inf
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self._found_inf = value
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        self._found_inf = None
+
+    def check_place(self, place: object) -> None:
+        """Raises ConfigError unless ``place`` is ``None`` or names the device of this worker."""
+        device = self._session.device
+        if place is None:
+            return
+        named = torch.device(place) if isinstance(place, str | torch.device) else None
+        if named is None or named.type != device.type or named.index not in (None, device.index):
+            raise ConfigError(
+                f"optimizer.amp_init(place={place!r}): this worker computes on {str(device)!r}, which fleet.init() "
+                "chose. Leave place out, or pass that device."
+            )
+
+    def get_loss_scaling(self) -> float:
+        """Returns the loss scale in force; 1.0 where nothing is scaled."""
+        return self._scale.current()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the optimizer inside, the loss scale and its counters."""
+        state = super().state_dict()
+        return {**state, "amp": self._scale.state_dict()} if self._scale.in_use else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; one without a loss scale leaves the scale as it is."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "amp"})
+        if "amp" in state_dict:
+            self._scale.load_state_dict(state_dict["amp"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_session": None, "_non_finite": None}
+
+
+@torch.no_grad()
+def non_finite(parameters: list[Any], device: torch.device) -> Tensor:
+    """Returns 1.0 when a gradient holds an inf or nan, otherwise 0.0, as a float32 tensor on ``device``."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            if values.numel():
+                kinds.setdefault((values.device, values.dtype), []).append(values)
+    # The largest magnitude is not finite exactly when an element is not; unlike a sum of squares it cannot overflow.
+    largest = [torch.stack(torch._foreach_norm(same, float("inf"))).max().float() for same in kinds.values()]
+    if not largest:
+        return torch.zeros((), device=device)
+    ends = [value.to(device, non_blocking=True) for value in largest]
+    return torch.stack(ends).isfinite().all().logical_not().float()
+
+
+def agreed(found: Tensor, parameters: list[Any], session: Workers) -> Tensor:
+    """Returns whether any worker has found an inf or nan.
+
+    Data parallel has added every worker's gradients to every other's, so an inf or nan of one is in all of them, and
+    no message is needed; where gradients differ between workers the answers are compared.
+    """
+    if session.process_group is None or not session.collective or session.has_equal_gradients(parameters):
+        return found
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=session.process_group)
+    return found

@@ -1,0 +1,366 @@
+"""In which type each module computes: the lists of ``amp_configs``, pure 16 bit, and where the parameters are kept.
+
+[Note: Float32 parameters]
+In pure float16 or bfloat16 the parameters that the user, the optimizer, data parallel and checkpoints see stay in
+float32: they are the master weights. A module computes with 16-bit copies that exist while its forward runs (and as
+long as backward needs them); autograd turns their gradients into float32 ones. So gradients are unscaled, exchanged,
+clipped and merged in float32, a scaled float16 gradient never has to be stored unscaled in float16, where its small
+values would be lost, and parts outside ``fp16_guard()`` can use the same parameters in float32. The memory is that of
+16-bit parameters with float32 gradients and master weights. ``use_optimizer_fp16`` gives the masters up: there the
+parameters themselves are of 16 bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fleet.errors import ConfigError, did_you_mean
+
+_T = TypeVar("_T")
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+_NORM_NAME = re.compile(r"Norm(\d?[dD])?$")  # of a user's own classes: LlamaRMSNorm, LayerNorm2d
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """What happens around the forward of one module; ``None`` leaves as is.
+
+    Attributes:
+        autocast: whether torch.autocast is on inside.
+        inputs: type of the floating inputs.
+        parameters: type of the module's own parameters (not of its submodules').
+        outputs: type of the floating outputs; ``"input"`` is that of the first floating input.
+        always: also where the surrounding code computes in float32.
+        resumes: also inside a module whose own operations alone compute in float32.
+    """
+
+    autocast: bool | None = None
+    inputs: torch.dtype | None = None
+    parameters: torch.dtype | None = None
+    outputs: torch.dtype | str | None = None
+    always: bool = False
+    resumes: bool = False
+
+
+@dataclass(eq=False)
+class Region:
+    """What the modules of one model share: the type, and whether the model runs right now.
+
+    Attributes:
+        device_type: ``"cuda"`` or ``"cpu"``.
+        dtype: the 16-bit type.
+        depth: 1 while a wrapped model runs.
+        guarded: whether the one that runs computes in 16 bit only inside ``fp16_guard()``.
+        suspended: number of running modules inside which autocast was turned off.
+        off: True after the session has ended; modules then compute as if never treated.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    depth: int = 0
+    guarded: bool = False
+    suspended: int = 0
+    off: bool = False
+
+    def __deepcopy__(self, memo: Any) -> Region:
+        return self
+
+    def autocast(self, enabled: bool = True) -> torch.autocast:
+        """Returns a context in which operations that are safe in 16 bit compute in it, or none do."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=enabled)
+
+    @contextmanager
+    def suspending(self, is_off: bool) -> Iterator[None]:
+        """Counts a module inside which autocast is off."""
+        self.suspended += is_off
+        try:
+            yield
+        finally:
+            self.suspended -= is_off
+
+    def applies(self, treatment: Treatment) -> bool:
+        """Returns whether a module that is called at this moment gets ``treatment``."""
+        if self.off:
+            return False
+        if torch.is_autocast_enabled(self.device_type):
+            return True
+        if not treatment.always and not treatment.resumes:
+            return False
+        # In backward only recomputed modules run, which ran inside the model the first time.
+        return bool((self.depth if treatment.always else self.suspended) or torch._C._current_graph_task_id() != -1)
+
+
+class TreatedForward:
+    """The forward of a module with its treatment around it; it takes the place of ``module.forward``."""
+
+    def __init__(self, module: nn.Module, treatment: Treatment, region: Region) -> None:
+        self._module, self._treatment, self._region = module, treatment, region
+        self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward."""
+        return run_treated(self._module, self._own_forward, self._treatment, self._region, args, kwargs)
+
+    def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inner is not None:
+            return self._inner(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+def run_treated(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    treatment: Treatment,
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns ``forward(*args, **kwargs)``, run as ``treatment`` says for ``module``."""
+    if not region.applies(treatment):
+        return _run_outside(module, forward, args, kwargs)
+    outputs = treatment.outputs
+    if outputs == "input":
+        outputs = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+    if treatment.inputs is not None:
+        args, kwargs = cast_floating(args, treatment.inputs), cast_floating(kwargs, treatment.inputs)
+    kept = module._parameters
+    if treatment.parameters is not None:
+        module._parameters = {name: _as(p, treatment.parameters) for name, p in kept.items()}
+    try:
+        if treatment.autocast is None:
+            result = forward(*args, **kwargs)
+        else:
+            with region.autocast(treatment.autocast), region.suspending(not treatment.autocast):
+                result = forward(*args, **kwargs)
+    finally:
+        if treatment.parameters is not None:
+            module._parameters = kept
+    return result if outputs is None else cast_floating(result, outputs)  # type: ignore[arg-type]
+
+
+def _run_outside(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``forward`` where the surrounding code is in float32; 16-bit parameters are widened for it."""
+    kept = module._parameters
+    if not any(p is not None and p.dtype in _NARROW for p in kept.values()):
+        return forward(*args, **kwargs)
+    module._parameters = {name: _as(p, torch.float32) for name, p in kept.items()}
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters = kept
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # as autocast, which leaves float64 alone
+
+
+def _as(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor.to(dtype) if tensor is not None and tensor.dtype in _CAST else tensor
+
+
+def cast_floating(value: _T, dtype: torch.dtype) -> _T:
+    """Returns ``value`` with each floating tensor in it, other than float64, in ``dtype``."""
+    return cast(_T, map_tensors(value, lambda t: _as(t, dtype)))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in ``value``, nested containers included."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns ``value`` with ``change`` applied to each tensor in lists, tuples, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        return _with(value, {k: v for k, v in changed.items() if v is not value[k]}, "__setitem__")
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        names = [name for name in value.__dataclass_fields__ if hasattr(value, name)]
+        changed = {name: map_tensors(getattr(value, name), change) for name in names}
+        return _with(value, {k: v for k, v in changed.items() if v is not getattr(value, k)}, "__setattr__")
+    return value
+
+
+def _with(value: Any, changes: dict[Any, Any], how: str) -> Any:
+    """Returns a copy of ``value`` with ``changes``; ``value`` itself when there are none."""
+    if not changes:
+        return value
+    if type(value) is dict:
+        return {**value, **changes}
+    copied = _shallow_copy(value)
+    for key, item in changes.items():
+        if how == "__setattr__":
+            object.__setattr__(copied, key, item)  # frozen dataclasses too: the copy is not shared yet
+        else:
+            copied[key] = item
+    return copied
+
+
+def _shallow_copy(value: Any) -> Any:
+    import copy
+
+    return copy.copy(value)
+
+
+# ---- which module is treated how ------------------------------------------------------------------------------------
+
+
+def plan_treatments(model: nn.Module, config: Any, dtype: torch.dtype, *, pure: bool) -> dict[str, Treatment]:
+    """Returns the treatment of each module that needs one, by qualified name; the model itself is ``""``.
+
+    A qualified name stands above a class name, and a list above the parts of a module that is listed as a whole.
+
+    Raises:
+        ConfigError: a list names nothing in the model, or a module stands in both lists.
+    """
+    white = _named("custom_white_list", model, config.custom_white_list)
+    black = _named("custom_black_list", model, config.custom_black_list)
+    owners = _owners(model, config.custom_black_varnames)
+    for name in white.keys() & black.keys():
+        if white[name] == black[name]:
+            raise ConfigError(
+                f"amp_configs['custom_white_list'] and ['custom_black_list'] both name {white[name]!r}. "
+                "Keep it in one of them."
+            )
+    found: dict[str, Treatment] = {}
+    lists: dict[str, str] = {}  # by module: the list that decides for it, its own or that of the module around it
+    for name, module in model.named_modules():
+        lists[name] = _list_of(name, white, black, lists)
+        treatment = _treatment(module, lists[name], name in white or name in black, dtype, pure)
+        if name in owners:
+            treatment = Treatment(autocast=False, inputs=torch.float32, parameters=torch.float32)
+        elif name.rpartition(".")[0] in owners and name and lists[name] != "black":
+            treatment = _resumed(treatment or Treatment())
+        if treatment is not None:
+            found[name] = treatment
+    return found
+
+
+def _list_of(name: str, white: dict[str, str], black: dict[str, str], lists: dict[str, str]) -> str:
+    if name in white and name in black:
+        return "white" if white[name] == name else "black"
+    if name in white:
+        return "white"
+    if name in black:
+        return "black"
+    return lists.get(name.rpartition(".")[0], "") if name else ""
+
+
+def _resumed(treatment: Treatment) -> Treatment:
+    """Returns ``treatment`` for a part of a module whose own operations compute in float32."""
+    autocast = True if treatment.autocast is None else treatment.autocast
+    return Treatment(
+        autocast=autocast,
+        inputs=treatment.inputs,
+        parameters=treatment.parameters,
+        outputs=treatment.outputs,
+        always=treatment.always,
+        resumes=True,
+    )
+
+
+def _treatment(module: nn.Module, kind: str, listed: bool, dtype: torch.dtype, pure: bool) -> Treatment | None:
+    """Returns how ``module`` is run; ``kind`` is the list it belongs to, ``listed`` whether by its own entry."""
+    wide = torch.float32
+    if kind == "black":
+        return Treatment(autocast=False, inputs=wide, parameters=wide, always=True) if listed else None
+    if kind == "white":
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return Treatment(outputs=dtype, parameters=wide, always=True)
+        # Recurrent modules hold their parameters in a list of their own, which autocast reaches.
+        if isinstance(module, nn.RNNBase):
+            return Treatment(autocast=True, inputs=dtype, always=True)
+        return Treatment(autocast=False, inputs=dtype, parameters=dtype, always=True)
+    if not pure:
+        return None
+    if is_norm(module):
+        return Treatment(autocast=False, inputs=wide, parameters=wide, outputs="input")
+    if not any(p is not None for p in module._parameters.values()):
+        return None
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return Treatment(outputs=dtype)  # the same numbers as from a 16-bit table, without a copy of the table
+    if isinstance(module, nn.RNNBase):
+        return Treatment(inputs=dtype)
+    return Treatment(inputs=dtype, parameters=dtype)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Returns whether ``module`` normalises: torch's classes, their subclasses, and classes named ``...Norm``."""
+    return isinstance(module, _NORMS) or _NORM_NAME.search(type(module).__name__) is not None
+
+
+def _named(option: str, model: nn.Module, entries: tuple[str, ...]) -> dict[str, str]:
+    """Returns, for each module that ``entries`` name, the entry: a qualified name before a class name."""
+    found: dict[str, str] = {}
+    classes: dict[str, list[str]] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+            classes.setdefault(kind.__name__, []).append(name)
+    for entry in entries:
+        if entry not in classes and entry not in modules:
+            near = did_you_mean(entry, [*modules, *classes])
+            raise ConfigError(
+                f"amp_configs['{option}'] has {entry!r}, which is neither a qualified name nor a class of a module of "
+                f"{type(model).__name__}.{near or ' Classes: ' + ', '.join(sorted(classes)[:12]) + '.'}"
+            )
+        for name in classes.get(entry, ()):
+            found.setdefault(name, entry)
+    found.update({entry: entry for entry in entries if entry in modules})
+    return found
+
+
+def _owners(model: nn.Module, names: tuple[str, ...]) -> set[str]:
+    """Returns the qualified names of the modules that own the parameters ``names``."""
+    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(
+                f"amp_configs['custom_black_varnames'] has {name!r}, which is no parameter of {type(model).__name__}."
+                f"{near or ' Parameters: ' + ', '.join(known[:12]) + '.'}"
+            )
+    wanted = [p for name, p in model.named_parameters(remove_duplicate=False) if name in names]
+    tied = {name for name, p in model.named_parameters(remove_duplicate=False) if any(p is w for w in wanted)}
+    return {name.rpartition(".")[0] for name in tied}
+
+
+def has_guard(model: nn.Module) -> bool:
+    """Returns whether the code of a module of ``model`` mentions ``fp16_guard``."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not nn.Module}
+    functions = [f for kind in kinds if issubclass(kind, nn.Module) for f in vars(kind).values() if callable(f)]
+    functions += [module.forward for module in model.modules() if "forward" in module.__dict__]
+    return any("fp16_guard" in code.co_names + code.co_freevars for f in functions for code in _codes(f))
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """Yields the code of ``function``, of what it wraps, and of the functions defined in it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    stack = [code] if code is not None else []
+    while stack:
+        current = stack.pop()
+        yield current
+        stack += [constant for constant in current.co_consts if isinstance(constant, CodeType)]

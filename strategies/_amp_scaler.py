@@ -1,0 +1,66 @@
+"""An explicit GradScaler in a job of many workers: all of them skip the same steps, and merging counts as one step."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.errors import ConfigError
+from fleet.strategies._amp_optimizer import agreed
+from fleet.strategies._base import Workers
+from fleet.strategies._optimizer import OptimizerWrapper
+
+
+def share_scaler(scaler: Any, session: Workers) -> Any:
+    """Returns ``scaler``, which now skips a step when any worker has found an inf or nan.
+
+    Between the updates of gradient_merge there is nothing to unscale; ``step`` then counts the batch and ``update``
+    leaves the scale as it is, so that all gradients of a window carry the same one.
+
+    Raises ConfigError when ``scaler`` is no GradScaler, or when gradient_merge is on and amp is not.
+    """
+    if not all(callable(getattr(scaler, name, None)) for name in ("_unscale_grads_", "unscale_", "step", "update")):
+        raise ConfigError(f"fleet.distributed_scaler() takes a torch.amp.GradScaler, got {scaler!r}.")
+    merges = session.options["gradient_merge"] and session.options["gradient_merge_configs"].k_steps > 1
+    if merges and not session.options["amp"]:
+        raise ConfigError(
+            "fleet.distributed_scaler() was called with gradient_merge on and amp off: a step that the scaler skips "
+            "would not be counted, and the window would never end. Set strategy.amp = True as well; "
+            "amp then leaves the scaling to the scaler."
+        )
+    if "fleet_shared" not in scaler.__dict__:
+        _share(scaler, session)
+    return scaler
+
+
+def _share(scaler: Any, session: Workers) -> None:
+    unscale, update = scaler._unscale_grads_, scaler.update
+    scaler.fleet_shared = True
+    waits = False
+
+    @wraps(unscale)
+    def unscale_and_agree(optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        nonlocal waits
+        found: dict[torch.device, Tensor] = unscale(optimizer, *args, **kwargs)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        waits = (
+            isinstance(optimizer, OptimizerWrapper)
+            and optimizer.has_new_gradients()
+            and all(p.grad is None for p in parameters)
+        )
+        mine = torch.zeros((), device=session.device)
+        for value in found.values():
+            mine = torch.maximum(mine, value.to(session.device, non_blocking=True))
+        return {session.device: agreed(mine, parameters, session)}
+
+    @wraps(update)
+    def update_unless_waiting(new_scale: Any = None) -> None:
+        nonlocal waits
+        # Setting the scale to itself only closes the step.
+        update(scaler._scale if waits and new_scale is None else new_scale)
+        waits = False
+
+    scaler._unscale_grads_, scaler.update = unscale_and_agree, update_unless_waiting
