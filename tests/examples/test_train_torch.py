@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.examples.scripts import EXAMPLE, TINY, command, history, train
 
@@ -47,3 +50,18 @@ def test_a_short_run_lowers_the_loss(tmp_path: Path) -> None:
     assert {record["images"] for record in records} == {1408}
     assert "[Epoch 0, batch 0] loss: " in output
     assert output.splitlines()[-1] == f"Test accuracy: {records[-1]['test_acc1']:.5f} on 359 images"
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_diff_in_the_readme_is_the_real_one(name: str) -> None:
+    shown = (EXAMPLE / name).read_text(encoding="utf-8").split("```diff\n")[1].split("\n```")[0]
+    assert shown.splitlines() == changed_lines("train_torch.py", "train_fleet_dygraph.py")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_readme_knows_every_option(name: str) -> None:
+    text = (EXAMPLE / name).read_text(encoding="utf-8")
+    scripts = "".join(path.read_text() for path in [*EXAMPLE.glob("train_*.py"), EXAMPLE / "options.py"])
+    options = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', scripts))
+    assert len(options) > 12
+    assert {option for option in options if f"`{option}`" not in text} == set()
