@@ -14,6 +14,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fleet._checkpoint import known_entries
 from fleet.errors import ConfigError
 from fleet.strategies._exchange import data_parallel_in
+from fleet.strategies._parts import (
+    PART,
+    has_parts,
+    load_from_rank_0,
+    local_state,
+    state_like,
+    warn_of_parts,
+    whole_state,
+)
 
 # Kept out of the module's own attributes: they belong to the wrapper.
 _OWN = frozenset({"_chain", "_observer", "_forward_methods", "_redirected"})
@@ -118,14 +127,59 @@ class FleetModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the state of the user's module, under the user's names."""
+        """Returns the state of the user's module, under the user's names.
+
+        Where sharding divides the parameters it holds DTensors, of which this worker has a part, and a warning says
+        so; :meth:`full_state_dict` and :meth:`local_state_dict` are what can be saved.
+        """
         if self._observer is not None:
             self._observer.before_save()
-        return self.module.state_dict(*args, **kwargs)
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        if has_parts(state):
+            warn_of_parts("model")
+        return state
+
+    def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Returns the whole state on the host, which a plain module loads; every worker must call it.
+
+        Args:
+            keep: False takes part in gathering and returns ``{}``, to save memory on workers that do not write.
+
+        Example:
+            >>> state = model.full_state_dict(keep=fleet.is_first_worker())
+        """
+        if self._observer is not None:
+            self._observer.before_save()
+        state: dict[str, Any] = whole_state(self.module.state_dict(), keep)
+        return state if keep else {}
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns this worker's part as plain tensors, to be saved by each worker; others do not wait for this call.
+
+        :meth:`load_state_dict` takes it on the worker of the same rank in a job of as many workers.
+        """
+        if self._observer is not None:
+            self._observer.before_save()
+        return local_state(self.module.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state of the user's module."""
+        """Loads a state of the user's module: its own, a whole one on every worker, or this worker's part.
+
+        Raises CheckpointError for the part of another worker, and ConfigError for ``assign`` with divided parameters.
+        """
+        own = self.module.state_dict()
+        if has_parts(own):
+            if assign:
+                raise ConfigError("load_state_dict(assign=True) would replace the parameters that sharding divided.")
+            state_dict = state_like(state_dict, own)
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads worker 0's ``state_dict``, a whole state, on all workers; every worker must call it.
+
+        The argument of the other workers is not looked at and may be ``{}``.
+        """
+        load_from_rank_0(self.module, state_dict)
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Loads a state as Fleet does: entries that are not part of the module ('epoch') are left alone.
@@ -133,7 +187,7 @@ class FleetModel(nn.Module):
         Raises RuntimeError when an entry of the module is missing or has another shape, and CheckpointError for a
         tensor that the module does not have.
         """
-        return self.module.load_state_dict(known_entries(state_dict, self.module.state_dict()))
+        return self.load_state_dict(known_entries(state_dict, [*self.module.state_dict(), PART]))
 
     set_dict = set_state_dict
     load_dict = set_state_dict

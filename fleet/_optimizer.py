@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._amp_optimizer import AmpOptimizer
 from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import PART, has_parts, local_state, warn_of_parts, whole_state
+from fleet.strategies._sharding_owners import PartitionedOptimizer
 
 
 class StepObserver(Protocol):
@@ -154,9 +156,36 @@ class FleetOptimizer(OptimizerWrapper):
             else:
                 group["lr"] = float(value)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state; with sharding this worker's part of it, and a warning says so."""
+        state = super().state_dict()
+        if PART in state or has_parts(state):
+            warn_of_parts("optimizer")
+        return state
+
+    def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Returns the whole state on the host, which any number of workers load; every worker must call it.
+
+        Args:
+            keep: False takes part in gathering and returns ``{}``.
+        """
+        state = super().state_dict()
+        inner: Optimizer = self
+        while isinstance(inner, OptimizerWrapper):
+            inner = inner.optimizer
+            if isinstance(inner, PartitionedOptimizer):
+                state = {**state, "state": inner.whole_entries()}
+        state.pop(PART, None)
+        whole: dict[str, Any] = whole_state(state, keep)
+        return whole if keep else {}
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns this worker's part as plain tensors, to be saved by each worker."""
+        return local_state(super().state_dict())
+
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state; entries that no optimizer state has ('epoch') are left alone."""
-        known = self.state_dict().keys()
+        known = {*super().state_dict(), PART}
         self.load_state_dict({name: value for name, value in state_dict.items() if name in known})
 
     set_dict = set_state_dict

@@ -19,12 +19,16 @@ from torch.optim import Optimizer
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
 from fleet._util import UtilBase
+from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.strategies._base import Stage, Strategy
+from fleet.strategies._mesh import make_mesh, plan_axes
 from fleet.strategies._plan import Plan, plan
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fleet._role_record import RoleRecord
     from fleet.role_maker import RoleMakerBase
 
@@ -47,6 +51,8 @@ class Session:
     models: list[FleetModel] = field(default_factory=list)
     optimizers: list[FleetOptimizer] = field(default_factory=list)
     strategies: list[Strategy] = field(default_factory=list)
+    degrees: dict[str, int] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
     _host_group: dist.ProcessGroup | None = None
     _checked: bool = False
 
@@ -143,8 +149,11 @@ class Session:
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
         chain = optimizer
-        for strategy in self.strategies:
+        # A strategy that comes at the end of another stage stands outside all that belong to that stage.
+        for strategy in sorted(self.strategies, key=lambda s: (s.optimizer_stage or s.stage, bool(s.optimizer_stage))):
             chain = strategy.wrap_optimizer(chain)
+        for strategy in self.strategies:
+            chain = strategy.wrap_steps(chain)
         wrapped = FleetOptimizer(chain, self, optimizer)
         self.optimizers.append(wrapped)
         return wrapped
@@ -192,7 +201,18 @@ class Session:
     def _make_strategies(self) -> None:
         for strategy in self.strategies:
             strategy.close()
+        self._make_mesh()
         self.strategies = [step(_config_of(step, self.options), self) for step in self.plan.steps]
+
+    def _make_mesh(self) -> None:
+        """Lays the workers out by axis; every worker does it at the same point, when it starts or adopts options."""
+        if not self.collective:
+            return
+        degrees = plan_axes(self.options, self.world_size)
+        if self.process_group is not None and degrees != self.degrees:
+            timeout_s = Environment().float("PADDLE_PG_TIMEOUT") / 1000
+            self.mesh = make_mesh(degrees, self.process_group, self.device.type, timeout_s)
+        self.degrees = degrees
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Returns the user's module after MODULE-stage strategies, and what all strategies put around it."""

@@ -73,7 +73,7 @@ class Workers(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Whether the workers train together; False where parameter servers update."""
+        """Whether all workers take each step together; False in a parameter-server job."""
 
     @property
     def device(self) -> torch.device:
@@ -86,10 +86,6 @@ class Workers(Protocol):
     @property
     def mesh(self) -> DeviceMesh | None:
         """The workers by axis ('dp', 'sharding'), one dim for each axis above 1; ``None`` when there is at most dp."""
-
-    @property
-    def divides_gradients(self) -> bool:
-        """Whether workers hold different gradients, so that what they decide on them must be agreed on."""
 
     @property
     def options(self) -> Values:
@@ -178,11 +174,6 @@ class Strategy:
         """Returns the names of the strategies that are left out of a plan with this one."""
         return cls.replaces
 
-    @property
-    def divides_gradients(self) -> bool:
-        """Whether this strategy leaves each worker with other gradients, so that decisions on them must be shared."""
-        return False
-
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
         """Returns, in whole sentences, why it cannot run with these options on ``world_size`` workers, or ``None``."""
@@ -211,6 +202,10 @@ class Strategy:
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns ``optimizer``, or an optimizer of the same interface around it."""
+        return optimizer
+
+    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns ``optimizer``, or one around it that stands outside everything, where the user's steps are counted."""
         return optimizer
 
     def close(self) -> None:

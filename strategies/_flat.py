@@ -16,25 +16,28 @@ _CHUNK_BYTES = 64 * 1024 * 1024
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Sequence[Tensor], group: Any) -> None:
     """Makes ``tensors`` equal those of rank 0 of ``group``, in place."""
-    root = dist.get_global_rank(group, 0)
-    for chunk in _chunks(tensors):
-        flat = _flattened(chunk)
-        dist.broadcast(flat, src=root, group=group)
-        _copy_back(flat, chunk)
+    for chunk in chunks(tensors):
+        flat = flattened(chunk)
+        dist.broadcast(flat, group=group, group_src=0)
+        copy_back(flat, chunk)
 
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: Any) -> None:
     """Replaces ``tensors`` by their mean over the workers of ``group``, in place."""
     num_workers = dist.get_world_size(group)
-    for chunk in _chunks(tensors):
-        flat = _flattened(chunk)
+    for chunk in chunks(tensors):
+        flat = flattened(chunk)
         dist.all_reduce(flat, group=group)
-        _copy_back(flat.div_(num_workers), chunk)
+        copy_back(flat.div_(num_workers), chunk)
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields lists of tensors of one type and device, in an order that is the same on every worker."""
+def chunks(tensors: Sequence[Tensor], limit_bytes: float | None = None) -> Iterator[list[Tensor]]:
+    """Yields lists of tensors of one type and device, in an order that is the same on every worker.
+
+    A list ends with the tensor that reaches ``limit_bytes``, 64 MiB by default.
+    """
+    limit_bytes = _CHUNK_BYTES if limit_bytes is None else limit_bytes
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -44,17 +47,19 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         for tensor in same:
             chunk.append(tensor)
             size += tensor.numel() * tensor.element_size()
-            if size >= _CHUNK_BYTES:
+            if size >= limit_bytes:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
 
 
-def _flattened(chunk: list[Tensor]) -> Tensor:
+def flattened(chunk: list[Tensor]) -> Tensor:
+    """Returns the elements of ``chunk`` one after the other, copied."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
-def _copy_back(flat: Tensor, chunk: list[Tensor]) -> None:
+def copy_back(flat: Tensor, chunk: list[Tensor]) -> None:
+    """Copies ``flat`` into the tensors that :func:`flattened` took it from."""
     for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
         tensor.copy_(part.view_as(tensor))

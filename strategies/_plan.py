@@ -69,7 +69,7 @@ def remarks(
             why = elsewhere
         elif strategy.always:
             # With one worker there is nothing to exchange, and every script that runs alone would be told so.
-            standing_in = [step for step in steps if name in step.replaces]
+            standing_in = [step for step in steps if name in step.stands_for(options)]
             honoured = [key for step in standing_in for key in step.reads]
             unused = [key for key in unused if standing_in and key not in honoured]
             why = f"'{standing_in[0].name}' takes the place of {name}" if standing_in else ""
@@ -99,7 +99,7 @@ def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> 
     """Returns the strategies that the options switch on, and those that are always on, by stage and name."""
     able = [s for s in REGISTRY.values() if foreign(s, collective=collective) is None]
     chosen = [strategy for strategy in able if not strategy.always and strategy.chosen(options)]
-    replaced = {name for strategy in chosen for name in strategy.replaces}
+    replaced = {name for strategy in chosen for name in strategy.stands_for(options)}
     if world_size > 1:
         chosen += [s for s in able if s.always and s.name not in replaced]
     return sorted(chosen, key=lambda s: (s.stage, s.name))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._base import Workers
 from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import has_parts, sums_over_parts
 
 
 class RuleWrapper(OptimizerWrapper):
@@ -52,7 +53,11 @@ class RuleWrapper(OptimizerWrapper):
         return loss
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Updates ``parameters`` in place with ``gradients``; ``group`` holds the hyper-parameters."""
+        """Updates ``parameters`` in place with ``gradients``; ``group`` holds the hyper-parameters.
+
+        With sharding both are parts: work on :func:`~fleet.strategies._parts.local` of them, and take norms by
+        :func:`norms`, which are those of the whole.
+        """
         raise NotImplementedError
 
     def decays(self, parameters: Sequence[Tensor], decay: float) -> list[float]:
@@ -77,6 +82,15 @@ class RuleWrapper(OptimizerWrapper):
         return {**super().__getstate__(), "_session": None, "_is_excluded": None, "_excluded": {}}
 
 
-def norms(tensors: list[Tensor]) -> Tensor:
-    """Returns the Euclidean norm of each tensor in float32, shape [number of tensors]."""
-    return torch.stack(torch._foreach_norm([t.float() if t.dtype != torch.float32 else t for t in tensors]))
+def norms(tensors: list[Tensor], owners: Sequence[Tensor] = ()) -> Tensor:
+    """Returns the Euclidean norm of each tensor in float32, shape [number of tensors].
+
+    Args:
+        tensors: whole tensors, or this worker's parts.
+        owners: the parameter that each tensor belongs to; where it is divided among workers, the norm is that of the
+            whole, and every worker that shares it makes the call.
+    """
+    if not tensors:
+        return torch.zeros(0)
+    found = torch.stack(torch._foreach_norm([t.float() if t.dtype != torch.float32 else t for t in tensors]))
+    return sums_over_parts(found.square(), owners).sqrt() if has_parts(list(owners)) else found

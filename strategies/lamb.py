@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._optimizer_kinds import check_adam, check_settings_off
+from fleet.strategies._parts import local
 from fleet.strategies._rule import RuleWrapper, norms
 
 
@@ -70,8 +71,10 @@ class LambAdam(RuleWrapper):
         """Updates the parameters of one group."""
         beta1, beta2 = group["betas"]
         states = [self._moments(p) for p in parameters]
-        means = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
+        owners, parameters = parameters, [local(p) for p in parameters]
+        gradients = [local(gradient) for gradient in gradients]
+        means = [local(state["exp_avg"]) for state in states]
+        squares = [local(state["exp_avg_sq"]) for state in states]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         torch._foreach_lerp_(means, gradients, 1 - beta1)
@@ -83,8 +86,8 @@ class LambAdam(RuleWrapper):
         torch._foreach_add_(denominators, group["eps"])
         updates = torch._foreach_div(means, [1 - beta1**count for count in counts])
         torch._foreach_div_(updates, denominators)
-        torch._foreach_add_(updates, torch._foreach_mul(parameters, self.decays(parameters, self._decay)))
-        weight_norms, update_norms = norms(parameters), norms(list(updates))
+        torch._foreach_add_(updates, torch._foreach_mul(parameters, self.decays(owners, self._decay)))
+        weight_norms, update_norms = norms(parameters, owners), norms(list(updates), owners)
         trusted = (weight_norms > 0) & (update_norms > 0)
         rates = (group["lr"] * torch.where(trusted, weight_norms / update_norms, 1.0)).unbind()
         torch._foreach_mul_(updates, [rate.to(update.dtype) for rate, update in zip(rates, updates, strict=True)])

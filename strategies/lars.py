@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
+from fleet.strategies._parts import local
 from fleet.strategies._rule import RuleWrapper, norms
 
 
@@ -74,18 +75,20 @@ class LarsMomentum(RuleWrapper):
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Updates the parameters of one group."""
+        velocities = [local(self._velocity(p)) for p in parameters]
+        decays = self.decays(parameters, self._config.lars_weight_decay)
+        owners, parameters = parameters, [local(p) for p in parameters]
+        gradients = [local(gradient) for gradient in gradients]
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-        decays = self.decays(parameters, self._config.lars_weight_decay)
-        weight_norms, gradient_norms = norms(parameters), norms(gradients)
+        weight_norms, gradient_norms = norms(parameters, owners), norms(gradients, owners)
         decay = torch.tensor(decays, device=weight_norms.device)
         denominator = gradient_norms + decay * weight_norms + self._config.epsilon
         trusted = (decay > 0) & (weight_norms > 0) & (gradient_norms > 0)
         scale = torch.where(trusted, self._config.lars_coeff * weight_norms / denominator, 1.0)
-        local = (group["lr"] * scale).unbind()
+        rates = (group["lr"] * scale).unbind()
         steps = torch._foreach_add(gradients, torch._foreach_mul(parameters, decays))
-        torch._foreach_mul_(steps, [rate.to(step.dtype) for rate, step in zip(local, steps, strict=True)])
-        velocities = [self._velocity(p) for p in parameters]
+        torch._foreach_mul_(steps, [rate.to(step.dtype) for rate, step in zip(rates, steps, strict=True)])
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, steps)
         torch._foreach_sub_(parameters, velocities)

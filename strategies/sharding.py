@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from fleet.strategies._base import NOT_YET, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._degrees import plan_degrees
+from fleet.strategies._exchange import data_parallel_in
+from fleet.strategies._merging import MergingOptimizer, Window
+from fleet.strategies._mesh import sub_mesh
+from fleet.strategies._sharding_batches import Batches, CountingOptimizer
+from fleet.strategies._sharding_optimizer import ShardedOptimizer, check_any_stage, check_divided
+from fleet.strategies._sharding_owners import PartitionedOptimizer
+from fleet.strategies._sharding_units import check_divisible, find_anchors, plan_units
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fleet.strategies._sharding_model import DividedModule, Division
+
+_MIB = 1024 * 1024
 _NO_PROGRAM = "it rewrites a static program, and torch runs none"
 
 
@@ -37,7 +55,7 @@ class ShardingConfig(Config, option="sharding_configs"):
     optimize_offload: bool = setting(False, "keep the optimizer state in host memory")
     optimize_cast: bool = setting(False, "keep casts on the optimizer's side", no_meaning=_NO_PROGRAM)
     pp_allreduce_in_optimize: bool = setting(
-        False, "exchange gradients once per step and not once per micro-batch", refused=NOT_YET
+        False, "exchange gradients once per step and not once per micro-batch; torch's schedules always do"
     )
     _dp_as_optimizer_sharding: bool = setting(False, "internal switch of Paddle", no_meaning=_NO_PROGRAM)
     enable_tuning: bool = setting(False, "internal switch of Paddle's tuner", no_meaning=_NO_PROGRAM)
@@ -50,9 +68,11 @@ class Sharding(Strategy):
     name = "sharding"
     meaning = "Divide optimizer state, gradients and parameters among workers (ZeRO stages 1, 2 and 3)."
     stage = Stage.SHARD
+    optimizer_stage = Stage.UPDATE
     Config = ShardingConfig
-    after = ("pipeline",)
+    after = ("pipeline", "data_parallel")
     replaces = ("data_parallel",)
+    reads = ("gradient_scale_configs", "find_unused_parameters")
     conflicts = {
         "gradient_merge": "sharding adds up batches by itself; set sharding_configs['gradient_merge_acc_step'] instead",
         "localsgd": "localsgd averages whole models, and a sharded worker holds a part of one",
@@ -62,9 +82,19 @@ class Sharding(Strategy):
         "use_hierarchical_allreduce": "sharding reduces gradients to their owners and sums none over all workers",
     }
     in_place = True
-    refused = NOT_YET
-    model_effect = "divides what sharding_configs['stage'] says among the workers of the sharding axis"
-    optimizer_effect = "updates only the part that this worker owns"
+    model_effect = (
+        "stage 1 leaves the model to data_parallel; stages 2 and 3 divide parameters and gradients, and gather a unit "
+        "when it runs"
+    )
+    optimizer_effect = "updates only what this worker owns, with state for that alone"
+    guide = Guide(
+        when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
+        cost="Stage 1 sends the parameters once per step beside the gradients; stage 3 gathers them twice per batch.",
+        formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
+        "8P + 12P/N, 3: 16P/N bytes and the largest unit",
+        source="Rajbhandari et al., 2020, ZeRO, arXiv 1910.02054; torch's fully_shard",
+        example={"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 2}},
+    )
 
     @classmethod
     def chosen(cls, options: Values) -> bool:
@@ -72,14 +102,22 @@ class Sharding(Strategy):
         return bool(options["sharding"] or options["hybrid_configs"].sharding_degree > 1)
 
     @classmethod
+    def stands_for(cls, options: Values) -> tuple[str, ...]:
+        """Returns data_parallel in stages 2 and 3; stage 1 needs it to exchange the gradients."""
+        return cls.replaces if stage_of(options) > 1 else ()
+
+    @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
         """Returns the reason when the degrees of ``sharding_configs`` do not fit together or the number of workers.
 
         When only ``hybrid_configs`` asks for sharding, its own check of the degrees applies.
         """
-        if not options["sharding"]:
-            return None
+        reason = _problem_of_settings(options)
+        if reason is not None:
+            return reason
         config: ShardingConfig = options["sharding_configs"]
+        if not options["sharding"]:
+            return _problem_of_hybrid(options)
         degrees = {
             "sharding": config.sharding_degree, "mp": config.mp_degree, "pp": config.pp_degree, "dp": config.dp_degree,
         }  # fmt: skip
@@ -107,5 +145,209 @@ class Sharding(Strategy):
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
-        """Returns the remark that one worker has nobody to divide with."""
-        return ("sharding changes nothing with one worker: it keeps everything.",) if world_size == 1 else ()
+        """Returns remarks on settings that change nothing here."""
+        if world_size == 1:
+            return ("sharding changes nothing with one worker: it keeps everything.",)
+        config: ShardingConfig = options["sharding_configs"]
+        found = []
+        if stage_of(options) == 1:
+            keys = ("sharding_segment_strategy", "segment_broadcast_MB", "segment_anchors")
+            found = [
+                f"sharding_configs[{key!r}] changes nothing in stage 1: the model is not divided into units."
+                for key in keys
+                if getattr(config, key) != getattr(ShardingConfig(), key)
+            ]
+        elif config.segment_anchors and config.sharding_segment_strategy != "segment_anchors":
+            found = [
+                "sharding_configs['segment_anchors'] changes nothing: ['sharding_segment_strategy'] is "
+                "'segment_broadcast_MB'."
+            ]
+        if config.optimize_offload and not torch.cuda.is_available():
+            found.append("sharding_configs['optimize_offload'] changes nothing on the CPU: the state is there already.")
+        return tuple(found)
+
+    def __init__(self, config: Any, session: Any) -> None:
+        """Takes the degrees, the stage and the number of batches from the options."""
+        super().__init__(config, session)
+        hybrid = session.options["hybrid_configs"].sharding_configs
+        self.zero_stage = stage_of(session.options)
+        self.batches = Batches(config.gradient_merge_acc_step, hybrid.accumulate_steps)
+        self._buffer_bytes = hybrid.comm_buffer_size_MB * _MIB
+        self._sum_first = not hybrid.use_reduce_avg
+        self._window = Window(config.gradient_merge_acc_step, average=True)
+        self._divided: list[DividedModule] = []
+        self._optimizers: list[ShardedOptimizer] = []
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+
+    @property
+    def _alone(self) -> bool:
+        mesh = self.session.mesh
+        return mesh is None or "sharding" not in (mesh.mesh_dim_names or ())
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        assert self.session.mesh is not None
+        return self.session.mesh
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError when an anchor is wrong, or a parameter cannot be divided."""
+        if self.zero_stage > 1 and not self._alone:
+            check_divisible(model)
+            if self.config.sharding_segment_strategy == "segment_anchors":
+                find_anchors(model, self.config.segment_anchors)
+            if self.session.options["find_unused_parameters"]:
+                from fleet.strategies._sharding_model import check_find_unused
+
+                check_find_unused()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError when the optimizer cannot update a part of the parameters."""
+        if not self._alone:
+            check_any_stage(optimizer)
+            if self.zero_stage > 1:
+                check_divided(optimizer)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns the module to call: in stages 2 and 3 a divided one, whose new parameters the optimizers follow."""
+        if self._alone:
+            return model
+        if self.zero_stage == 1:
+            self._count_batches(model)
+            return model
+        if not any(True for _ in model.parameters()):
+            return model
+        from fleet.strategies._sharding_model import divide_model  # torch's part of it takes a second to import
+
+        divided, replaced = divide_model(model, self._units(model), self._division())
+        self._divided.append(divided)
+        self._replaced.update(replaced)
+        for optimizer in self._optimizers:
+            optimizer.repoint(replaced)
+        self._count_batches(divided)
+        return divided
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer that updates what this worker owns."""
+        if self._alone:
+            return optimizer
+        if self.zero_stage == 1:
+            group = self._mesh.get_group("sharding")
+            return PartitionedOptimizer(optimizer, group, self._buffer_bytes, self.config.optimize_offload)
+        sharded = ShardedOptimizer(optimizer, self._reshard)
+        sharded.repoint({**self._replaced, **self._gathered_now()})
+        self._optimizers.append(sharded)
+        return sharded
+
+    def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer that updates once for several batches, where the options ask for it."""
+        if self._alone or self.batches.one_by_one:
+            return optimizer
+        if self.zero_stage == 1 and self.batches.per_update > 1:
+            return MergingOptimizer(optimizer, self._window, self.session.global_rank, self.name)
+        return CountingOptimizer(optimizer, self.batches, in_model=self.zero_stage > 1)
+
+    def close(self) -> None:
+        """Lets go of the models and the optimizers."""
+        self._divided, self._optimizers, self._replaced = [], [], {}
+
+    def _units(self, model: nn.Module) -> list[str]:
+        if self.config.sharding_segment_strategy == "segment_anchors":
+            return find_anchors(model, self.config.segment_anchors)
+        return plan_units(model, min(self.config.segment_broadcast_MB * _MIB, self._buffer_bytes))
+
+    def _division(self) -> Division:
+        from fleet.strategies._sharding_model import Division
+
+        session, mesh = self.session, self._mesh
+        average = session.options["gradient_scale_configs"].scale_strategy == "avg"
+        merged = self.batches.per_update
+        divisor = float((session.world_size if average else 1) * merged)
+        axes = ("dp", "sharding") if "dp" in (mesh.mesh_dim_names or ()) else ("sharding",)
+        return Division(
+            mesh=sub_mesh(mesh, axes),
+            process_group=session.process_group,
+            reshard_after_forward=self.zero_stage == 3,
+            divisor=None if average and merged == 1 else divisor,
+            sum_first=self._sum_first,
+            offload=self.config.optimize_offload,
+            find_unused=session.options["find_unused_parameters"],
+        )
+
+    def _count_batches(self, model: nn.Module) -> None:
+        """Lets ``model`` exchange gradients only in the backward pass that completes an update."""
+        batches, window = self.batches, self._window
+        if batches.one_by_one:
+            return
+        reducer = data_parallel_in(model) if self.zero_stage == 1 else None
+
+        def before_forward(module: nn.Module, inputs: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            if self.zero_stage > 1:
+                cast("DividedModule", model).set_exchanges(batches.is_last)
+            elif batches.per_update > 1:
+                window.restore()
+                if reducer is not None:
+                    reducer.require_backward_grad_sync = window.is_last
+            elif reducer is not None:
+                reducer.require_backward_grad_sync = batches.is_last
+
+        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+            batches.watch(output)
+
+        compiled = self.session.options["to_static"]
+        model.register_forward_pre_hook(torch.compiler.disable(before_forward) if compiled else before_forward)
+        model.register_forward_hook(torch.compiler.disable(after_forward) if compiled else after_forward)
+
+    def _reshard(self) -> None:
+        for divided in self._divided:
+            divided.reshard()
+
+    def _gathered_now(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Returns the parts of parameters that are gathered at this moment, after which none is."""
+        before = [dict(divided.module.named_parameters(remove_duplicate=False)) for divided in self._divided]
+        self._reshard()
+        after = [dict(divided.module.named_parameters(remove_duplicate=False)) for divided in self._divided]
+        return {
+            gathered: after[place][name]
+            for place, names in enumerate(before)
+            for name, gathered in names.items()
+            if after[place][name] is not gathered
+        }
+
+
+def stage_of(options: Values) -> int:
+    """Returns what is divided: ``sharding_configs['stage']``, and at least 2 when ``split_param`` is on."""
+    stage = cast(int, options["sharding_configs"].stage)
+    return max(stage, 2) if options["hybrid_configs"].sharding_configs.split_param else stage
+
+
+def _problem_of_settings(options: Values) -> str | None:
+    config: ShardingConfig = options["sharding_configs"]
+    anchored = config.sharding_segment_strategy == "segment_anchors" and stage_of(options) > 1
+    if anchored and not config.segment_anchors:
+        return (
+            "sharding_configs['sharding_segment_strategy'] is 'segment_anchors' and ['segment_anchors'] is []. "
+            "Set segment_anchors to names from model.named_modules(), such as ['layer1', 'layer2']."
+        )
+    steps = options["hybrid_configs"].sharding_configs.accumulate_steps
+    if steps > 1 and config.gradient_merge_acc_step > 1:
+        return (
+            f"sharding_configs['gradient_merge_acc_step'] is {config.gradient_merge_acc_step} and "
+            f"hybrid_configs['sharding_configs']['accumulate_steps'] is {steps}. The first counts step() calls, the "
+            "second backward passes before one step(). Set one of them."
+        )
+    return None
+
+
+def _problem_of_hybrid(options: Values) -> str | None:
+    """Returns the reason when sharding_configs names other degrees than hybrid_configs, which asks for sharding."""
+    config, hybrid = options["sharding_configs"], options["hybrid_configs"]
+    for key in ("sharding_degree", "dp_degree"):
+        mine, theirs = getattr(config, key), getattr(hybrid, key)
+        if mine not in (getattr(ShardingConfig(), key), theirs):
+            return (
+                f"sharding_configs[{key!r}] is {mine} and hybrid_configs[{key!r}] is {theirs}, while 'sharding' is "
+                f"off, so hybrid_configs decides. Set both to the same number, or turn sharding on."
+            )
+    return None

@@ -161,7 +161,10 @@ def test_composition_order() -> None:
         local = ordered(chosen_strategies(strategy_with("amp", name), 2, collective=True))
         assert [step.name for step in local] == ["amp", name]  # and no data_parallel: gradients stay local
     sharded = ordered(chosen_strategies(strategy_with("recompute", "sharding", "lamb", "amp"), 2, collective=True))
-    assert [step.name for step in sharded] == ["recompute", "sharding", "lamb", "amp"]
+    assert [step.name for step in sharded] == ["recompute", "data_parallel", "sharding", "lamb", "amp"]
+    strategy = strategy_with("sharding", "amp")
+    strategy.sharding_configs = {"stage": 2}  # which reduces gradients to their owners by itself
+    assert [s.name for s in ordered(chosen_strategies(strategy, 2, collective=True))] == ["sharding", "amp"]
 
 
 def test_plan_order_does_not_depend_on_the_hash_seed() -> None:

@@ -1,0 +1,87 @@
+"""The mesh: which workers are neighbours along which axis, and one process group for each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fleet.strategies._degrees import AXES, plan_degrees
+
+
+def plan_axes(options: Any, world_size: int) -> dict[str, int]:
+    """Returns the degree of every axis, outermost first, of options that a plan was made from.
+
+    ``sharding_configs`` decides when 'sharding' is on, ``hybrid_configs`` otherwise; the order is that of
+    ``hybrid_configs['order']`` or ``hybrid_parallel_order``.
+    """
+    hybrid = options["hybrid_configs"]
+    order = hybrid.order or options["hybrid_parallel_order"]
+    degrees = {axis: getattr(hybrid, f"{axis}_degree") for axis in AXES}
+    if options["sharding"]:
+        config = options["sharding_configs"]
+        degrees |= {axis: getattr(config, f"{axis}_degree") for axis in ("dp", "sharding", "mp", "pp")}
+        option = "sharding_configs"
+    else:
+        option = "hybrid_configs"
+    planned = plan_degrees(option, degrees, world_size)
+    return {axis: planned[axis] for axis in (*order, *(axis for axis in AXES if axis not in order))}
+
+
+def plan_axis_groups(degrees: Mapping[str, int], axis: str) -> list[list[int]]:
+    """Returns the ranks of every group along ``axis``; ``degrees`` are by axis, the outermost first.
+
+    Example:
+        >>> plan_axis_groups({"dp": 2, "sharding": 2}, "dp")
+        [[0, 2], [1, 3]]
+    """
+    ranks = torch.arange(_product(degrees)).view(list(degrees.values()))
+    groups: list[list[int]] = ranks.movedim(list(degrees).index(axis), -1).reshape(-1, degrees[axis]).tolist()
+    return groups
+
+
+def make_mesh(
+    degrees: Mapping[str, int], process_group: dist.ProcessGroup, device_type: str, timeout_s: float
+) -> DeviceMesh | None:
+    """Returns the mesh of the axes whose degree is above 1, or ``None`` when only dp is; every worker calls it.
+
+    A single axis uses ``process_group`` itself.
+    """
+    real = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    if set(real) <= {"dp"}:
+        return None
+    if len(real) == 1:
+        return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=tuple(real))
+    groups = []
+    for axis in real:
+        lists = plan_axis_groups(real, axis)
+        own, _ = dist.new_subgroups_by_enumeration(lists, timeout=timedelta(seconds=timeout_s))
+        groups.append(own)
+    ranks = torch.arange(_product(real), dtype=torch.int).view(list(real.values()))
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(real))
+
+
+def sub_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Returns the part of ``mesh`` along ``axes``, in that order, through this worker; no group is made."""
+    names = mesh.mesh_dim_names or ()
+    groups = [mesh.get_group(axis) for axis in axes]
+    if len(axes) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=axes)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise AssertionError("this worker is outside the mesh")
+    place = tuple(slice(None) if name in axes else at for name, at in zip(names, coordinate, strict=True))
+    kept = [name for name in names if name in axes]
+    ranks = mesh.mesh[place].permute([kept.index(axis) for axis in axes]).contiguous()
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=axes)
+
+
+def _product(degrees: Mapping[str, int]) -> int:
+    total = 1
+    for degree in degrees.values():
+        total *= degree
+    return total

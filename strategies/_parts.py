@@ -1,0 +1,215 @@
+"""Whole states and parts of them: what state_dict and load_state_dict do with tensors that workers share by parts.
+
+A part is a DTensor of torch. Three forms of a state exist: with DTensors, as ``state_dict()`` returns it; whole, made
+of plain tensors, which a plain model or optimizer loads; and local, made of this worker's parts as plain tensors
+beside an entry that says whose they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fleet.errors import CheckpointError, OptionWarning
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+PART = "fleet_part"  # the entry of a local state that says which part it is
+
+
+def is_part(value: object) -> TypeGuard[DTensor]:
+    """Returns whether ``value`` is a DTensor; without torch's module, which is slow to import, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def has_parts(state: Any) -> bool:
+    """Returns whether ``state`` holds a DTensor."""
+    return any(is_part(leaf) for leaf in tree_leaves(state))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this worker's part of ``tensor``, sharing its memory; a plain tensor is its own part."""
+    return tensor.to_local() if is_part(tensor) else tensor
+
+
+def whole_state(state: Any, keep: bool = True) -> Any:
+    """Returns ``state`` with every DTensor gathered, on the host; a collective call.
+
+    Args:
+        state: dictionaries and lists with tensors; the same structure on every worker.
+        keep: False lets this worker take part and forget what it received.
+    """
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        full = tensor.full_tensor() if is_part(tensor) else tensor
+        return full.detach().to("cpu", copy=True) if keep else None
+
+    return tree_map_only(Tensor, gather, state)
+
+
+def local_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with this worker's part in the place of every DTensor, and whose it is beside it."""
+    parts = [leaf for leaf in tree_leaves(state) if is_part(leaf)]
+    if not parts:
+        return state
+    made: dict[str, Any] = tree_map_only(Tensor, lambda t: local(t).detach().clone(), state)
+    return {**made, PART: place_of(parts[0])}
+
+
+def place_of(tensor: DTensor) -> dict[str, int]:
+    """Returns which of how many parts this worker holds: ``{"rank": 0, "degree": 2}``."""
+    rank, degree = 0, 1
+    coordinate: Any = tensor.device_mesh.get_coordinate()
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            size = tensor.device_mesh.size(dim)
+            rank, degree = rank * size + coordinate[dim], degree * size
+    return {"rank": rank, "degree": degree}
+
+
+def check_place(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
+    """Raises CheckpointError unless the part ``saved`` is this worker's, ``mine``."""
+    if dict(saved) != dict(mine):
+        raise CheckpointError(
+            f"This state is part {saved['rank']} of {saved['degree']} of a sharded state, and this worker holds part "
+            f"{mine['rank']} of {mine['degree']}. Load the part that this worker saved, or a whole state, which "
+            "full_state_dict() returns and which fits any number of workers."
+        )
+
+
+def part_like(value: Any, like: Any, saved: Mapping[str, int] | None = None) -> Any:
+    """Returns ``value`` laid out as ``like`` is.
+
+    Args:
+        value: a whole tensor, a part, a DTensor, or something that is no tensor.
+        like: a DTensor whose layout counts; with anything else ``value`` is returned as it is.
+        saved: for a local state, whose part it is; ``None`` for a whole one.
+
+    Raises:
+        CheckpointError: the part belongs to another worker.
+    """
+    if not is_part(like) or not isinstance(value, Tensor) or is_part(value):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if saved is not None:
+        check_place(saved, place_of(like))
+        if value.shape != like.to_local().shape:
+            raise CheckpointError(
+                f"A part of shape {tuple(value.shape)} does not fit this worker's part of shape "
+                f"{tuple(like.to_local().shape)}. It was saved from another model."
+            )
+        return DTensor.from_local(
+            value.to(like.to_local().device), like.device_mesh, like.placements, run_check=False, shape=like.shape,
+            stride=like.stride(),
+        )  # fmt: skip
+    if value.shape != like.shape:
+        return value  # the error of load_state_dict names the entry
+    # src_data_rank=None: every worker cuts its part out of its own copy, and nothing is sent.
+    return distribute_tensor(
+        value.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None
+    )
+
+
+def state_like(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model's ``state``, whole or local, laid out as the entries of ``like``."""
+    saved = state.get(PART)
+    return {name: part_like(value, like.get(name), saved) for name, value in state.items() if name != PART}
+
+
+def load_from_rank_0(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads the whole ``state`` of worker 0 into ``module`` on every worker; a collective call.
+
+    Raises CheckpointError on every worker when it does not fit; nothing is changed then.
+    """
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    problem = _misfit(state, own) if not dist.is_initialized() or dist.get_rank() == 0 else ""
+    if not dist.is_initialized():
+        if problem:
+            raise CheckpointError(problem)
+        module.load_state_dict(state_like(state, own), strict=False)
+        return
+    device = local(next(iter(own.values()), torch.empty(0))).device
+    bad = torch.tensor([bool(problem)], dtype=torch.uint8, device=device)
+    dist.broadcast(bad, src=0)
+    if bad.item():
+        raise CheckpointError(problem or "load_full_state_dict(): worker 0's state does not fit; it says why.")
+    loaded = {}
+    for name, value in own.items():
+        device = local(value).device
+        if dist.get_rank() == 0:
+            whole = state[name].detach().to(device, value.dtype, copy=True).contiguous()
+        else:
+            whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        loaded[name] = part_like(whole, value)
+    module.load_state_dict(loaded, strict=False)
+
+
+def _misfit(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> str:
+    missing = [name for name in own if not isinstance(state.get(name), Tensor)]
+    strangers = [name for name, value in state.items() if isinstance(value, Tensor) and name not in own]
+    shapes = [name for name in own if name not in missing and state[name].shape != own[name].shape]
+    found = [
+        f"{what}: {names[:8]!r}"
+        for what, names in (("missing", missing), ("not of this model", strangers), ("of another shape", shapes))
+        if names
+    ]
+    return f"load_full_state_dict(): {'; '.join(found)}. It was saved from another model." if found else ""
+
+
+def warn_of_parts(what: str) -> None:
+    """Warns that a state is one worker's part of a ``what``; the warning points at the caller's caller."""
+    warnings.warn(
+        f"sharding: {what}.state_dict() holds this worker's part. To save the whole state, call "
+        f"{what}.full_state_dict() on every worker and write what it returns on one; to save parts, write "
+        f"{what}.local_state_dict() on every worker, each to a file of its own.",
+        OptionWarning,
+        stacklevel=3,
+    )
+
+
+def optimizer_state_like(state: Mapping[str, Any], parameters: Iterable[Tensor]) -> dict[str, Any]:
+    """Returns an optimizer's ``state``, whole or local, laid out as ``parameters``, which are in the groups' order."""
+    saved = state.get(PART)
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    owners = dict(zip(places, parameters, strict=False))
+
+    def laid_out(place: Any, entry: Any) -> Any:
+        like = owners.get(place)
+        if not is_part(like) or not isinstance(entry, Mapping):
+            return entry
+        shape = like.to_local().shape if saved is not None else like.shape
+        return {
+            key: part_like(value, like, saved) if isinstance(value, Tensor) and value.shape == shape else value
+            for key, value in entry.items()
+        }
+
+    entries = {place: laid_out(place, entry) for place, entry in state["state"].items()}
+    return {**{name: value for name, value in state.items() if name != PART}, "state": entries}
+
+
+@torch.no_grad()
+def sums_over_parts(values: Tensor, owners: Sequence[Any]) -> Tensor:
+    """Returns ``values``, one number for each of ``owners``, summed over the workers that share that owner by parts."""
+    meshes: dict[Any, list[int]] = {}
+    for place, owner in enumerate(owners):
+        if is_part(owner):
+            dims = tuple(dim for dim, placement in enumerate(owner.placements) if placement.is_shard())
+            meshes.setdefault((owner.device_mesh, dims), []).append(place)
+    for (mesh, dims), places in meshes.items():
+        index = torch.tensor(places, device=values.device)
+        part = values[index]
+        for dim in dims:
+            dist.all_reduce(part, group=mesh.get_group(dim))
+        values = values.index_copy(0, index, part)
+    return values

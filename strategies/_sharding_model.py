@@ -1,0 +1,202 @@
+"""Stages 2 and 3: a module whose parameters and gradients are divided by torch's ``fully_shard``.
+
+[Note: New parameters]
+``fully_shard`` puts new parameters (DTensors) in the place of the user's. An optimizer that was made before holds the
+old ones, which nothing reads any more: it would step without an error and move nothing. ``divide_model`` therefore
+returns which parameter took the place of which, and sharding points the optimizers to them.
+
+[Note: Hooks of parameters]
+In backward the gradient arrives at the gathered parameter, a third tensor. A hook on a parameter (``register_hook``:
+loss scaling, a user's own clipping) stands on the new one or, from before, on the old one, and torch would call
+neither. The hooks of the old parameters move to the new ones, and every gathered parameter calls those of its part:
+with the whole gradient of this worker, before the exchange, as in data parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from fleet.errors import ConfigError
+from fleet.strategies._flat import broadcast_from_rank_0
+
+_FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: _FunctionType) -> _FunctionType:
+    return cast(_FunctionType, torch.compiler.disable(function))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a module is divided.
+
+    Attributes:
+        mesh: the workers that share one copy; with two dims the first holds copies of the second.
+        process_group: all workers of the mesh.
+        reshard_after_forward: give the gathered parameters up after forward (stage 3).
+        divisor: what the sum of the gradients over all workers is divided by; ``None`` is their number.
+        sum_first: sum and divide afterwards, where the backend could average in the reduction.
+        offload: keep parts, gradients and optimizer state in host memory.
+        find_unused: a parameter without a gradient counts as one with gradient 0, as workers may differ in which.
+    """
+
+    mesh: DeviceMesh
+    process_group: Any
+    reshard_after_forward: bool
+    divisor: float | None = None
+    sum_first: bool = False
+    offload: bool = False
+    find_unused: bool = False
+
+
+class DividedModule(nn.Module):
+    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward.
+
+    Attributes:
+        exchanges: whether the next backward pass exchanges gradients.
+    """
+
+    def __init__(self, module: nn.Module, process_group: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.exchanges = True
+        self._process_group = process_group
+        self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for root in self._roots:
+            root.register_forward_pre_hook(GatheredHooks(root))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        if torch.is_grad_enabled() and self.training:
+            self._share_buffers()
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # Backward would give the gathered parameters up. Without one, the next step would change the parts and
+            # leave the gathered copies as they are, and model.parameters() would not be those of the optimizer.
+            self.reshard()
+        return output
+
+    @_outside_graphs
+    def reshard(self) -> None:
+        """Gives up every gathered parameter; the module holds its parts only."""
+        for root in self._roots:
+            root.reshard()
+
+    def set_exchanges(self, exchanges: bool) -> None:
+        """Sets whether backward exchanges gradients, or adds them up on each worker for a later backward."""
+        if exchanges != self.exchanges:
+            self.exchanges = exchanges
+            cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
+        before = self.exchanges
+        self.set_exchanges(False)
+        try:
+            yield
+        finally:
+            self.set_exchanges(before)
+
+    @_outside_graphs
+    def _share_buffers(self) -> None:
+        buffers = [b for b in self.module.buffers() if b.numel()]
+        if buffers:
+            broadcast_from_rank_0(buffers, self._process_group)
+
+
+class GatheredHooks:
+    """Makes gathered parameters of a unit call the hooks of their parts; see [Note: Hooks of parameters]."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        # The unit's own parameters: those of inner units are DTensors of their own at this time, and gathered later.
+        self._parts = [
+            (module, name, part)
+            for module in own_modules(unit)
+            for name, part in module._parameters.items()
+            if part is not None
+        ]
+        self._hooked: dict[int, Tensor] = {}
+
+    @_outside_graphs
+    def __call__(self, unit: nn.Module, inputs: Any) -> None:
+        """Looks at the parameters that are gathered now; torch keeps the same tensors from step to step."""
+        for module, name, part in self._parts:
+            gathered = module._parameters[name]
+            if gathered is None or gathered is part or not gathered.requires_grad or id(gathered) in self._hooked:
+                continue
+            self._hooked[id(gathered)] = gathered
+            gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))
+
+
+def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yields ``unit`` and the modules in it that are in no unit of their own."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_modules(child)
+
+
+def _run_hooks(part: Tensor, gradient: Tensor) -> Tensor:
+    for hook in list((part._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def check_find_unused() -> None:
+    """Raises ConfigError when this torch cannot divide models in which workers use different parameters."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"find_unused_parameters with sharding stages 2 and 3 needs a newer torch than {torch.__version__}. Turn "
+            "it off, or set sharding_configs['stage'] to 1."
+        )
+
+
+def divide_model(
+    module: nn.Module, units: Sequence[str], division: Division
+) -> tuple[DividedModule, dict[nn.Parameter, nn.Parameter]]:
+    """Divides ``module`` in place, starting from rank 0's parameters and buffers; see [Note: New parameters].
+
+    Args:
+        module: the user's module.
+        units: qualified names of the modules in it that are gathered by themselves, inner ones first.
+        division: how.
+
+    Returns:
+        The module to call, and the new parameter for each old one.
+    """
+    broadcast_from_rank_0([*module.parameters(), *module.buffers()], division.process_group)
+    old = dict(module.named_parameters(remove_duplicate=False))
+    on_cuda = division.mesh.device_type == "cuda"
+    policy = CPUOffloadPolicy() if division.offload and on_cuda else OffloadPolicy()
+    named = dict(module.named_modules(remove_duplicate=False))
+    for target in [*(named[name] for name in units), module]:
+        fully_shard(
+            target,
+            mesh=division.mesh,
+            reshard_after_forward=division.reshard_after_forward,
+            offload_policy=policy,
+        )
+    for part in (m for m in module.modules() if isinstance(m, FSDPModule)):
+        if division.divisor is not None:
+            part.set_gradient_divide_factor(division.divisor)
+        if division.find_unused:
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+        # A divisor of one's own works on every backend only after a sum.
+        part.set_force_sum_reduction_for_comms(division.sum_first or division.divisor is not None)
+    new = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in old.items():
+        for hook in list((parameter._backward_hooks or {}).values()):
+            if new[name] is not parameter:
+                new[name].register_hook(hook)
+        parameter._backward_hooks = None
+    return DividedModule(module, division.process_group), {old[name]: new[name] for name in old}

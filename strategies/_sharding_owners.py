@@ -1,0 +1,238 @@
+"""Stage 1: whole parameters belong to workers; each updates its own and sends them to the others."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fleet.errors import CheckpointError
+from fleet.strategies._flat import chunks, copy_back, flattened
+from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import PART, check_place
+
+_Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups
+
+
+def plan_owners(sizes: Sequence[int], degree: int, loads: Sequence[int] = ()) -> list[int]:
+    """Returns the owner of each of ``sizes``: the largest first, each to the worker that has least so far.
+
+    Args:
+        sizes: numbers of elements.
+        degree: number of workers.
+        loads: elements that each worker owns already; empty means none.
+
+    Example:
+        >>> plan_owners([1, 8, 3, 3], 2)
+        [1, 0, 1, 1]
+    """
+    lightest = [(load, rank) for rank, load in enumerate(loads or [0] * degree)]
+    heapq.heapify(lightest)
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        load, owners[place] = lightest[0]
+        heapq.heapreplace(lightest, (load + sizes[place], owners[place]))
+    return owners
+
+
+class PartitionedOptimizer(OptimizerWrapper):
+    """Updates the parameters that this worker owns, with state for them alone, and then has all parameters.
+
+    The optimizer inside sees no gradient of the others' parameters, which every torch optimizer takes as nothing to
+    do. Gradients are complete on every worker (data parallel), so clipping and all rules are those of one process.
+
+    Args:
+        optimizer: the optimizer inside.
+        group: the workers that share one copy of the state.
+        buffer_bytes: bytes of parameters that are in flight at once.
+        offload: keep the state in host memory between steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Any, buffer_bytes: float, offload: bool = False) -> None:
+        super().__init__(optimizer)
+        self._group, self._buffer_bytes = group, buffer_bytes
+        self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
+        self._offload = offload
+        self._owners: dict[Tensor, int] = {}
+        self._assign(self.parameters())
+
+    def owner(self, parameter: Tensor) -> int:
+        """Returns the rank in the group of the worker that updates ``parameter``."""
+        return self._owners[parameter]
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates this worker's parameters and exchanges all of them; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and self._owners[p] != self._rank]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        self._move_state(to_host=False)
+        try:
+            super().step()
+        finally:
+            self._move_state(to_host=True)
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+        self.exchange()
+        return loss
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Gives every worker of the group the parameters as their owners have them."""
+        owned: list[list[Tensor]] = [[] for _ in range(self._degree)]
+        for parameter, owner in self._owners.items():
+            if parameter.requires_grad:
+                owned[owner].append(parameter.detach())
+        limit = self._buffer_bytes / self._degree
+        waiting = [list(chunks(tensors, limit)) for tensors in owned]
+        for turn in range(max(map(len, waiting), default=0)):
+            sent = []
+            for owner, queue in enumerate(waiting):
+                if turn < len(queue):
+                    chunk = queue[turn]
+                    flat = flattened(chunk) if owner == self._rank else _flat_like(chunk)
+                    work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
+                    sent.append((work, owner, flat, chunk))
+            for work, owner, flat, chunk in sent:
+                work.wait()
+                if owner != self._rank:
+                    copy_back(flat, chunk)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, whose parameters get owners too."""
+        super().add_param_group(param_group)
+        self._assign([p for p in self.parameters() if p not in self._owners])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of this worker's parameters, and whose part it is."""
+        return {**super().state_dict(), PART: self._place()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the part that this worker saved, or its share of a whole state.
+
+        Raises CheckpointError for the part of another worker.
+        """
+        if PART in state_dict:
+            check_place(state_dict[PART], self._place())
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != PART})
+        self._drop_others()
+        self._move_state(to_host=True)
+
+    def whole_entries(self) -> _Entries:
+        """Returns the state of every parameter by its place, gathered from the owners; a collective call."""
+        places = {p: place for place, p in enumerate(self.parameters())}
+        own = {places[p]: dict(entry) for p, entry in self.state.items() if p in places and entry}
+        described = _gather_texts(_described(own), self._group, self._device())
+        found: _Entries = {}
+        for owner, text in enumerate(described):
+            found |= self._received(owner, json.loads(text), own)
+        return dict(sorted(found.items()))
+
+    def _received(self, owner: int, description: list[Any], own: _Entries) -> _Entries:
+        """Returns the entries of one owner; their tensors travel in flat buffers."""
+        device = self._device()
+        entries: _Entries = {}
+        tensors: list[Tensor] = []
+        for place, key, kind, value in description:
+            entry = entries.setdefault(place, {})
+            if kind == "value":
+                entry[key] = value
+                continue
+            if owner == self._rank:
+                tensor = own[place][key].detach().to(device)
+            else:
+                tensor = torch.empty(value, dtype=getattr(torch, kind), device=device)
+            entry[key] = tensor
+            tensors.append(tensor)
+        for chunk in chunks(tensors, self._buffer_bytes):
+            flat = flattened(chunk)
+            dist.broadcast(flat, group=self._group, group_src=owner)
+            copy_back(flat, chunk)
+        return entries
+
+    def _place(self) -> dict[str, int]:
+        return {"rank": self._rank, "degree": self._degree}
+
+    def _device(self) -> torch.device:
+        return next(iter(self._owners)).device
+
+    def _assign(self, parameters: Sequence[Tensor]) -> None:
+        """Gives ``parameters`` owners: those that train first, so that their work is even."""
+        loads = [0] * self._degree
+        for parameter, owner in self._owners.items():
+            loads[owner] += parameter.numel()
+        for trains in (True, False):
+            batch = [p for p in parameters if p.requires_grad is trains]
+            owners = plan_owners([p.numel() for p in batch], self._degree, loads)
+            for parameter, owner in zip(batch, owners, strict=True):
+                self._owners[parameter] = owner
+                loads[owner] += parameter.numel()
+        self._drop_others()
+
+    def _drop_others(self) -> None:
+        for parameter in [p for p in self.state if self._owners.get(p, self._rank) != self._rank]:
+            del self.state[parameter]
+
+    def _move_state(self, to_host: bool) -> None:
+        """With offload, moves the state to pinned host memory or back; nothing to do where parameters are there."""
+        if not self._offload:
+            return
+        for parameter, entry in self.state.items():
+            if parameter.device.type == "cpu":
+                continue
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    entry[key] = _on_host(value) if to_host else value.to(parameter.device, non_blocking=True)
+        if to_host and self._device().type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the state may be read by the host from now on
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_group": None, "_owners": {}}
+
+
+def _flat_like(chunk: list[Tensor]) -> Tensor:
+    return chunk[0].new_empty(sum(t.numel() for t in chunk))
+
+
+def _on_host(value: Tensor) -> Tensor:
+    if value.device.type == "cpu":
+        return value
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _described(entries: _Entries) -> str:
+    """Returns place, key, type and shape (or value) of everything in ``entries``, in one order, as JSON."""
+    rows: list[list[Any]] = []
+    for place, entry in sorted(entries.items()):
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                rows.append([place, key, str(value.dtype).removeprefix("torch."), list(value.shape)])
+            elif value is None or isinstance(value, bool | int | float | str):
+                rows.append([place, key, "value", value])
+            else:
+                raise CheckpointError(
+                    f"full_state_dict(): the optimizer's state {key!r} is a {type(value).__name__}; tensors, numbers "
+                    "and texts can be gathered. Save one state_dict() for each worker."
+                )
+    return json.dumps(rows)
+
+
+def _gather_texts(text: str, group: Any, device: torch.device) -> list[str]:
+    """Returns the text of every worker of ``group``, in rank order."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    num_workers = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_workers)]
+    dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
+    return [bytes(row[: int(size)].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,111 @@
+"""Units of a sharded model: the modules whose parameters are gathered, and whose gradients are divided, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from fleet.errors import ConfigError, did_you_mean
+
+# These read the parameters of their children without calling them, so the children cannot be units.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# A child smaller than this part of the limit stays with the module around it: a message of its own costs more than it
+# saves.
+_SMALL = 16
+
+
+def plan_units(model: nn.Module, limit_bytes: float) -> list[str]:
+    """Returns the qualified names of the units of ``model`` by size, inner ones first; the root is always one more.
+
+    Units are the largest modules that hold at most ``limit_bytes`` of parameters. A larger module is divided into its
+    children; a child below a sixteenth of the limit stays in the unit around it while that unit keeps to the limit.
+    Modules without a ``forward`` of their own, and modules that share a parameter with the rest of the model, are
+    never units, and neither are parts of a module that reads them without calling them.
+    """
+    return [name for name in _units_below("", model, limit_bytes, _outside_uses(model)) if name]
+
+
+def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
+    """Returns ``anchors`` in the order in which they can be divided: inner modules first.
+
+    Raises ConfigError for a name that is no module, a module without ``forward``, or one that shares a parameter with
+    a module outside it.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    outside = _outside_uses(model)
+    for anchor in anchors:
+        label = f"sharding_configs['segment_anchors'] has {anchor!r}"
+        if not anchor or anchor not in modules:
+            names = ", ".join(name for name in list(modules)[:12] if name)
+            near = did_you_mean(anchor, modules) or f" Modules: {names}."
+            raise ConfigError(f"{label}, which names no module.{near}")
+        if not _runs(modules[anchor]):
+            raise ConfigError(f"{label}, a {type(modules[anchor]).__name__} without forward. Name the modules in it.")
+        shared = _shared(modules[anchor], outside)
+        if shared:
+            raise ConfigError(
+                f"{label}, which shares the parameter {shared!r} with a module outside it. Name a module that holds "
+                "both, or none of them."
+            )
+    return sorted(set(anchors), key=lambda name: (-name.count("."), list(modules).index(name)))
+
+
+def check_divisible(model: nn.Module) -> None:
+    """Raises ConfigError when a parameter of ``model`` cannot be divided."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"sharding stages 2 and 3 divide parameters along their first dim, and {name!r} is a scalar. Give it "
+                "the shape (1,), or set sharding_configs['stage'] to 1."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"sharding: {name!r} has no shape yet. Run one batch before distributed_model().")
+
+
+def bytes_of(parameters: Iterator[nn.Parameter]) -> int:
+    """Returns the bytes of ``parameters``, each counted once."""
+    return sum(p.numel() * p.element_size() for p in {id(p): p for p in parameters}.values())
+
+
+def _units_below(name: str, module: nn.Module, limit_bytes: float, outside: dict[int, int]) -> list[str]:
+    """Returns the units inside ``module``, and ``module`` itself last where it is one."""
+    size = bytes_of(module.parameters())
+    free = _runs(module) and not _shared(module, outside)
+    if not size or (free and (size <= limit_bytes or isinstance(module, _WHOLE))):
+        return [name] if size else []
+    found: list[str] = []
+    small: list[tuple[str, nn.Module]] = []
+    kept = bytes_of(module.parameters(recurse=False))
+    for child_name, child in module.named_children():
+        full, child_bytes = f"{name}.{child_name}" if name else child_name, bytes_of(child.parameters())
+        if child_bytes < limit_bytes / _SMALL:
+            small.append((full, child))
+            kept += child_bytes
+        else:
+            found += _units_below(full, child, limit_bytes, outside)
+    if kept > limit_bytes:
+        for full, child in small:
+            found += _units_below(full, child, limit_bytes, outside)
+            kept -= bytes_of(child.parameters())
+    return [*found, name] if free and kept else found
+
+
+def _runs(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _outside_uses(model: nn.Module) -> dict[int, int]:
+    """Returns how many modules of ``model`` hold each parameter, by its identity."""
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return uses
+
+
+def _shared(module: nn.Module, uses: dict[int, int]) -> str:
+    """Returns the name of a parameter of ``module`` that modules outside it hold too, or ''."""
+    own = _outside_uses(module)
+    return next((name for name, p in module.named_parameters() if own[id(p)] != uses[id(p)]), "")
