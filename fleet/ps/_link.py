@@ -48,7 +48,7 @@ class Request:
     n_tables: int = 0
     step: int = 0
     seq: int = 0
-    flags: Flag = Flag.NONE
+    flags: int = Flag.NONE
     change: bool = False  # takes a number of its own and is applied once
     on_answer: OnAnswer | None = None
     tag: int = 0

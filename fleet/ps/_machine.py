@@ -94,6 +94,10 @@ class Machine:
     @contextmanager
     def _held(self, table_ids: Sequence[int]) -> Iterator[None]:
         tables = [self.tables[table_id] for table_id in sorted(table_ids)]
+        if len(tables) == 1 and not self.journal.level:
+            with tables[0].gate.shared():
+                yield
+            return
         with ExitStack() as stack:
             if self.journal.level:
                 for table in tables:
@@ -115,8 +119,9 @@ class Machine:
         parts = self._checked(header, body)
         channel = worker.channel(number)
         with channel.lock:
-            with self.session.changed:
-                self.session.touch(worker, header.client_id)
+            if worker.client_id != header.client_id or worker.state == "expired":
+                with self.session.changed:
+                    self.session.touch(worker, header.client_id)
             if header.seq <= channel.last:
                 self.counts["duplicates"] += 1
                 return Status.DUPLICATE
@@ -334,7 +339,7 @@ class Machine:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 
     def _record_parts(self, record: Record) -> list[Part]:
-        flags = Flag(record.flags)
+        flags = record.flags
         parts = decode_parts(record.body, record.n_tables, bool(flags & Flag.BFLOAT16))
         for part in parts:
             if flags & Flag.BFLOAT16 and part.rows is not None:

@@ -43,7 +43,7 @@ class Answer:
     status: Status = Status.OK
     buffers: list[Buffer] = field(default_factory=list)
     n_tables: int = 0
-    flags: Flag = Flag.NONE
+    flags: int = Flag.NONE
 
 
 class Peer:

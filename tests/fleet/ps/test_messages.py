@@ -15,7 +15,6 @@ from fleet.ps._messages import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
-    Flag,
     Header,
     MessageError,
     Op,
@@ -55,7 +54,7 @@ def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> Part:
     st.integers(0, MAX_BODY_BYTES), st.integers(0, 2**32 - 1),
 )
 def test_a_header_comes_back(op, flags, client_id, seq, step, tables, status, body, tag):
-    header = Header(op, Flag(flags), client_id, seq, step, tables, status, body, tag ^ 5, tag)
+    header = Header(op, flags, client_id, seq, step, tables, status, body, tag ^ 5, tag)
     data = encode_header(header)
     assert len(data) == HEADER_BYTES == 48
     assert decode_header(data) == header
