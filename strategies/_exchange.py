@@ -26,6 +26,8 @@ class GradientExchange:
     Attributes:
         average: divide the sum by the number of workers.
         wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
+        wire_factor: what float32 gradients are multiplied by while they cross the wire as float16, whose small values
+            they would lose otherwise; the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
         route: exchanges a bucket in another way than by a sum of its buffer; it reads the other fields itself.
     """
@@ -33,6 +35,7 @@ class GradientExchange:
     def __init__(self, module: DistributedDataParallel) -> None:
         self.average = True
         self.wire_dtype: torch.dtype | None = None
+        self.wire_factor: Callable[[], float] = lambda: 1.0
         self.sum: Sum = self._all_reduce
         self.route: Route | None = None
         self._module = module
@@ -70,7 +73,9 @@ class GradientExchange:
             return self.route(bucket)
         gradients = bucket.buffer()
         compress = self.wire_dtype is not None and gradients.dtype == torch.float32
-        sent = gradients.to(self.wire_dtype) if compress else gradients
+        factor = self.wire_factor() if compress and self.wire_dtype == torch.float16 else 1.0
+        scaled = gradients if factor == 1.0 else gradients.mul_(factor)
+        sent = scaled.to(self.wire_dtype) if compress else gradients
         if self.average:
             # Before the sum, not after it: a float16 sum over many workers overflows first.
             sent = sent.div_(self.process_group.size())
@@ -78,7 +83,10 @@ class GradientExchange:
 
         def restore(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             received = done.value()[0]
-            return gradients.copy_(received) if compress else received
+            if not compress:
+                return received
+            restored = gradients.copy_(received)
+            return restored if factor == 1.0 else restored.div_(factor)
 
         return cast("torch.futures.Future[torch.Tensor]", future.then(restore))
 

@@ -18,6 +18,7 @@ from fleet.strategies._amp_scale import LossScale
 from fleet.strategies._amp_signal import Signal
 from fleet.strategies._base import Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
+from fleet.strategies._exchange import data_parallel_in, exchange_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,8 @@ class Amp(Strategy):
         self._treat(root, treatments)  # those that another strategy has put in place of the user's
         if self._signal is not None:
             self._signal.watch(root.parameters())
+            if data_parallel_in(model) is not None:
+                exchange_of(model).wire_factor = lambda: self.scale.factor
         return AmpModel(
             model, root, treatments.get(""), self.region, self.scale, self._signal,
             pure=self.config.is_pure, guarded=guarded,

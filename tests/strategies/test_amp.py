@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fleet
 from fleet.errors import ConfigError
 from fleet.strategies.amp import AmpConfig, narrow_type
-from tests.strategies.amp_steps import batches, flat, hand_written, net_of, sgd, small_loss, start, wrapped
+from tests.strategies.amp_steps import batches, fast_sgd, flat, hand_written, net_of, sgd, small_loss, start, wrapped
 
 FP16 = {"dtype": "float16"}
 
@@ -23,8 +23,8 @@ def test_equals_autocast_and_gradscaler_by_hand(dtype: torch.dtype, optimizer_fi
     """A.3, decision 7: the same weights, gradients and steps as torch's recipe, from a plain loop."""
     start({"dtype": str(dtype).removeprefix("torch.")})
     reference, net = net_of(), net_of()
-    expected = hand_written(reference, sgd(reference), 6, small_loss, dtype)
-    model, optimizer = wrapped(net, sgd(net), optimizer_first)
+    expected = hand_written(reference, fast_sgd(reference), 6, small_loss, dtype)
+    model, optimizer = wrapped(net, fast_sgd(net), optimizer_first)
     for x, gradient in zip(batches(6), expected, strict=True):
         out = model(x)
         assert out.dtype == torch.float32
