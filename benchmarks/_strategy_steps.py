@@ -1,0 +1,112 @@
+"""One worker of the strategy benchmark: plain data parallel and one other job, in turn, block by block.
+
+The other job is a strategy file, or the same mechanism written by hand in torch. Rank 0 writes, for both: seconds per
+step of each block, bytes this worker sent per step (read from its sockets), and the loss after the run.
+Arguments: name of the job, ``turns`` or ``alone``, result file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fleet
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet"))
+from _strategy_jobs import BY_HAND, JOBS, fresh  # noqa: E402
+
+Step = Callable[[torch.Tensor, torch.Tensor], float]
+BLOCKS, STEPS = 8, 5
+
+
+def with_fleet(options: dict[str, Any], adam: bool) -> Step:
+    """Returns one step of the plain loop under fleet."""
+    strategy = fleet.DistributedStrategy()
+    strategy.update(options)
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    net, inner = fresh(adam)
+    optimizer = fleet.distributed_optimizer(inner)
+    model = fleet.distributed_model(net)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        loss = nn.functional.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def sent_bytes() -> int:
+    """Returns the bytes that every TCP socket of this process has sent (tcpi_bytes_sent, Linux 4.19)."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("<Q", info, 200)[0] if len(info) >= 208 else 0
+        except OSError:
+            continue  # the descriptor of the listing itself, or not a TCP socket
+    return total
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns this worker's half of the handwritten digits, 32x32, three channels."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    x = nn.functional.interpolate(x, 32, mode="bilinear").expand(-1, 3, -1, -1)
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    return x[mine], torch.tensor(labels)[mine]
+
+
+def main() -> None:
+    """Measures and writes the result."""
+    name, how, target = sys.argv[1:4]
+    options, adam = JOBS[name]
+    jobs: dict[str, Step] = {}
+    if how == "turns":
+        jobs["plain"] = with_fleet({}, adam)
+    jobs["job"] = with_fleet(options, adam)
+    if how == "turns" and name in BY_HAND:
+        jobs["by hand"] = BY_HAND[name](adam)
+    x, y = digits()
+    start_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found: dict[str, Any] = {key: {"times": [], "sent": [], "loss": 0.0} for key in jobs}
+    batch = 32
+    for block in range(BLOCKS + 1):
+        for key in jobs if block % 2 else reversed(jobs):
+            dist.barrier()
+            before, start = sent_bytes(), time.perf_counter()
+            for step in range(STEPS):
+                at = (block * STEPS + step) * batch % (len(x) - batch)
+                loss = jobs[key](x[at : at + batch], y[at : at + batch])
+            dist.barrier()
+            if block:  # the first block warms up
+                found[key]["times"].append((time.perf_counter() - start) / STEPS)
+                found[key]["sent"].append((sent_bytes() - before) / STEPS)
+            found[key]["loss"] = loss
+    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start_bytes
+    if dist.get_rank() == 0:
+        Path(target).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
