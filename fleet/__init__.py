@@ -25,15 +25,19 @@ __version__ = "0.1.0"
 # Where each public name lives; the calls of Fleet come from its one instance.
 _HOMES = {
     "BuildStrategy": "fleet.options",
+    "CommunicateTopology": "fleet.topology",
     "DataParallel": "fleet.data_parallel",
     "DistributedStrategy": "fleet.options",
     "ExecutionStrategy": "fleet.options",
     "Fleet": "fleet.facade",
+    "HybridCommunicateGroup": "fleet.topology",
     "PaddleCloudRoleMaker": "fleet.role_maker",
     "ParallelEnv": "fleet.parallel",
+    "ParallelMode": "fleet.topology",
     "Role": "fleet.role_maker",
     "UserDefinedRoleMaker": "fleet.role_maker",
     "UtilBase": "fleet._util",
+    "estimate_memory": "fleet._estimate",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
     "recompute": "fleet.strategies._segments",
@@ -51,10 +55,12 @@ _CALLS = (
     "distributed_scaler",
     "explain",
     "fp16_guard",
+    "get_hybrid_communicate_group",
     "get_log_level_code",
     "get_log_level_name",
     "get_loss_scaling",
     "get_lr",
+    "group_sharded_parallel",
     "init",
     "init_parallel_env",
     "is_coordinator",
@@ -70,6 +76,7 @@ _CALLS = (
     "prepare_context",
     "rank",
     "save",
+    "save_group_sharded_model",
     "server_endpoints",
     "server_index",
     "server_num",
@@ -99,7 +106,10 @@ _REMOVED = {
 
 fleet = sys.modules[__name__]
 
-__all__ = ["fleet", *sorted([*_HOMES, *_MODULES, *_CALLS])]
+# Not these two: they raise before init, and ``from fleet import *`` asks for every name.
+_NEED_INIT = ("session", "util")
+
+__all__ = sorted(["fleet", *_HOMES, *_MODULES, *(name for name in _CALLS if name not in _NEED_INIT)])
 
 
 def __getattr__(name: str) -> Any:
