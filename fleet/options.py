@@ -61,7 +61,7 @@ def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], 
     found: dict[str, Option] = {}
     for strategy in strategies:
         name = strategy.name
-        if not strategy.always:
+        if strategy.switch and not strategy.always:
             found[name] = Option(name, bool, strategy.default, switch_rule(strategy), name)
         if strategy.Config is not None:
             key = f"{name}_configs"

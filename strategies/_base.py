@@ -138,6 +138,7 @@ class Strategy:
     Config: ClassVar[ConfigType | None] = None
     Settings: ClassVar[ConfigType | None] = None
     default: ClassVar[bool] = False
+    switch: ClassVar[bool] = True  # a boolean option has its name; False: other options choose it
     always: ClassVar[bool] = False  # on in every collective job of more than one worker; not a switch
     after: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
@@ -167,7 +168,12 @@ class Strategy:
     @classmethod
     def chosen(cls, options: Values) -> bool:
         """Returns whether the options switch this strategy on."""
-        return bool(not cls.always and options[cls.name])
+        return bool(cls.switch and not cls.always and options[cls.name])
+
+    @classmethod
+    def refusal(cls) -> str | None:
+        """Returns why the option cannot be honoured in this installation, or ``None``."""
+        return cls.refused
 
     @classmethod
     def stands_for(cls, options: Values) -> tuple[str, ...]:

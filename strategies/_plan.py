@@ -64,7 +64,7 @@ def remarks(
         unused = [key for key in settings_of(strategy) if options.is_set(key)]
         elsewhere = foreign(strategy, collective=collective)
         if elsewhere is not None:
-            switched = not strategy.always and options.is_set(name) and (options[name] or strategy.default)
+            switched = not strategy.always and options.is_set(name) and (_is_on(strategy, options) or strategy.default)
             unused = [name, *unused] if switched else unused
             why = elsewhere
         elif strategy.always:
@@ -77,6 +77,11 @@ def remarks(
             why = f"'{name}' is off"
         found += [f"{key} was set and changes nothing: {why}." for key in unused]
     return found
+
+
+def _is_on(strategy: type[Strategy], options: Values) -> bool:
+    """Returns whether the user turned ``strategy`` on by what has its name."""
+    return bool(options[strategy.name] if strategy.switch else strategy.chosen(options))
 
 
 def settings_of(strategy: type[Strategy]) -> list[str]:
@@ -118,8 +123,9 @@ def problems(options: Values, world_size: int, *, collective: bool = True) -> li
         if reason is not None:
             found.append(ConfigError(reason))
     for strategy in chosen:
-        if strategy.refused is not None:
-            found.append(UnsupportedOptionError(f"'{strategy.name}' cannot be honoured: {strategy.refused}."))
+        refusal = strategy.refusal()
+        if refusal is not None:
+            found.append(UnsupportedOptionError(f"'{strategy.name}' cannot be honoured: {refusal}."))
     return found + refused_settings(options, chosen)
 
 

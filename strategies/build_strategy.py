@@ -1,11 +1,23 @@
-"""build_strategy and execution_strategy: switches of Paddle's graph passes and executor."""
+"""build_strategy and execution_strategy: switches of Paddle's graph passes and executor.
+
+Two of them act here. ``fuse_all_optimizer_ops`` makes torch's own optimizer update all parameters of a group in one
+kernel (its ``fused`` form, else its ``foreach`` form); in Paddle it and ``fuse_all_reduce_ops`` excluded each other,
+here they have nothing to do with one another. ``allow_cuda_graph_capture`` makes to_static record CUDA graphs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
+from typing import Any
 
-from fleet.strategies._base import NOT_YET, top_level
+import torch
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from fleet.errors import ConfigError
+from fleet.strategies._base import Guide, Stage, Strategy, Values, top_level
 from fleet.strategies._config import Config, setting
+from fleet.strategies._optimizer import OptimizerWrapper
 
 _FUSION = "torch.compile fuses what it can; turn to_static on"
 _MEMORY = "torch's autograd and allocator decide it"
@@ -23,14 +35,14 @@ class BuildStrategyConfig(Config, option="build_strategy"):
     fuse_broadcast_ops: bool = setting(
         False, "fuse broadcasts", no_meaning="torch broadcasts parameters in buckets already"
     )
-    fuse_all_optimizer_ops: bool = setting(False, "update all parameters in one kernel", refused=NOT_YET)
+    fuse_all_optimizer_ops: bool = setting(False, "update all parameters in one kernel (fused, else foreach)")
     enable_inplace: bool = setting(False, "reuse memory of inputs for outputs", no_meaning=_MEMORY)
     enable_backward_optimizer_op_deps: bool = setting(True, "update only after backward", no_meaning=_SCHEDULE)
     cache_runtime_context: bool = setting(False, "keep the context of operators", no_meaning=_SCHEDULE)
     fuse_bn_add_act_ops: bool = setting(True, "fuse batch norm, addition and activation", no_meaning=_FUSION)
     enable_auto_fusion: bool = setting(False, "generate fused kernels", no_meaning=_FUSION)
     enable_addto: bool = setting(False, "add gradients in place", no_meaning=_MEMORY)
-    allow_cuda_graph_capture: bool = setting(False, "record and replay CUDA graphs", refused=NOT_YET)
+    allow_cuda_graph_capture: bool = setting(False, "record and replay CUDA graphs; needs to_static")
     reduce_strategy: int = setting(
         0,
         "0: all-reduce gradients; 1: reduce each to one worker",
@@ -70,3 +82,127 @@ class GraphSettings(Config):
 
     build_strategy: BuildStrategyConfig = setting(BuildStrategyConfig, "Which passes rewrite the graph.")
     execution_strategy: ExecutionStrategyConfig = setting(ExecutionStrategyConfig, "How the executor runs the graph.")
+
+    @classmethod
+    def problem(cls, options: Any, world_size: int) -> str | None:
+        """Returns the reason when CUDA graphs are asked for and to_static cannot record them."""
+        if not options["build_strategy"].allow_cuda_graph_capture:
+            return None
+        if not options["to_static"]:
+            return (
+                "build_strategy.allow_cuda_graph_capture is True and to_static is off; torch's compiler records the "
+                "graphs. Set to_static to True as well."
+            )
+        mode = options["to_static_configs"].mode
+        if mode == "max-autotune-no-cudagraphs":
+            return (
+                f"build_strategy.allow_cuda_graph_capture is True and to_static_configs['mode'] is {mode!r}, which "
+                "records none. Change one of them."
+            )
+        return None
+
+
+class FusedUpdate(Strategy):
+    """Sets the ``fused`` or ``foreach`` form of the user's optimizer; chosen by ``fuse_all_optimizer_ops``."""
+
+    name = "build_strategy"
+    meaning = "Update all parameters in one kernel."
+    stage = Stage.UPDATE
+    switch = False
+    optimizer_effect = "updates all parameters of a group in one kernel, where the optimizer has such a form"
+    guide = Guide(
+        when="A model of many small parameters, whose update is bound by the number of kernels.",
+        cost="Nothing; sums may round in another order, so numbers may differ in the last digit.",
+        source="torch.optim, fused and foreach",
+        example={"build_strategy": {"fuse_all_optimizer_ops": True}},
+    )
+
+    @classmethod
+    def chosen(cls, options: Values) -> bool:
+        """Returns whether ``fuse_all_optimizer_ops`` is on."""
+        return bool(options["build_strategy"].fuse_all_optimizer_ops)
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that lars and lamb bring their own update."""
+        return tuple(
+            f"build_strategy.fuse_all_optimizer_ops changes nothing while '{name}' is on: its update takes all "
+            "parameters together anyway."
+            for name in ("lars", "lamb")
+            if options[name]
+        )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError when the optimizer has no such form, or was told to use none."""
+        option = "build_strategy.fuse_all_optimizer_ops"
+        key = form_of(optimizer)
+        if key is None:
+            raise ConfigError(
+                f"{option} is True, and {type(optimizer).__name__} has neither a fused nor a foreach form. Use an "
+                "optimizer of torch.optim that has one, or set it to False."
+            )
+        for group in optimizer.param_groups:
+            if group.get("differentiable"):
+                raise ConfigError(f"{option} is True, and the optimizer is differentiable, which needs single updates.")
+            if group[key] is False:
+                raise ConfigError(
+                    f"{option} is True, and the optimizer was made with {key}=False. Leave {key} out, or set the "
+                    "option to False."
+                )
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer whose groups use the fused or foreach form, also after a state was loaded."""
+        return FusedOptimizer(optimizer)
+
+
+class FusedOptimizer(OptimizerWrapper):
+    """Keeps the optimizer inside in its ``fused`` or ``foreach`` form."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._key = form_of(optimizer)
+        self._set()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; one that was saved in another form continues in this one."""
+        super().load_state_dict(state_dict)
+        self._set()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, in the same form."""
+        super().add_param_group(param_group)
+        self._set()
+
+    def _set(self) -> None:
+        for settings in (self.defaults, *self.param_groups):
+            settings["foreach"] = self._key == "foreach" or None
+            if "fused" in settings:
+                settings["fused"] = self._key == "fused" or None
+        if self._key != "fused":
+            return
+        for parameter, state in self.state.items():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                # The kernel counts steps on the device, in float32; the other forms count on the host.
+                state["step"] = step.to(device=parameter.device, dtype=torch.float32)
+
+
+def form_of(optimizer: Optimizer) -> str | None:
+    """Returns ``"fused"`` or ``"foreach"``, the better form that ``optimizer`` has, or ``None``.
+
+    A subclass of torch's optimizer counts when it kept torch's ``step``.
+    """
+    inner = optimizer
+    while isinstance(inner, OptimizerWrapper):
+        inner = inner.optimizer
+    fusible = any(_steps_like(inner, kind) for kind in (SGD, Adam, Adagrad))
+    groups = inner.param_groups
+    dense = all(p.is_floating_point() for group in groups for p in group["params"])
+    if fusible and dense and all("fused" in group for group in groups):
+        return "fused"
+    return "foreach" if all("foreach" in group for group in groups) else None
+
+
+def _steps_like(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
+    # torch puts its profiling around the step() of a class when it first makes one; the original is inside.
+    return isinstance(optimizer, kind) and unwrap(type(optimizer).step) is unwrap(kind.step)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fleet.strategies._base import Guide, Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 
 
@@ -40,10 +40,19 @@ class ToStatic(Strategy):
         example={"to_static": True},
     )
 
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that there are no CUDA graphs without a GPU."""
+        if not options["build_strategy"].allow_cuda_graph_capture or torch.cuda.is_available():
+            return ()
+        return ("build_strategy.allow_cuda_graph_capture changes nothing on the CPU: CUDA graphs record a GPU.",)
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the compiled module; it is compiled at the first call with each shape."""
         config: ToStaticConfig = self.config
         # None lets the compiler notice by itself which sizes vary; False would compile anew for each batch size.
         dynamic: Any = True if config.dynamic else None
         mode = None if config.mode == "default" else config.mode
+        if mode is None and self.session.options["build_strategy"].allow_cuda_graph_capture:
+            mode = "reduce-overhead"  # the other modes that may be set with it record CUDA graphs already
         return cast(nn.Module, torch.compile(model, mode=mode, fullgraph=config.fullgraph, dynamic=dynamic))

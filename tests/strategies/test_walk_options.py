@@ -81,8 +81,8 @@ def test_switch(name: str, default: bool) -> None:
     assert getattr(strategy, name) is True
     collective = REGISTRY[name].in_collective_job
     mentioned = [str(error) for error in problems(strategy, 2, collective=collective)]
-    if REGISTRY[name].refused is not None:
-        assert f"'{name}' cannot be honoured: {REGISTRY[name].refused}." in mentioned
+    if REGISTRY[name].refusal() is not None:
+        assert f"'{name}' cannot be honoured: {REGISTRY[name].refusal()}." in mentioned
     elif not mentioned:
         assert name in [step.name for step in plan(strategy, 2, collective=collective).steps]
     else:
@@ -127,7 +127,7 @@ def test_key(option: str, key: str, default: object, value: object, outcome: str
         assert len(str(caught[0].message).split(": ", 1)[1]) > 20  # a reason
     switch = option.removesuffix("_configs")
     collective = switch not in REGISTRY or REGISTRY[switch].in_collective_job
-    if switch in REGISTRY:
+    if switch in REGISTRY and REGISTRY[switch].switch:
         assign(strategy, switch, True)  # the keys of a switch that is off decide nothing
         assign(strategy, option, nested(key, value))
     mentioned = [text for text in refusals(strategy, collective) if f"[{key.split('.')[-1]!r}]" in text]
