@@ -134,7 +134,7 @@ def test_the_wheel_says_what_it_needs(archives: Path) -> None:
     assert metadata["Version"] == fleet.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "elastic", "examples", "k8s", "metrics"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "elastic", "examples", "k8s", "metrics", "qat"}
     core = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {line.partition(">")[0] for line in core} >= {"torch", "numpy", "pyyaml"}
 
