@@ -91,7 +91,6 @@ KEYS = {
         ("use_fp16_guard", True, False, "does"),
         ("use_optimizer_fp16", False, True, "does"),
         ("dtype", "auto", "bfloat16", "does"),
-        ("dtype", "auto", "bfloat16", "does"),
     ],
     "gradient_merge_configs": [("k_steps", 1, 4, "does"), ("avg", True, False, "does")],
     "localsgd_configs": [("k_steps", 1, 4, "does"), ("begin_step", 1, 10, "does")],
@@ -236,7 +235,7 @@ KEYS = {
         ("weight_bits", 8, 4, "does"),
         ("activation_bits", 8, 4, "does"),
         ("not_quant_pattern", [], ["skip"], "does"),
-        ("algo", "", "ema", "does"),
+        ("algo", "", "ema", "refused"),
     ],
     "gradient_scale_configs": [
         ("scale_strategy", "avg", "sum", "does"),
@@ -278,4 +277,4 @@ KEYS = {
 }  # fmt: skip
 
 # Options of this package that Fleet does not have; everything else in the registry must stand above.
-OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_inf"}
+OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_inf", "asp_configs"}
