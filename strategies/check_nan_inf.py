@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -87,12 +86,18 @@ class CheckNanInf(Strategy):
         self.watch = Watch(session)
         self._hooks: list[ModuleHooks] = []
         self._scaled = False
+        self._root: nn.Module | None = None
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Remembers the module that has the user's names."""
+        self._root = model
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose modules are looked at in every pass."""
         self.watch.listen()
         scaled = self._scaled or scales_gradients(self.session.options, self.session.device.type)
-        self._hooks.append(ModuleHooks(inner_module(model), self.watch, gradients=not scaled))
+        root = self._root if self._root is not None else model
+        self._hooks.append(ModuleHooks(root, self.watch, gradients=not scaled))
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -119,16 +124,6 @@ def scales_gradients(options: Values, device_type: str) -> bool:
     if not options["amp"] or config.use_pure_bf16 or config.dtype == "bfloat16":
         return False
     return bool(config.use_pure_fp16 or config.dtype == "float16" or device_type == "cuda")
-
-
-def inner_module(chain: nn.Module) -> nn.Module:
-    """Returns the module at the bottom of ``chain``, which has the user's names."""
-    while True:
-        wrapped = chain._modules.get("_orig_mod")
-        inner = chain.module if isinstance(chain, DistributedDataParallel) else wrapped
-        if not isinstance(inner, nn.Module):
-            return chain
-        chain = inner
 
 
 class Watch:
