@@ -30,7 +30,7 @@ _SESSION = "session.bin"
 _JSON, _HELD, _RECORDED = 1, 2, 3
 
 
-def write_snapshot(machine: Machine, folder: Path, suffix: str = "") -> Path:
+def write_snapshot(machine: Machine, folder: Path) -> Path:
     """Writes the state of ``machine`` under ``folder`` and drops the journal it replaces; returns its path."""
     with machine.snapshots:
         session, journal = machine.session, machine.journal
@@ -39,7 +39,10 @@ def write_snapshot(machine: Machine, folder: Path, suffix: str = "") -> Path:
             captured = _capture(session)
             tables = dict(machine.tables)
         rates = {str(table_id): table.learning_rate for table_id, table in tables.items()}
-        target, draft = folder / f"snapshot-{lsn:020d}", folder / f".snapshot-{lsn:020d}.tmp"
+        # Loading and saving change rows without a record: a snapshot may follow one of the same number.
+        numbers = [int(path.name.rpartition("-")[2]) for path in folder.glob(f"snapshot-{lsn:020d}-*")]
+        target = folder / f"snapshot-{lsn:020d}-{max(numbers, default=0) + 1:06d}"
+        draft = folder / f".{target.name}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         _write_session(draft / _SESSION, captured, rates, lsn)
@@ -47,13 +50,11 @@ def write_snapshot(machine: Machine, folder: Path, suffix: str = "") -> Path:
             table.write(_table_path(draft, table_id), lambda: journal.last_lsn)
         for path in (*draft.iterdir(), draft):
             _fsync(path)
-        if target.exists():  # nothing was journaled since the one before: the new one is as good
-            shutil.rmtree(target)
         draft.rename(target)
         _fsync(folder)
         for path in _snapshots(folder):
             if path != target:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
         journal.snapshot_done(lsn)
     return target
 
@@ -106,6 +107,13 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """Removes a snapshot; what is left when the process dies meanwhile is not taken for one."""
+    grave = path.with_name(f".{path.name}.tmp")
+    path.rename(grave)
+    shutil.rmtree(grave, ignore_errors=True)
 
 
 def _snapshots(folder: Path) -> list[Path]:

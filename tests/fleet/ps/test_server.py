@@ -1,0 +1,161 @@
+"""run_server, ServerConfig, the line of one worker, and the state machine without a wire."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps._client import Client
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._journal import Journal
+from fleet.ps._link import Link, Request
+from fleet.ps._local import LocalTransport
+from fleet.ps._machine import MAX_AHEAD, Machine
+from fleet.ps._messages import Header, Op, Part, Status, encode_parts
+from fleet.ps._server import run_server
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._session import Fenced, Refused, Session
+from fleet.ps._snapshot import write_snapshot
+from fleet.ps._table_spec import spec_of_config
+from tests.fleet.ps.service import SPARSE, gradient, ids, make_table, serving, silent
+
+
+def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
+    """001-04, 001-07."""
+    transport, lines = LocalTransport(), []
+    config = ServerConfig(endpoint="127.0.0.1:7000", num_workers=2, folder=tmp_path, index=4)
+    settings = {"transport": transport, "notify": lines.append}
+    thread = threading.Thread(target=run_server, args=(config,), kwargs=settings)
+    thread.start()
+    clients = [
+        Client(ClientConfig(endpoints=["127.0.0.1:7000"], rank=rank, num_workers=2), transport=transport, notify=silent)
+        for rank in range(2)
+    ]
+    for client in clients:
+        client.open()
+    clients[0].snapshot()
+    assert list(tmp_path.glob("snapshot-*"))
+    for client in clients:
+        client.goodbye()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert lines == ["parameter server 4 is listening on 127.0.0.1:7000"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"mode": "geo"}, "mode"), ({"num_workers": 0}, "num_workers"), ({"staleness": -1}, "staleness"),
+    ({"lease_s": 0}, "lease_s"), ({"transfer_timeout_s": -1.0}, "transfer_timeout_s"),
+    ({"max_body_bytes": 1 << 32}, "max_body_bytes"),
+])
+def test_wrong_values_of_a_server_are_named(fields, word):
+    with pytest.raises(ConfigError, match=word):
+        ServerConfig(**fields)
+
+
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"endpoints": []}, "endpoints"), ({"endpoints": ["a:1", "a:1"]}, "once"), ({"rank": 1}, "rank"),
+    ({"deadline_s": 0}, "deadline_s"),
+])
+def test_wrong_values_of_a_client_are_named(fields, word):
+    with pytest.raises(ConfigError, match=word):
+        ClientConfig(**{"endpoints": ["a:1"], **fields})
+
+
+def test_an_open_address_is_refused_before_anything_listens():
+    """Reliability 5.2."""
+    with pytest.raises(ConfigError, match="secret"):
+        run_server(ServerConfig(endpoint="0.0.0.0:0"), notify=silent)
+
+
+def test_the_level_follows_the_folder(tmp_path):
+    assert ServerConfig().journal_level == 0
+    assert ServerConfig(folder=tmp_path).journal_level == 1
+    assert ServerConfig(folder=tmp_path, level=2).journal_level == 2
+
+
+def machine_of(num_workers=2, sync=False):
+    journal = Journal(None, 0)
+    machine = Machine(Session(num_workers, journal.lock), journal, make_table, sync=sync)
+    machine.create_tables({0: spec_of_config(SPARSE)})
+    for worker in machine.session.workers:
+        with machine.session.changed:
+            machine.session.attach(worker.rank, worker.channel(0), 100 + worker.rank)
+    return machine
+
+
+def change(machine, rank, seq, step, value=1.0, client_id=None):
+    item = gradient([1], value)
+    body = b"".join(bytes(b) for b in encode_parts([Part(0, 1, 2, item.ids, item.rows)]))
+    header = Header(Op.PUSH, 0, client_id or 100 + rank, seq, step, 1, Status.OK, len(body))
+    return machine.change(machine.session.workers[rank], 0, header, memoryview(body))
+
+
+def value_of(machine):
+    return machine.tables[0].table.pull(ids(1), create=False)[0, 0]
+
+
+def test_numbers_and_steps_are_applied_once():
+    machine = machine_of()
+    assert change(machine, 0, 1, 1) is Status.OK
+    assert change(machine, 0, 1, 1) is Status.DUPLICATE  # the same message again
+    assert change(machine, 0, 2, 1) is Status.DUPLICATE  # the same step under a new number: a restarted worker
+    assert change(machine, 1, 1, 1) is Status.OK  # another worker
+    assert change(machine, 0, 3, 2) is Status.OK
+    assert change(machine, 0, 4, 0) is Status.OK  # without a step only the number counts
+    assert value_of(machine) == -4
+    assert machine.counts["duplicates"] == 2
+
+
+def test_a_fenced_process_changes_nothing():
+    machine = machine_of()
+    with pytest.raises(Fenced):
+        change(machine, 0, 1, 1, client_id=5)
+    assert value_of(machine) == 0
+
+
+def test_sync_applies_when_all_are_there():
+    machine = machine_of(sync=True)
+    for step in range(1, MAX_AHEAD + 1):
+        assert machine.may_hold(step)
+        assert change(machine, 0, step, step, 2.0) is Status.OK
+    assert not machine.may_hold(MAX_AHEAD + 1)
+    assert value_of(machine) == 0
+    change(machine, 1, 1, 1, 4.0)
+    assert value_of(machine) == -3
+    machine.leave(machine.session.workers[1])
+    assert value_of(machine) == -3 - 2 * (MAX_AHEAD - 1)
+    assert machine.session.applied_step == MAX_AHEAD
+
+
+def test_a_table_with_another_specification_is_refused_and_none_of_the_call_is_made():
+    machine = machine_of()
+    spec = spec_of_config(SPARSE)
+    with pytest.raises(Refused, match="seed is 0 there and 9 here"):
+        machine.create_tables({3: spec, 0: {**spec, "seed": 9}})
+    assert sorted(machine.tables) == [0]
+
+
+def test_a_link_refuses_a_message_that_is_too_large():
+    with serving() as service:
+        client = service.client(max_body_bytes=1000)
+        with pytest.raises(PSError, match="Send fewer rows"):
+            client.push({0: gradient(range(100))})
+        assert isinstance(client._links[0], Link)
+        client._links[0].call(Request(Op.PING))
+
+
+def test_a_snapshot_can_be_repeated_without_a_change_between(tmp_path):
+    with serving(folder=tmp_path) as service:
+        client = service.client(tables={0: SPARSE})
+        client.wait(client.push({0: gradient(range(10))}))
+        folder = tmp_path / "server-0"
+        names = [write_snapshot(service.servers[0].machine, folder).name for _ in range(3)]
+        assert len({name[:29] for name in names}) == 1
+        assert [path.name for path in folder.glob("snapshot-*")] == names[-1:]
+        service.servers[0].stop()
+        service.start(0)
+        assert (client.wait(client.pull({0: np.arange(10)}))[0] == -1).all()
