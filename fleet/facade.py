@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fleet._log import LOGGER, set_log_level
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
 from fleet._session import Session
+from fleet._sharding_calls import ShardingCalls
 from fleet._start import start_session
 from fleet._util import UtilBase
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Fleet:
+class Fleet(ShardingCalls):
     """The calls of the ``fleet`` namespace; the package binds one instance of it to its own name."""
 
     def __init__(self) -> None:
@@ -68,8 +70,8 @@ class Fleet:
             self._session.close()
         self._session = start_session(role_maker, is_collective, copy.deepcopy(strategy) or DistributedStrategy())
         self._init_had_strategy = strategy is not None
-        atexit.unregister(close_process_group)
-        atexit.register(close_process_group)
+        atexit.unregister(self._close)
+        atexit.register(self._close)
         return self
 
     def init_parallel_env(self) -> dist.ProcessGroup | None:
@@ -336,6 +338,21 @@ class Fleet:
         """What ``fleet.init`` set up."""
         return self._need("session")
 
+    def _close(self) -> None:
+        """Ends the process group at exit.
+
+        The session goes first: it holds the models and groups, and a thread of gloo that lets go of its last piece of
+        work while Python is already ending takes the process down.
+        """
+        import torch.distributed as dist
+
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
     def _need(self, call: str) -> Session:
         if self._session is None:
             raise NotInitializedError(f"fleet.{call} needs fleet.init() first.")
@@ -355,11 +372,3 @@ def check_strategy(label: str, strategy: object) -> None:
             f"{label} takes a fleet.DistributedStrategy, got {strategy!r}. Strategy classes of older releases are not "
             "compatible; set the same options on fleet.DistributedStrategy()."
         )
-
-
-def close_process_group() -> None:
-    """Ends the process group at exit, so that torch does not warn about it."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
