@@ -15,7 +15,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import Guide, Stage, Strategy, Values, top_level
+from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values, top_level
 from fleet.strategies._config import Config, setting
 from fleet.strategies._optimizer import OptimizerWrapper
 
@@ -135,7 +135,7 @@ class FusedUpdate(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the optimizer has no such form, or was told to use none."""
         option = "build_strategy.fuse_all_optimizer_ops"
-        key = form_of(optimizer)
+        key = form_of(optimizer, fused=self._fuses)
         if key is None:
             raise ConfigError(
                 f"{option} is True, and {type(optimizer).__name__} has neither a fused nor a foreach form. Use an "
@@ -152,15 +152,20 @@ class FusedUpdate(Strategy):
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer whose groups use the fused or foreach form, also after a state was loaded."""
-        return FusedOptimizer(optimizer)
+        return FusedOptimizer(optimizer, form_of(optimizer, fused=self._fuses))
+
+    @property
+    def _fuses(self) -> bool:
+        # torch's fused kernels of SGD and Adagrad do not take parameters that sharding has divided (DTensors).
+        return not REGISTRY["sharding"].chosen(self.session.options)
 
 
 class FusedOptimizer(OptimizerWrapper):
-    """Keeps the optimizer inside in its ``fused`` or ``foreach`` form."""
+    """Keeps the optimizer inside in the form ``key``, ``"fused"`` or ``"foreach"``."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, key: str | None) -> None:
         super().__init__(optimizer)
-        self._key = form_of(optimizer)
+        self._key = key
         self._set()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -187,10 +192,10 @@ class FusedOptimizer(OptimizerWrapper):
                 state["step"] = step.to(device=parameter.device, dtype=torch.float32)
 
 
-def form_of(optimizer: Optimizer) -> str | None:
+def form_of(optimizer: Optimizer, *, fused: bool = True) -> str | None:
     """Returns ``"fused"`` or ``"foreach"``, the better form that ``optimizer`` has, or ``None``.
 
-    A subclass of torch's optimizer counts when it kept torch's ``step``.
+    A subclass of torch's optimizer counts when it kept torch's ``step``. ``fused=False`` looks for foreach only.
     """
     inner = optimizer
     while isinstance(inner, OptimizerWrapper):
@@ -198,7 +203,7 @@ def form_of(optimizer: Optimizer) -> str | None:
     fusible = any(_steps_like(inner, kind) for kind in (SGD, Adam, Adagrad))
     groups = inner.param_groups
     dense = all(p.is_floating_point() for group in groups for p in group["params"])
-    if fusible and dense and all("fused" in group for group in groups):
+    if fused and fusible and dense and all("fused" in group for group in groups):
         return "fused"
     return "foreach" if all("foreach" in group for group in groups) else None
 

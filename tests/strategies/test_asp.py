@@ -47,7 +47,9 @@ def train(model: Any, optimizer: Any, steps: range, rank: int = 0) -> None:
 
 
 def zeros(model: Any) -> dict[str, torch.Tensor]:
-    return {name: model.state_dict()[name] == 0 for name in SPARSE}
+    state = model.state_dict()
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in state.items()}
+    return {name: whole[name] == 0 for name in SPARSE}
 
 
 def brute_force(weight: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,13 @@ def net_of(seed: int) -> Any:
     return net()
 
 
-@pytest.mark.parametrize("options", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 3}}])
+def sharded(stage: int) -> dict[str, Any]:
+    return {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": stage}}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 3}}, sharded(1), sharded(2), sharded(3)]
+)
 def test_workers_have_the_masks_of_rank_0(options: dict[str, Any]) -> None:
     """A.1 asp: from rank 0's weights, under data parallel and where workers train by themselves."""
     first, second = run_workers(train_on, 2, options, backend=None)

@@ -132,6 +132,12 @@ def test_what_cannot_be_fused_is_refused() -> None:
     assert form_of(torch.optim.Adam([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])) == "foreach"
 
 
+def test_divided_parameters_use_foreach() -> None:
+    """A.4 fuse_all_optimizer_ops: with sharding, whose parameters most fused kernels do not take."""
+    _, optimizer = start(KINDS["sgd"], {"sharding": True, "sharding_configs": {"sharding_degree": 1}})
+    assert [(group["foreach"], group["fused"]) for group in optimizer.param_groups] == [(True, None)]
+
+
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_rules_of_their_own_are_remarked(name: str) -> None:
     """A.4 fuse_all_optimizer_ops: lars and lamb replace the update, so the option has nothing to act on."""
