@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from model import STAGES
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
 # What suits the data, where an option is not given. Digits are 8x8 images: at 16 pixels the deepest feature map is
 # still 2x2, and half the published width learns them in about a minute on two CPU cores.
@@ -53,6 +58,12 @@ def training_options(description: str) -> argparse.ArgumentParser:
         default=0.1,
         help="highest learning rate; rises for a fifth of the run, then falls (default: %(default)s)",
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=("sgd", "adam"),
+        default="sgd",
+        help="update rule; adam takes no --momentum and no --weight-decay (default: %(default)s)",
+    )
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD (default: %(default)s)")
     parser.add_argument(
         "--weight-decay", type=float, default=1e-4, help="L2 decay, coupled, of every parameter (default: %(default)s)"
@@ -69,6 +80,15 @@ def training_options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--max-batches", type=positive_int, help="end each epoch after so many batches; a quick check")
     parser.add_argument("--history", metavar="FILE", help="write one JSON line per epoch here, for plot.py")
     return parser
+
+
+def make_optimizer(args: argparse.Namespace, parameters: Iterable[Parameter]) -> Optimizer:
+    """Returns the optimizer that ``--optimizer`` names."""
+    import torch
+
+    if args.optimizer == "adam":
+        return torch.optim.Adam(parameters, args.lr)
+    return torch.optim.SGD(parameters, args.lr, args.momentum, weight_decay=args.weight_decay)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
