@@ -14,6 +14,7 @@ from fleet.errors import ConfigError
 from fleet.strategies._amp_scale import LossScale
 from fleet.strategies._base import Workers
 from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import local
 
 
 class AmpOptimizer(OptimizerWrapper):
@@ -146,7 +147,8 @@ def non_finite(parameters: list[Any], device: torch.device) -> Tensor:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            gradient = local(parameter.grad)
+            values = gradient._values() if gradient.is_sparse else gradient
             if values.numel():
                 kinds.setdefault((values.device, values.dtype), []).append(values)
     # The largest magnitude is not finite exactly when an element is not; unlike a sum of squares it cannot overflow.

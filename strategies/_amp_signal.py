@@ -89,8 +89,10 @@ class Signal:
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Unscales the gradients of ``parameters``; one that is frozen, from the forward after it is thawed."""
-        self._waiting += [p for p in parameters if p not in self._parameters]
-        self.before_forward()
+        fresh = [p for p in parameters if p not in self._parameters]
+        if fresh:
+            self._waiting += fresh
+            self.before_forward()
         if not self._originals:
             self._patch("backward", finished=self._done)
             self._patch("grad", finished=lambda: None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.errors import ConfigError
@@ -84,6 +85,7 @@ class AmpConfig(Config, option="amp_configs"):
         return self.use_pure_fp16 or self.use_pure_bf16
 
 
+_TREATED = "fleet_amp_treated"
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
 
 
@@ -111,6 +113,21 @@ class Amp(Strategy):
         self._signal = Signal(self.scale, self._after_backward) if self.scale.in_use else None
         self._optimizers: list[AmpOptimizer] = []
         self._plans: dict[nn.Module, tuple[dict[str, Treatment], bool]] = {}
+
+    @classmethod
+    def problem(cls, options: Values, world_size: int) -> str | None:
+        """Returns the reason when parameters would be divided that are not all of one type."""
+        config: AmpConfig = options["amp_configs"]
+        hybrid = options["hybrid_configs"]
+        divides = options["sharding_configs"].stage > 1 or hybrid.sharding_configs.split_param
+        sharded = world_size > 1 and (options["sharding"] or hybrid.sharding_degree > 1)
+        if not (sharded and divides and config.is_pure and config.use_optimizer_fp16):
+            return None
+        return (
+            "amp_configs['use_optimizer_fp16'] keeps norm layers in float32 and others in 16 bit, and sharding "
+            "in stage 2 and 3 divides parameters of one type only. Set use_optimizer_fp16 to False, or "
+            "sharding_configs['stage'] to 1."
+        )
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
@@ -164,17 +181,17 @@ class Amp(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` under autocast."""
-        root = user_module(model)
-        # Another strategy may have put a module of its own in the place of the user's.
-        treatments, guarded = self._plans[root] if root in self._plans else next(iter(self._plans.values()))
-        self._plans.clear()
-        self._treat(root, treatments)  # those that another strategy has put in place of the user's
+        root, (treatments, guarded) = self._plans.popitem()
+        if all(module is not root for module in model.modules()):
+            root = user_module(model)  # another strategy has put a module of its own in the place of the user's
+        self._treat(root, treatments)  # the same for its parts
+        own = self._watch_gathered(root, treatments.get(""), self._signal)
         if self._signal is not None:
-            self._signal.watch(root.parameters())
+            self._signal.watch(p for p in root.parameters() if not isinstance(p, DTensor))
             if data_parallel_in(model) is not None:
                 exchange_of(model).wire_factor = lambda: self.scale.factor
         return AmpModel(
-            model, root, treatments.get(""), self.region, self.scale, self._signal,
+            model, root, own, self.region, self.scale, self._signal,
             pure=self.config.is_pure, guarded=guarded,
         )  # fmt: skip
 
@@ -205,9 +222,28 @@ class Amp(Strategy):
 
     def _treat(self, root: nn.Module, treatments: dict[str, Treatment]) -> None:
         for name, module in root.named_modules():
-            if name and name in treatments and module.__dict__.get("fleet_amp_treated") is not self.region:
-                module.forward = TreatedForward(module, treatments[name], self.region)
-                module.__dict__["fleet_amp_treated"] = self.region
+            if name and name in treatments:
+                self._treated(module, treatments[name])
+
+    def _treated(self, module: nn.Module, treatment: Treatment) -> TreatedForward:
+        """Returns the treated forward of ``module``, which has one from now on; other strategies may wrap it."""
+        found = module.__dict__.get(_TREATED)
+        if not isinstance(found, TreatedForward) or found.region is not self.region:
+            found = module.__dict__[_TREATED] = TreatedForward(module, treatment, self.region)
+            module.__dict__["forward"] = found
+        return found
+
+    def _watch_gathered(self, root: nn.Module, own: Treatment | None, signal: Signal | None) -> Treatment | None:
+        """Makes modules whose parameters are gathered when they run take part from inside; see TreatedForward.watch.
+
+        Returns the treatment that is left to apply around the whole model.
+        """
+        for module in root.modules():
+            if any(isinstance(p, DTensor) for p in module._parameters.values()):
+                treated = self._treated(module, (own if module is root else None) or Treatment())
+                treated.watch = signal.watch if signal is not None else None
+                own = None if module is root else own
+        return own
 
     def _after_backward(self) -> None:
         for optimizer in self._optimizers:
