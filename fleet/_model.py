@@ -19,6 +19,7 @@ from fleet.strategies._parts import (
     has_parts,
     load_from_rank_0,
     local_state,
+    part_of,
     state_like,
     warn_of_parts,
     whole_state,
@@ -95,7 +96,7 @@ class FleetModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets every gradient."""
-        self.module.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
         if self._observer is not None:
             self._observer.after_clear()
 
@@ -154,7 +155,7 @@ class FleetModel(nn.Module):
         return state if keep else {}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns this worker's part as plain tensors, to be saved by each worker; others do not wait for this call.
+        """Returns this worker's part as plain tensors on the host; each worker saves its own, and none waits.
 
         :meth:`load_state_dict` takes it on the worker of the same rank in a job of as many workers.
         """
@@ -193,8 +194,8 @@ class FleetModel(nn.Module):
     load_dict = set_state_dict
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over the parameters under the user's names."""
-        return self.module.named_parameters(*args, **kwargs)
+        """Iterates over the parameters under the user's names; with sharding over the parts that optimizers update."""
+        return ((name, part_of(p)) for name, p in self.module.named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Iterates over the buffers under the user's names."""
@@ -254,9 +255,12 @@ class FleetModel(nn.Module):
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
+            own = {name: value for name, value in self.module.__dict__.items() if name == "forward"}
+
             def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
                 # The method may call self(...): that is the user's own forward again.
                 del self.module.__dict__["forward"]
+                self.module.__dict__.update(own)
                 return method(*inner_args, **inner_kwargs)
 
             self.module.__dict__["forward"] = run
@@ -266,6 +270,7 @@ class FleetModel(nn.Module):
             finally:
                 object.__setattr__(self, "_redirected", False)
                 self.module.__dict__.pop("forward", None)
+                self.module.__dict__.update(own)
 
         return call
 

@@ -180,7 +180,7 @@ class FleetOptimizer(OptimizerWrapper):
         return whole if keep else {}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns this worker's part as plain tensors, to be saved by each worker."""
+        """Returns this worker's part as plain tensors on the host; each worker saves its own."""
         return local_state(super().state_dict())
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -31,6 +31,17 @@ def is_part(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def mark_gathered(parameter: nn.Parameter, part: nn.Parameter) -> None:
+    """Marks ``parameter`` as what ``part`` was gathered into."""
+    parameter.__dict__["fleet_part"] = part
+
+
+def part_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns the part that ``parameter`` was gathered from, or ``parameter``."""
+    part: nn.Parameter = parameter.__dict__.get("fleet_part", parameter)
+    return part
+
+
 def has_parts(state: Any) -> bool:
     """Returns whether ``state`` holds a DTensor."""
     return any(is_part(leaf) for leaf in tree_leaves(state))
@@ -57,12 +68,10 @@ def whole_state(state: Any, keep: bool = True) -> Any:
 
 
 def local_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` with this worker's part in the place of every DTensor, and whose it is beside it."""
+    """Returns a copy of ``state`` on the host with this worker's part for every DTensor, and whose part it is."""
     parts = [leaf for leaf in tree_leaves(state) if is_part(leaf)]
-    if not parts:
-        return state
-    made: dict[str, Any] = tree_map_only(Tensor, lambda t: local(t).detach().clone(), state)
-    return {**made, PART: place_of(parts[0])}
+    made: dict[str, Any] = tree_map_only(Tensor, lambda t: local(t).detach().to("cpu", copy=True), state)
+    return {**made, PART: place_of(parts[0])} if parts else made
 
 
 def place_of(tensor: DTensor) -> dict[str, int]:
@@ -115,9 +124,7 @@ def part_like(value: Any, like: Any, saved: Mapping[str, int] | None = None) -> 
     if value.shape != like.shape:
         return value  # the error of load_state_dict names the entry
     # src_data_rank=None: every worker cuts its part out of its own copy, and nothing is sent.
-    return distribute_tensor(
-        value.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None
-    )
+    return distribute_tensor(value.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def state_like(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:

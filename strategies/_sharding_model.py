@@ -10,6 +10,9 @@ In backward the gradient arrives at the gathered parameter, a third tensor. A ho
 loss scaling, a user's own clipping) stands on the new one or, from before, on the old one, and torch would call
 neither. The hooks of the old parameters move to the new ones, and every gathered parameter calls those of its part:
 with the whole gradient of this worker, before the exchange, as in data parallel.
+
+Between forward and backward ``named_parameters()`` of the divided module gives gathered parameters, whose ``.grad`` is
+not the one that the optimizer uses. They carry a mark, by which the model that users hold always gives the parts.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from fleet.errors import ConfigError
 from fleet.strategies._flat import broadcast_from_rank_0
+from fleet.strategies._parts import mark_gathered
 
 _FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
 
@@ -131,10 +135,12 @@ class GatheredHooks:
         """Looks at the parameters that are gathered now; torch keeps the same tensors from step to step."""
         for module, name, part in self._parts:
             gathered = module._parameters[name]
-            if gathered is None or gathered is part or not gathered.requires_grad or id(gathered) in self._hooked:
+            if gathered is None or gathered is part:
                 continue
-            self._hooked[id(gathered)] = gathered
-            gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))
+            mark_gathered(gathered, part)
+            if gathered.requires_grad and id(gathered) not in self._hooked:
+                self._hooked[id(gathered)] = gathered
+                gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))
 
 
 def own_modules(unit: nn.Module) -> Iterator[nn.Module]:

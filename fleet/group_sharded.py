@@ -1,0 +1,162 @@
+"""group_sharded_parallel: sharding by one call, without a strategy, and save_group_sharded_model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from fleet import _checkpoint
+from fleet._model import FleetModel
+from fleet._optimizer import FleetOptimizer
+from fleet.errors import CheckpointError, ConfigError, OptionWarning, UnsupportedOptionError
+from fleet.options import DistributedStrategy
+from fleet.strategies._base import Strategy
+from fleet.strategies.data_parallel import DataParallel
+from fleet.strategies.sharding import Sharding
+
+if TYPE_CHECKING:
+    from fleet._session import Session
+
+LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
+_MIB = 1024 * 1024
+
+
+class _GroupWorkers:
+    """The session as sharding sees it here: its own options, and the workers of one group."""
+
+    def __init__(self, session: Session, options: DistributedStrategy, mesh: DeviceMesh, everyone: Any) -> None:
+        self._session, self.options, self.mesh, self.process_group = session, options, mesh, everyone
+        self.world_size = dist.get_world_size(everyone)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def shard_by_groups(
+    session: Session,
+    model: nn.Module,
+    optimizer: Optimizer,
+    level: str,
+    *,
+    group: dist.ProcessGroup | None,
+    dp_group: dist.ProcessGroup | None,
+    offload: bool,
+    buffer_max_size: int,
+) -> tuple[FleetModel, FleetOptimizer]:
+    """Returns ``model`` and ``optimizer`` divided among the workers of ``group``; nothing changes when it raises."""
+    if isinstance(model, FleetModel) or not isinstance(model, nn.Module):
+        raise ConfigError(f"group_sharded_parallel(model=...) takes your torch.nn.Module, got {model!r}.")
+    if isinstance(optimizer, FleetOptimizer) or not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"group_sharded_parallel(optimizer=...) takes your torch.optim.Optimizer, got {optimizer!r}.")
+    others = [step.name for step in session.plan.steps if step.name != "data_parallel"]
+    if others:
+        raise ConfigError(
+            f"group_sharded_parallel() shards and does nothing else, while {', '.join(others)} is on. Use "
+            "strategy.sharding with fleet.distributed_model() and fleet.distributed_optimizer()."
+        )
+    strategies = _strategies(session, level, group, dp_group, offload, buffer_max_size)
+    for strategy in strategies:
+        strategy.check_model(model)
+        strategy.check_optimizer(optimizer)
+    if session.device.type == "cuda":
+        model.to(session.device)
+    module_chain, optimizer_chain = model, optimizer
+    for strategy in strategies:
+        module_chain = strategy.wrap_model(module_chain)
+        optimizer_chain = strategy.wrap_optimizer(optimizer_chain)
+    wrapped = FleetModel(model, module_chain, session)
+    session.models.append(wrapped)
+    stepped = FleetOptimizer(optimizer_chain, session, optimizer)
+    session.optimizers.append(stepped)
+    return wrapped, stepped
+
+
+def check_arguments(
+    level: object, buffer_max_size: object, segment_size: int, sync_comm: bool, exclude_layer: Sequence[Any] | None
+) -> None:
+    """Raises for a wrong argument, and warns of one that changes nothing."""
+    if level not in LEVELS:
+        raise ConfigError(f"group_sharded_parallel(level={level!r}) takes one of 'os', 'os_g', 'p_g_os'.")
+    if type(buffer_max_size) is not int or buffer_max_size < 1:
+        raise ConfigError(f"group_sharded_parallel(buffer_max_size={buffer_max_size!r}) takes bytes, at least 1.")
+    if exclude_layer:
+        raise UnsupportedOptionError(
+            f"group_sharded_parallel(exclude_layer={exclude_layer!r}) cannot be honoured: torch's fully_shard neither "
+            "divides nor exchanges what it leaves out. Use level='os', which keeps every layer whole."
+        )
+    useless = [("sync_comm", sync_comm, False), ("segment_size", segment_size, 2**20)]
+    for name, value, default in useless:
+        if value != default:
+            reason = "torch waits exactly where data is needed" if name == "sync_comm" else "every parameter is divided"
+            warnings.warn(
+                f"group_sharded_parallel({name}={value!r}) changes nothing: {reason}.", OptionWarning, stacklevel=4
+            )
+
+
+def save_states(model: FleetModel, output: str, optimizer: FleetOptimizer | None, writes: bool) -> None:
+    """Writes whole states to ``output``/model.pdmodel and model.pdopt where ``writes``; every worker must call it."""
+    if not isinstance(model, FleetModel) or not isinstance(optimizer, FleetOptimizer | None):
+        raise ConfigError(
+            "save_group_sharded_model() takes the model and the optimizer that group_sharded_parallel() returned, got "
+            f"{type(model).__name__} and {type(optimizer).__name__}."
+        )
+    if Path(output).is_file():
+        raise CheckpointError(f"save_group_sharded_model(output={output!r}): this is a file. Name a folder.")
+    state = model.full_state_dict(keep=writes)
+    if writes:
+        _checkpoint.save(state, Path(output, "model.pdmodel"))
+    if optimizer is not None:
+        state = optimizer.full_state_dict(keep=writes)
+        if writes:
+            _checkpoint.save(state, Path(output, "model.pdopt"))
+
+
+def _strategies(
+    session: Session,
+    level: str,
+    group: dist.ProcessGroup | None,
+    dp_group: dist.ProcessGroup | None,
+    offload: bool,
+    buffer_max_size: int,
+) -> list[Strategy]:
+    if session.process_group is None:
+        return []
+    shards = group if group is not None else session.process_group
+    stage = LEVELS[level]
+    mesh, everyone = _mesh_of(session, shards, dp_group)
+    options = DistributedStrategy()
+    options.sharding = True
+    options.sharding_configs = {
+        "sharding_degree": dist.get_world_size(shards),
+        "dp_degree": dist.get_world_size(dp_group) if dp_group is not None else 1,
+        "stage": stage,
+        "optimize_offload": offload,
+        "segment_broadcast_MB": buffer_max_size / _MIB,
+    }
+    workers: Any = _GroupWorkers(session, options, mesh, everyone)
+    sharding = Sharding(options["sharding_configs"], workers)
+    return [DataParallel(None, workers), sharding] if stage == 1 else [sharding]
+
+
+def _mesh_of(session: Session, shards: Any, dp_group: dist.ProcessGroup | None) -> tuple[DeviceMesh, Any]:
+    """Returns the mesh of the groups, and the group of all workers in it."""
+    kind = session.device.type
+    if dp_group is None or dist.get_world_size(dp_group) == 1:
+        return DeviceMesh.from_group(shards, kind, mesh_dim_names=("sharding",)), shards
+    copies, row = dist.get_process_group_ranks(dp_group), dist.get_process_group_ranks(shards)
+    ranks = torch.tensor([[copy - session.global_rank + rank for rank in row] for copy in copies], dtype=torch.int)
+    if sorted(ranks.flatten().tolist()) != list(range(session.world_size)):
+        raise ConfigError(
+            f"group_sharded_parallel(): group {row} and dp_group {copies} do not make a grid of all "
+            f"{session.world_size} workers."
+        )
+    mesh = DeviceMesh.from_group([dp_group, shards], kind, mesh=ranks, mesh_dim_names=("dp", "sharding"))
+    return mesh, session.process_group

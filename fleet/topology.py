@@ -1,0 +1,277 @@
+"""Who stands where in the mesh: CommunicateTopology (arithmetic on ranks) and HybridCommunicateGroup (the groups)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from fleet.errors import ConfigError, NotInitializedError, did_you_mean
+from fleet.strategies._degrees import AXES
+
+if TYPE_CHECKING:
+    from fleet._session import Session
+
+# Fleet's names of the axes in this class, and ours in the options.
+_AXIS_NAMES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "cp": "context", "mp": "model"}
+_DEFAULT_NAMES = ("data", "pipe", "sharding", "sep", "context", "model")
+
+
+class CommunicateTopology:
+    """The ranks of a job as a grid with one dimension for each axis; ranks are neighbours along the last axis.
+
+    Args:
+        hybrid_group_names: the axes, the outermost first.
+        dims: the number of workers along each.
+
+    Raises:
+        ConfigError: the two do not fit together.
+
+    Example:
+        >>> CommunicateTopology(["data", "sharding"], [2, 2]).get_comm_list("data")
+        [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self, hybrid_group_names: Sequence[str] = _DEFAULT_NAMES, dims: Sequence[int] = (1, 1, 1, 1, 1, 1)
+    ) -> None:
+        names, sizes = list(hybrid_group_names), list(dims)
+        if len(names) != len(sizes) or len(set(names)) != len(names) or any(size < 1 for size in sizes):
+            raise ConfigError(
+                f"CommunicateTopology(hybrid_group_names={names!r}, dims={sizes!r}) takes different names and one "
+                "number of at least 1 for each."
+            )
+        self._dims = dict(zip(names, sizes, strict=True))
+        self._coordinates = list(itertools.product(*(range(size) for size in sizes)))
+
+    def get_hybrid_group_names(self) -> list[str]:
+        """Returns the axes, the outermost first."""
+        return list(self._dims)
+
+    def get_dim(self, axis_name: str) -> int:
+        """Returns the number of workers along an axis."""
+        return self._dims[self._known(axis_name)]
+
+    get_dim_size = get_dim
+
+    def world_size(self) -> int:
+        """Returns the number of workers."""
+        return len(self._coordinates)
+
+    def get_rank(self, **coordinate: int) -> int:
+        """Returns the rank at a place, given for every axis by name."""
+        if set(coordinate) != set(self._dims):
+            raise ConfigError(f"get_rank() takes a place along each of {', '.join(self._dims)}, got {coordinate!r}.")
+        for axis, place in coordinate.items():
+            self._check_place(axis, place)
+        return self._coordinates.index(tuple(coordinate[axis] for axis in self._dims))
+
+    def get_coord(self, rank: int) -> dict[str, int]:
+        """Returns the place of ``rank`` along each axis."""
+        if not 0 <= rank < self.world_size():
+            raise ConfigError(f"get_coord(rank={rank!r}): ranks are 0 to {self.world_size() - 1}.")
+        return dict(zip(self._dims, self._coordinates[rank], strict=True))
+
+    def get_axis_list(self, axis_name: str, index: int) -> list[int]:
+        """Returns the ranks whose place along the axis is ``index``, in order."""
+        place = list(self._dims).index(self._known(axis_name))
+        self._check_place(axis_name, index)
+        return [rank for rank, coordinate in enumerate(self._coordinates) if coordinate[place] == index]
+
+    def get_comm_list(self, axis_name: str) -> list[list[int]]:
+        """Returns the groups along an axis: ranks that differ in their place along it only, by place.
+
+        The groups come in the order of their first ranks.
+        """
+        return self.get_fused_comm_list([axis_name])
+
+    def get_fused_comm_list(self, axis_names: Sequence[str]) -> list[list[int]]:
+        """Returns the groups along several axes taken as one."""
+        places = [list(self._dims).index(self._known(axis)) for axis in axis_names]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, coordinate in enumerate(self._coordinates):
+            others = tuple(at for place, at in enumerate(coordinate) if place not in places)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+    def get_fused_ranks(self, fused_axis: Sequence[str]) -> list[list[int]]:
+        """Returns the groups along several axes taken as one; Fleet's name."""
+        return self.get_fused_comm_list(fused_axis)
+
+    def get_rank_from_stage(self, global_rank: int, **places: int) -> int:
+        """Returns the rank that stands as ``global_rank`` does, except for the axes named in ``places``."""
+        return self.get_rank(**{**self.get_coord(global_rank), **places})
+
+    def _known(self, axis_name: str) -> str:
+        if axis_name not in self._dims:
+            near = did_you_mean(str(axis_name), self._dims)
+            raise ConfigError(f"The topology has no axis {axis_name!r}.{near} Axes: {', '.join(self._dims)}.")
+        return axis_name
+
+    def _check_place(self, axis_name: str, index: int) -> None:
+        size = self._dims[self._known(axis_name)]
+        if not 0 <= index < size:
+            raise ConfigError(f"The axis {axis_name!r} has places 0 to {size - 1}, got {index!r}.")
+
+
+class ParallelMode:
+    """The ways to train in parallel, as numbers of ``get_parallel_mode()``."""
+
+    DATA_PARALLEL = 0
+    TENSOR_PARALLEL = 1
+    PIPELINE_PARALLEL = 2
+    SHARDING_PARALLEL = 3
+    SEGMENT_PARALLEL = 4
+
+
+class HybridCommunicateGroup:
+    """This worker's place along every axis of the mesh, and the process groups; ``fleet`` makes it.
+
+    For each axis ``data``, ``model``, ``pipe`` (its group and rank: ``stage``), ``sharding``, ``sep`` and ``context``
+    there is ``get_<axis>_parallel_rank()``, ``get_<axis>_parallel_world_size()``, ``get_<axis>_parallel_group()`` and
+    ``get_<axis>_parallel_group_src_rank()``. An axis of degree 1 has a group of this worker alone.
+
+    Args:
+        topology: the layout.
+        session: knows the mesh, whose groups are used.
+
+    Example:
+        >>> group = fleet.get_hybrid_communicate_group()
+        >>> dist.all_reduce(tensor, group=group.get_sharding_parallel_group())
+    """
+
+    def __init__(self, topology: CommunicateTopology, session: Session) -> None:
+        self._topology, self._session = topology, session
+        self._alone: dist.ProcessGroup | None = None
+        self.global_rank, self.nranks = session.global_rank, session.world_size
+
+    def topology(self) -> CommunicateTopology:
+        """Returns the layout of the ranks."""
+        return self._topology
+
+    def get_hybrid_group_names(self) -> list[str]:
+        """Returns the axes, the outermost first."""
+        return self._topology.get_hybrid_group_names()
+
+    def get_global_rank(self) -> int:
+        """Returns the rank of this worker in the job."""
+        return self.global_rank
+
+    def get_parallel_mode(self) -> int:
+        """Returns a number of :class:`ParallelMode`: of the innermost way to divide the model that is in use."""
+        size = self._topology.get_dim
+        if size("pipe") > 1:
+            return ParallelMode.PIPELINE_PARALLEL
+        if size("model") > 1:
+            return ParallelMode.TENSOR_PARALLEL
+        if size("sep") > 1:
+            return ParallelMode.SEGMENT_PARALLEL
+        return ParallelMode.SHARDING_PARALLEL if size("sharding") > 1 else ParallelMode.DATA_PARALLEL
+
+    def get_check_parallel_group(self, sharding: bool = False) -> dist.ProcessGroup | None:
+        """Returns the group that must agree on whether a gradient is inf or nan; with ``sharding`` that axis too."""
+        return self.group("sharding") if sharding else self.group("model")
+
+    check_parallel_group = get_check_parallel_group
+
+    def get_stage_id(self) -> int:
+        """Returns the stage of the pipeline that this worker is."""
+        return self.rank("pipe")
+
+    def get_num_stages(self) -> int:
+        """Returns the number of stages of the pipeline."""
+        return self._topology.get_dim("pipe")
+
+    def is_first_stage(self) -> bool:
+        """Returns whether this worker is the first stage."""
+        return self.get_stage_id() == 0
+
+    def is_last_stage(self) -> bool:
+        """Returns whether this worker is the last stage."""
+        return self.get_stage_id() == self.get_num_stages() - 1
+
+    def get_p2p_groups(self) -> None:
+        """Returns ``None``: torch's point-to-point operations need no groups of two."""
+        return
+
+    def get_rank_from_stage(self, stage_id: int, **places: int) -> int:
+        """Returns the rank that is stage ``stage_id`` of this worker's pipeline."""
+        return self._topology.get_rank_from_stage(self.global_rank, pipe=stage_id, **places)
+
+    def get_dp_sep_parallel_group(self) -> dist.ProcessGroup | None:
+        """Returns the group along the data and sep axes together; sep has degree 1."""
+        return self.group("data")
+
+    def get_pp_mp_parallel_group(self) -> dist.ProcessGroup | None:
+        """Returns the group along the pipeline and model axes together; both have degree 1."""
+        return self.group("model")
+
+    def rank(self, axis: str) -> int:
+        """Returns the place of this worker along ``axis``."""
+        self._topology.get_dim(axis)
+        return self._topology.get_coord(self.global_rank)[axis]
+
+    def ranks(self, axis: str) -> list[int]:
+        """Returns the ranks of this worker's group along ``axis``."""
+        return next(group for group in self._topology.get_comm_list(axis) if self.global_rank in group)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Returns this worker's process group along ``axis``; ``None`` in a single process.
+
+        It can be asked for by one worker alone: every group of several workers was made when the job started.
+        """
+        everyone = self._session.process_group
+        degree = self._topology.get_dim(axis)
+        if everyone is None or degree == self.nranks:
+            return everyone
+        if degree > 1:
+            option = next(name for name, fleet_name in _AXIS_NAMES.items() if fleet_name == axis)
+            if self._session.mesh is None:
+                raise AssertionError(f"axis {axis!r} has no group")
+            return self._session.mesh.get_group(option)
+        if self._alone is None:
+            made: Any = dist.new_group([self.global_rank], use_local_synchronization=True)
+            self._alone = made
+        return self._alone
+
+
+def _add_getters() -> None:
+    """Adds the getters of each axis under Fleet's names."""
+    for axis in _DEFAULT_NAMES:
+        prefix = f"get_{axis}_parallel"
+
+        def rank(self: HybridCommunicateGroup, _axis: str = axis) -> int:
+            return self.rank(_axis)
+
+        def world_size(self: HybridCommunicateGroup, _axis: str = axis) -> int:
+            return self.topology().get_dim(_axis)
+
+        def group(self: HybridCommunicateGroup, _axis: str = axis) -> dist.ProcessGroup | None:
+            return self.group(_axis)
+
+        def source(self: HybridCommunicateGroup, _axis: str = axis) -> int:
+            return self.ranks(_axis)[0]
+
+        found = {"rank": rank, "world_size": world_size, "group": group, "group_src_rank": source}
+        for name, getter in found.items():
+            getter.__name__ = f"{prefix}_{name}"
+            setattr(HybridCommunicateGroup, f"{prefix}_{name}", getter)
+
+
+_add_getters()
+
+
+def communicate_group(session: Session) -> HybridCommunicateGroup:
+    """Returns the place of this worker in the mesh of ``session``.
+
+    Raises NotInitializedError in a parameter-server job, which has no mesh.
+    """
+    if not session.degrees:
+        raise NotInitializedError(
+            "fleet.get_hybrid_communicate_group() needs a collective job: fleet.init(is_collective=True)."
+        )
+    assert set(session.degrees) == set(AXES)
+    names = [_AXIS_NAMES[axis] for axis in session.degrees]
+    return HybridCommunicateGroup(CommunicateTopology(names, list(session.degrees.values())), session)
