@@ -150,9 +150,7 @@ def _is_map(kind: Any) -> bool:
 
 def _map_entries(name: str, value: Mapping[str, Any]) -> list[Entry]:
     """Returns a free dictionary as protobuf writes maps: one ``name { key: ... value: ... }`` for each key."""
-    return [
-        Entry(name, (Entry("key", key, 0), Entry("value", _free_value(item), 0)), 0) for key, item in value.items()
-    ]
+    return [Entry(name, (Entry("key", key, 0), Entry("value", _free_value(item), 0)), 0) for key, item in value.items()]
 
 
 def _free_value(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fleet.options import Option, schema
+from fleet.options import schema
 from fleet.strategies import REGISTRY
 from fleet.strategies._base import NOT_YET
 from fleet.strategies._config import Config, Rule, plain, type_name, value_types

@@ -14,8 +14,9 @@ def split_endpoint(text: str, source: str, default_port: int | None = None) -> t
     if not port and default_port is not None and host:
         return host, default_port
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{source} has {text!r}; it takes host:port with a port from 1 to 65535, "
-                          "as in 10.0.0.1:6070.")
+        raise ConfigError(
+            f"{source} has {text!r}; it takes host:port with a port from 1 to 65535, as in 10.0.0.1:6070."
+        )
     if any(c.isspace() or c in "/@," for c in host):
         raise ConfigError(f"{source} has {text!r}; {host!r} is not a host name or an address.")
     return host, int(port)

@@ -90,8 +90,10 @@ def _places(
         return read_nodes(settings, environment, machine, choice.num_workers, choice.worker_devices), None
     settings_ready(settings)
     if settings.has("nproc_per_node"):
-        raise ConfigError(f"{settings.named('nproc_per_node')} belongs to collective jobs. In a parameter-server job "
-                          "--worker_num says how many workers this node starts.")
+        raise ConfigError(
+            f"{settings.named('nproc_per_node')} belongs to collective jobs. In a parameter-server job "
+            "--worker_num says how many workers this node starts."
+        )
     nodes = read_meeting(settings, machine)
     roles = read_roles(settings, environment, machine, meets=not nodes.is_single_node)
     if nodes.is_single_node and not roles.is_single_node:
@@ -144,8 +146,10 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
 def check_name(name: str, source: str) -> str:
     """Returns ``name`` when it can stand in file names and keys; raises ConfigError otherwise."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
-        raise ConfigError(f"{source} is {name!r}; it takes letters, digits, '.', '_' and '-' only, because it names "
-                          "log files and keys.")
+        raise ConfigError(
+            f"{source} is {name!r}; it takes letters, digits, '.', '_' and '-' only, because it names "
+            "log files and keys."
+        )
     return name
 
 
@@ -167,8 +171,9 @@ def _port(settings: Settings, name: str) -> int | None:
 def _log_level(settings: Settings) -> str:
     level = (settings.text("log_level") or "INFO").upper()
     if level not in _LEVELS:
-        raise ConfigError(f"{settings.named('log_level')} is {level!r}; it takes {', '.join(_LEVELS)}."
-                          f"{did_you_mean(level, _LEVELS)}")
+        raise ConfigError(
+            f"{settings.named('log_level')} is {level!r}; it takes {', '.join(_LEVELS)}.{did_you_mean(level, _LEVELS)}"
+        )
     return level
 
 
@@ -180,8 +185,10 @@ def _max_restart(settings: Settings) -> int:
         raise ConfigError(f"{settings.named('max_restart')} is {count}; it takes a number from 0.")
     if level == 0:
         if settings.has("max_restart") and count:
-            settings.warn("--elastic_level=0 stops the job on the first failure; "
-                          f"{settings.named('max_restart')}={count} is left aside.")
+            settings.warn(
+                "--elastic_level=0 stops the job on the first failure; "
+                f"{settings.named('max_restart')}={count} is left aside."
+            )
         return 0
     return count if level == 1 or settings.has("max_restart") else 0
 
@@ -212,13 +219,17 @@ def _with_secret(config: LaunchConfig, settings: Settings, environment: Environm
     text = environment.raw("FLEET_JOB_SECRET")
     if text is not None:
         if not re.fullmatch(r"([0-9a-fA-F]{2}){16,}", text.strip()):
-            raise ConfigError("FLEET_JOB_SECRET in the environment is not a key; it takes 32 hexadecimal digits or "
-                              'more. Make one with: python -c "import secrets; print(secrets.token_hex(32))"')
+            raise ConfigError(
+                "FLEET_JOB_SECRET in the environment is not a key; it takes 32 hexadecimal digits or "
+                'more. Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+            )
         return replace(config, secret=text.strip(), secret_is_users=True)
     if config.is_single_node or (config.master is None and not config.static_peers and not config.servers):
         return replace(config, secret=secrets.token_hex(_SECRET_BYTES))
-    settings.warn("FLEET_JOB_SECRET is not set, so the nodes of this job cannot prove to each other that they belong "
-                  "to it. Set it to the same random key on every node, unless only trusted machines reach these ports.")
+    settings.warn(
+        "FLEET_JOB_SECRET is not set, so the nodes of this job cannot prove to each other that they belong "
+        "to it. Set it to the same random key on every node, unless only trusted machines reach these ports."
+    )
     return config
 
 
@@ -226,12 +237,17 @@ def _finish(config: LaunchConfig, settings: Settings, environment: Environment) 
     """Returns the configuration with its printed arguments and notes; checks what only the whole can tell."""
     fixed = config.static_peers or (config.servers and not config.is_single_node)
     if fixed and settings.has("max_restart") and config.max_restart:
-        raise ConfigError(f"{settings.named('max_restart')}={config.max_restart} needs a place where the nodes meet "
-                          "again after a restart. Use --nnodes with --master instead of a fixed list of nodes.")
+        raise ConfigError(
+            f"{settings.named('max_restart')}={config.max_restart} needs a place where the nodes meet "
+            "again after a restart. Use --nnodes with --master instead of a fixed list of nodes."
+        )
     threads = (config.nproc_per_node or 0) > 1 and not environment.has("OMP_NUM_THREADS")
     if threads:
-        settings.note("INFO", "OMP_NUM_THREADS is not set; each worker gets 1, so that the workers of this node do not "
-                      "crowd each other out. Set it to use more CPU threads.")
+        settings.note(
+            "INFO",
+            "OMP_NUM_THREADS is not set; each worker gets 1, so that the workers of this node do not "
+            "crowd each other out. Set it to use more CPU threads.",
+        )
     arguments = _arguments(config, settings)
     return replace(config, sets_thread_count=threads, arguments=arguments, notes=tuple(settings.notes))
 

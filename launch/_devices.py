@@ -53,15 +53,19 @@ def choose_devices(settings: Settings, machine: Machine, visible: str | None) ->
     """Returns the devices and the number of workers; raises ConfigError for a card that is absent or hidden."""
     for name in ("npus", "xpus"):
         if settings.has(name):
-            raise UnsupportedOptionError(f"--{name}={settings.text(name)} cannot be honoured: this project runs on GPUs"
-                                         " and CPUs and has no such backend. Use --gpus, or leave it out.")
+            raise UnsupportedOptionError(
+                f"--{name}={settings.text(name)} cannot be honoured: this project runs on GPUs"
+                " and CPUs and has no such backend. Use --gpus, or leave it out."
+            )
     usable = [] if machine.driver_problem else visible_cards(machine.num_gpus, visible)
     requested = _requested(settings)
     asked = _asked_workers(settings, machine, len(usable))
     if settings.text("nproc_per_node") == "cpu":
         if requested is not None:
-            raise ConfigError(f"{settings.named('nproc_per_node')}=cpu and {_device_flag(settings)} exclude each other."
-                              " Leave one of them out.")
+            raise ConfigError(
+                f"{settings.named('nproc_per_node')}=cpu and {_device_flag(settings)} exclude each other."
+                " Leave one of them out."
+            )
         return _on_cpu(settings, asked or 1)
     if requested is None:
         return _without_request(settings, machine, usable, asked)
@@ -93,8 +97,10 @@ def _requested(settings: Settings) -> list[int] | None:
         if "gpus" in settings.on_command_line and "devices" not in settings.on_command_line:
             settings.drop("devices", "--gpus on the command line wins")
             return lists[0]
-        raise ConfigError(f"--gpus={settings.text('gpus')} and --devices={settings.text('devices')} name different "
-                          "cards. Use one of them.")
+        raise ConfigError(
+            f"--gpus={settings.text('gpus')} and --devices={settings.text('devices')} name different "
+            "cards. Use one of them."
+        )
     return lists[0]
 
 
@@ -124,12 +130,14 @@ def _asked_workers(settings: Settings, machine: Machine, num_usable: int) -> int
         return None if num_usable or _requested(settings) is not None else machine.num_cpus
     if text == "gpu":
         if not num_usable:
-            reason = machine.driver_problem or ("CUDA_VISIBLE_DEVICES hides every GPU" if machine.num_gpus else
-                                                "this machine has no GPU")
+            reason = machine.driver_problem or (
+                "CUDA_VISIBLE_DEVICES hides every GPU" if machine.num_gpus else "this machine has no GPU"
+            )
             raise ConfigError(f"{source} is 'gpu', but {reason}. Use --nproc_per_node auto or a number.")
         return None
-    raise ConfigError(f"{source} is {text!r}; it takes a number from 1, auto, gpu or cpu."
-                      f"{did_you_mean(text, ('auto', 'gpu', 'cpu'))}")
+    raise ConfigError(
+        f"{source} is {text!r}; it takes a number from 1, auto, gpu or cpu.{did_you_mean(text, ('auto', 'gpu', 'cpu'))}"
+    )
 
 
 def _find(
@@ -137,19 +145,27 @@ def _find(
 ) -> list[Card]:
     flag = _device_flag(settings)
     if machine.driver_problem:
-        raise ConfigError(f"{flag} cannot be honoured: {machine.driver_problem}. Repair that, or leave the flag out to "
-                          "run on the CPU.")
+        raise ConfigError(
+            f"{flag} cannot be honoured: {machine.driver_problem}. Repair that, or leave the flag out to "
+            "run on the CPU."
+        )
     by_name = {card.name: card for card in usable}
     if any(not card.name.isdigit() for card in usable):
-        raise ConfigError(f"{flag} counts the cards of the machine, but CUDA_VISIBLE_DEVICES is {visible!r}, which "
-                          "names them by identifier. Leave the flag out to use exactly these cards.")
+        raise ConfigError(
+            f"{flag} counts the cards of the machine, but CUDA_VISIBLE_DEVICES is {visible!r}, which "
+            "names them by identifier. Leave the flag out to use exactly these cards."
+        )
     for number in requested:
         if number >= machine.num_gpus:
-            raise ConfigError(f"{flag}: card {number} does not exist; this machine has {machine.num_gpus}, numbered "
-                              f"from 0 to {machine.num_gpus - 1}.")
+            raise ConfigError(
+                f"{flag}: card {number} does not exist; this machine has {machine.num_gpus}, numbered "
+                f"from 0 to {machine.num_gpus - 1}."
+            )
         if f"{number}" not in by_name:
-            raise ConfigError(f"{flag}: card {number} is hidden by CUDA_VISIBLE_DEVICES={visible!r}. Name visible "
-                              "cards, or change that variable; the numbers are those of the machine.")
+            raise ConfigError(
+                f"{flag}: card {number} is hidden by CUDA_VISIBLE_DEVICES={visible!r}. Name visible "
+                "cards, or change that variable; the numbers are those of the machine."
+            )
     return [by_name[f"{number}"] for number in requested]
 
 
@@ -158,14 +174,19 @@ def _on_gpus(settings: Settings, cards: list[Card], asked: int | None, *, joined
     shared = count > len(cards)
     backend = _backend(settings)
     if shared and backend == "nccl":
-        raise ConfigError(f"--backend=nccl needs a GPU for each process, and {count} processes share {len(cards)}. "
-                          "Use --backend=gloo, or lower --nproc_per_node.")
+        raise ConfigError(
+            f"--backend=nccl needs a GPU for each process, and {count} processes share {len(cards)}. "
+            "Use --backend=gloo, or lower --nproc_per_node."
+        )
     if shared:
-        settings.warn(f"{settings.named('nproc_per_node')}={count} is more than the {len(cards)} GPUs in use; the "
-                      "processes share them in turn, with gloo because nccl needs a GPU for each process.")
+        settings.warn(
+            f"{settings.named('nproc_per_node')}={count} is more than the {len(cards)} GPUs in use; the "
+            "processes share them in turn, with gloo because nccl needs a GPU for each process."
+        )
     if joined and len(cards) > count > 1:
-        settings.warn(f"{_device_flag(settings)} names {len(cards)} cards for {count} processes; only the first "
-                      f"{count} are used.")
+        settings.warn(
+            f"{_device_flag(settings)} names {len(cards)} cards for {count} processes; only the first {count} are used."
+        )
     if joined and count == 1:
         selected: tuple[str, ...] = (",".join(f"{card.index}" for card in cards),)
     else:
@@ -182,8 +203,10 @@ def _on_gpus(settings: Settings, cards: list[Card], asked: int | None, *, joined
 def _on_cpu(settings: Settings, count: int, numbers: Sequence[int] = ()) -> DeviceChoice:
     """Returns CPU workers; ``numbers`` are the cards asked for on a machine without any, still handed on by number."""
     if _backend(settings) == "nccl":
-        raise ConfigError(f"{settings.named('backend')}=nccl needs GPUs, and this job runs on the CPU. "
-                          "Use --backend=gloo or leave it out.")
+        raise ConfigError(
+            f"{settings.named('backend')}=nccl needs GPUs, and this job runs on the CPU. "
+            "Use --backend=gloo or leave it out."
+        )
     selected = tuple(f"{numbers[i % len(numbers)]}" for i in range(count)) if numbers else ()
     return DeviceChoice(device_type="cpu", num_workers=count, worker_devices=selected)
 
@@ -191,9 +214,12 @@ def _on_cpu(settings: Settings, count: int, numbers: Sequence[int] = ()) -> Devi
 def _backend(settings: Settings) -> str:
     name = settings.text("backend") or "auto"
     if name in _OTHER_BACKENDS:
-        raise UnsupportedOptionError(f"{settings.named('backend')}={name} cannot be honoured: processes talk over nccl "
-                                     "(GPU) or gloo (CPU) here. Use auto, gloo or nccl.")
+        raise UnsupportedOptionError(
+            f"{settings.named('backend')}={name} cannot be honoured: processes talk over nccl "
+            "(GPU) or gloo (CPU) here. Use auto, gloo or nccl."
+        )
     if name not in _BACKENDS:
-        raise ConfigError(f"{settings.named('backend')} is {name!r}; it takes auto, gloo or nccl."
-                          f"{did_you_mean(name, _BACKENDS)}")
+        raise ConfigError(
+            f"{settings.named('backend')} is {name!r}; it takes auto, gloo or nccl.{did_you_mean(name, _BACKENDS)}"
+        )
     return name

@@ -32,8 +32,10 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
         return _newer_family(settings, nodes)
     if server is None or np is None:
         given, missing = ("np", "elastic_server") if server is None else ("elastic_server", "np")
-        raise ConfigError(f"{settings.named(given)} needs --{missing} as well: an elastic job has an etcd server "
-                          "and a number of nodes, as in --elastic_server=10.0.0.1:2379 --np=2 --job_id=JOB.")
+        raise ConfigError(
+            f"{settings.named(given)} needs --{missing} as well: an elastic job has an etcd server "
+            "and a number of nodes, as in --elastic_server=10.0.0.1:2379 --np=2 --job_id=JOB."
+        )
     low, high = read_range(settings, "np")
     scale = settings.number("scale") or 0
     if scale < 0:
@@ -70,20 +72,27 @@ def _newer_family(settings: Settings, nodes: Nodes) -> tuple[Elastic, Nodes]:
     level = settings.number("elastic_level")
     for name in ("scale", "force", "elastic_pre_hook"):
         if settings.has(name) and settings.values[name]:
-            raise ConfigError(f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or "
-                              "leave it out.")
+            raise ConfigError(
+                f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or leave it out."
+            )
     if not is_range and not (etcd and level == 1):
         return Elastic(), nodes
-    missing = [text for absent, text in (
-        (not etcd, "--master etcd://ip:port"),
-        (not settings.has("job_id"), "--job_id"),
-        (not is_range, "--nnodes MIN:MAX"),
-        (level != 1, "--elastic_level 1"),
-    ) if absent]
+    missing = [
+        text
+        for absent, text in (
+            (not etcd, "--master etcd://ip:port"),
+            (not settings.has("job_id"), "--job_id"),
+            (not is_range, "--nnodes MIN:MAX"),
+            (level != 1, "--elastic_level 1"),
+        )
+        if absent
+    ]
     if not missing:
         return Elastic(is_elastic=True, elastic_server=(nodes.master or "").removeprefix("etcd://")), nodes
-    settings.warn(f"The job is not elastic; missing: {', '.join(missing)}. It starts with exactly {nodes.min_nodes} "
-                  f"node{'s' if nodes.min_nodes > 1 else ''}.")
+    settings.warn(
+        f"The job is not elastic; missing: {', '.join(missing)}. It starts with exactly {nodes.min_nodes} "
+        f"node{'s' if nodes.min_nodes > 1 else ''}."
+    )
     if nodes.min_nodes == 1 and not etcd:
         return Elastic(), Nodes(host=settings.text("host"))
     return Elastic(), Nodes(**{**vars(nodes), "max_nodes": nodes.min_nodes})

@@ -49,9 +49,7 @@ def marked_processes(mark: str) -> list[int]:
                 block = file.read()
         except OSError:
             continue  # gone meanwhile, or another user's
-        if any(
-            entry.startswith(prefix) and wanted in entry[len(prefix) :].split(b",") for entry in block.split(b"\0")
-        ):
+        if any(entry.startswith(prefix) and wanted in entry[len(prefix) :].split(b",") for entry in block.split(b"\0")):
             found.append(int(name))
     return found
 

@@ -126,9 +126,7 @@ def _run_logged(
     return code
 
 
-def _open_membership(
-    config: LaunchConfig, log: LaunchLog, signals: SignalInbox
-) -> tuple[LaunchConfig, Membership]:
+def _open_membership(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> tuple[LaunchConfig, Membership]:
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
         peers = tuple(peer_to_json(peer) for peer in config.static_peers)
         alone = Alone(max_restarts=config.max_restart, peers=peers, node_rank=max(config.node_rank, 0))
@@ -252,4 +250,3 @@ def _role_size(spec: ProcessSpec) -> int:
         return int(spec.environment.get("PADDLE_TRAINERS_NUM", "1"))
     listed = {**spec.overflow, **spec.environment}.get("PADDLE_PSERVERS_IP_PORT_LIST", "")
     return len([endpoint for endpoint in listed.split(",") if endpoint]) or 1
-

@@ -57,8 +57,10 @@ def count_gpus(root: Path = Path("/"), list_gpus: Callable[[], int | None] | Non
         return len(nodes), ""
     cards = _children(root / "proc/driver/nvidia/gpus")
     if cards:
-        return len(cards), (f"the driver lists {len(cards)} GPUs, but none has a device file (/dev/nvidia0); a "
-                            "container has to be given them, for example with docker run --gpus all")
+        return len(cards), (
+            f"the driver lists {len(cards)} GPUs, but none has a device file (/dev/nvidia0); a "
+            "container has to be given them, for example with docker run --gpus all"
+        )
     found = (list_gpus or _nvidia_smi)()
     if found:
         return found, ""

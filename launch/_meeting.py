@@ -154,9 +154,7 @@ def _host_or_find(
     secret = config.secret.encode()
 
     def refused(address: str) -> None:
-        log.warning(
-            f"The rendezvous service refused {address}: it does not know this job's secret (FLEET_JOB_SECRET)."
-        )
+        log.warning(f"The rendezvous service refused {address}: it does not know this job's secret (FLEET_JOB_SECRET).")
 
     deadline = time.monotonic() + _wait_limit_s(config)
     noticed = time.monotonic()

@@ -19,9 +19,11 @@ def infer_mode(settings: Settings, environment: Environment, num_gpus: int) -> s
     ps_flags = [name for name in PS_FLAGS if settings.has(name)]
     hosts = [part for part in (settings.text("ips") or "").split(",") if part.strip()]
     if ps_flags and len(hosts) > 1:
-        raise ConfigError(f"Only one mode can be run: {settings.named(ps_flags[0])} asks for parameter servers and "
-                          f"{settings.named('ips')}={settings.text('ips')} for a collective job. For parameter servers "
-                          "on several nodes use --servers and --workers.")
+        raise ConfigError(
+            f"Only one mode can be run: {settings.named(ps_flags[0])} asks for parameter servers and "
+            f"{settings.named('ips')}={settings.text('ips')} for a collective job. For parameter servers "
+            "on several nodes use --servers and --workers."
+        )
     mode = _given_mode(settings, ps_flags)
     if mode is None:
         mode = PS if ps_flags or is_scheduled_ps(environment) else COLLECTIVE
@@ -35,14 +37,19 @@ def _given_mode(settings: Settings, ps_flags: list[str]) -> str | None:
     if mode is None:
         return None
     if mode in _REFUSED_MODES:
-        raise UnsupportedOptionError(f"{settings.named('run_mode')}={mode} cannot be honoured: {_REFUSED_MODES[mode]}. "
-                                     "Use collective or ps.")
+        raise UnsupportedOptionError(
+            f"{settings.named('run_mode')}={mode} cannot be honoured: {_REFUSED_MODES[mode]}. Use collective or ps."
+        )
     if mode not in (COLLECTIVE, PS):
-        raise ConfigError(f"{settings.named('run_mode')} is {mode!r}; it takes collective or ps."
-                          f"{did_you_mean(mode, (COLLECTIVE, PS))}")
+        raise ConfigError(
+            f"{settings.named('run_mode')} is {mode!r}; it takes collective or ps."
+            f"{did_you_mean(mode, (COLLECTIVE, PS))}"
+        )
     if mode == COLLECTIVE and ps_flags:
-        raise ConfigError(f"{settings.named('run_mode')}=collective and {settings.named(ps_flags[0])} exclude each "
-                          "other. Leave one of them out.")
+        raise ConfigError(
+            f"{settings.named('run_mode')}=collective and {settings.named(ps_flags[0])} exclude each "
+            "other. Leave one of them out."
+        )
     return mode
 
 

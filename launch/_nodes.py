@@ -41,8 +41,9 @@ def read_nodes(
     settings_ready(settings)
     ips = split_list(settings.text("ips"))
     if settings.has("ips") and not ips:
-        raise ConfigError(f"{settings.named('ips')} is {settings.text('ips')!r}; it takes addresses separated by "
-                          "commas.")
+        raise ConfigError(
+            f"{settings.named('ips')} is {settings.text('ips')!r}; it takes addresses separated by commas."
+        )
     if settings.has("ips") and _ips_count(settings, ips):
         return _from_ips(settings, environment, machine, ips, num_workers, devices)
     pods = scheduled_pods(settings, environment)
@@ -57,20 +58,25 @@ def settings_ready(settings: Settings) -> None:
         for name in (*_NODE_FLAGS, "rank"):
             clash = name in settings.on_command_line and settings.text(name) not in ("1", "1:1", "0")
             if clash and "standalone" in settings.on_command_line:
-                raise ConfigError(f"--standalone is one node by itself, and {settings.named(name)}="
-                                  f"{settings.text(name)} asks for others. Leave one of them out.")
+                raise ConfigError(
+                    f"--standalone is one node by itself, and {settings.named(name)}="
+                    f"{settings.text(name)} asks for others. Leave one of them out."
+                )
             settings.drop(name, "--standalone is one node by itself")
     kind = settings.text("rdzv_backend")
     if kind in ("etcd", "etcd-v2"):
         master = settings.text("master")
         if master is None:
-            raise ConfigError(f"{settings.named('rdzv_backend')}={kind} needs the address of etcd: --master "
-                              "etcd://ip:port.")
+            raise ConfigError(
+                f"{settings.named('rdzv_backend')}={kind} needs the address of etcd: --master etcd://ip:port."
+            )
         if "://" not in master:
             settings.values["master"] = f"etcd://{master}"
     elif kind not in (None, "static", "c10d"):
-        raise ConfigError(f"{settings.named('rdzv_backend')} is {kind!r}; it takes static, c10d, etcd or etcd-v2."
-                          f"{did_you_mean(f'{kind}', ('static', 'c10d', 'etcd'))}")
+        raise ConfigError(
+            f"{settings.named('rdzv_backend')} is {kind!r}; it takes static, c10d, etcd or etcd-v2."
+            f"{did_you_mean(f'{kind}', ('static', 'c10d', 'etcd'))}"
+        )
 
 
 def _ips_count(settings: Settings, ips: list[str]) -> bool:
@@ -90,23 +96,33 @@ def read_range(settings: Settings, name: str) -> tuple[int, int]:
     parts = text.split(":")
     numbers = [int(part) for part in parts if part.strip().isdigit()]
     if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
-        raise ConfigError(f"{settings.named(name)} is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with "
-                          "MIN <= MAX, as in 2 or 2:4.")
+        raise ConfigError(
+            f"{settings.named(name)} is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with "
+            "MIN <= MAX, as in 2 or 2:4."
+        )
     return numbers[0], numbers[-1]
 
 
 def _from_ips(
-    settings: Settings, environment: Environment, machine: Machine, ips: list[str], num_workers: int,
+    settings: Settings,
+    environment: Environment,
+    machine: Machine,
+    ips: list[str],
+    num_workers: int,
     devices: tuple[str, ...],
 ) -> Nodes:
     source = f"{settings.named('ips')}={','.join(ips)}"
     check_distinct(ips, source)
     if len(ips) > 1 and any(is_loopback(ip) for ip in ips):
-        raise ConfigError(f"{source}: 127.0.0.1 means a different machine on each node. Write the addresses that the "
-                          "nodes reach each other at.")
+        raise ConfigError(
+            f"{source}: 127.0.0.1 means a different machine on each node. Write the addresses that the "
+            "nodes reach each other at."
+        )
     if settings.has("nnodes") and read_range(settings, "nnodes") != (len(ips), len(ips)):
-        raise ConfigError(f"{settings.named('nnodes')}={settings.text('nnodes')} and {source} ({len(ips)} nodes) "
-                          "contradict each other. Leave one of them out.")
+        raise ConfigError(
+            f"{settings.named('nnodes')}={settings.text('nnodes')} and {source} ({len(ips)} nodes) "
+            "contradict each other. Leave one of them out."
+        )
     position = _own_position(settings, machine, ips, source)
     if len(ips) == 1:
         return Nodes(host=ips[0], store_port=settings.number("master_port"))
@@ -117,8 +133,13 @@ def _from_ips(
         for i, ip in enumerate(ips)
     )
     return Nodes(
-        min_nodes=len(ips), max_nodes=len(ips), node_rank=position, ips=tuple(ips), host=ips[position],
-        static_peers=peers, is_single_node=False,
+        min_nodes=len(ips),
+        max_nodes=len(ips),
+        node_rank=position,
+        ips=tuple(ips),
+        host=ips[position],
+        static_peers=peers,
+        is_single_node=False,
     )
 
 
@@ -127,21 +148,28 @@ def _own_position(settings: Settings, machine: Machine, hosts: list[str], source
     rank, host = settings.number("rank"), settings.text("host")
     if rank is not None and rank >= 0:
         if rank >= len(hosts):
-            raise ConfigError(f"{settings.named('rank')} is {rank}, but {source} has {len(hosts)} nodes, counted "
-                              "from 0.")
+            raise ConfigError(
+                f"{settings.named('rank')} is {rank}, but {source} has {len(hosts)} nodes, counted from 0."
+            )
         return rank
     if host is not None:
         if host not in hosts:
-            raise ConfigError(f"{settings.named('host')}={host} is not in {source}. The list must hold the address of "
-                              "each node, in the same spelling.")
+            raise ConfigError(
+                f"{settings.named('host')}={host} is not in {source}. The list must hold the address of "
+                "each node, in the same spelling."
+            )
         return hosts.index(host)
     own = [i for i, candidate in enumerate(hosts) if machine.owns(candidate)]
     if not own:
-        raise ConfigError(f"This node ({machine.address}) is not in {source}. Add its address to the list on every "
-                          "node, or name this node with --host.")
+        raise ConfigError(
+            f"This node ({machine.address}) is not in {source}. Add its address to the list on every "
+            "node, or name this node with --host."
+        )
     if len(own) > 1:
-        raise ConfigError(f"{source}: {', '.join(hosts[i] for i in own)} all belong to this machine. Say which node "
-                          "this is with --host or --rank.")
+        raise ConfigError(
+            f"{source}: {', '.join(hosts[i] for i in own)} all belong to this machine. Say which node "
+            "this is with --host or --rank."
+        )
     return own[0]
 
 
@@ -167,7 +195,10 @@ def scheduled_pods(settings: Settings, environment: Environment) -> list[tuple[s
 
 
 def _from_pods(
-    settings: Settings, machine: Machine, pods: list[tuple[str, tuple[int, ...]]], num_workers: int,
+    settings: Settings,
+    machine: Machine,
+    pods: list[tuple[str, tuple[int, ...]]],
+    num_workers: int,
     devices: tuple[str, ...],
 ) -> Nodes:
     hosts = [host for host, _ in pods]
@@ -176,10 +207,16 @@ def _from_pods(
     for i, (host, listed) in enumerate(pods):
         ports = listed if len(listed) == num_workers else tuple(range(listed[0], listed[0] + num_workers))
         peers.append(Peer(name=f"node{i}", host=host, ports=ports, devices=devices, store_port=ports[0], node_rank=i))
-    check_distinct([join_endpoint(p.host, port) for p in peers for port in p.ports], "the scheduler's endpoint list "
-                   f"with {num_workers} processes per pod")
+    check_distinct(
+        [join_endpoint(p.host, port) for p in peers for port in p.ports],
+        f"the scheduler's endpoint list with {num_workers} processes per pod",
+    )
     return Nodes(
-        min_nodes=len(pods), max_nodes=len(pods), node_rank=position, host=hosts[position], static_peers=tuple(peers),
+        min_nodes=len(pods),
+        max_nodes=len(pods),
+        node_rank=position,
+        host=hosts[position],
+        static_peers=tuple(peers),
         is_single_node=False,
     )
 
@@ -193,8 +230,9 @@ def read_meeting(settings: Settings, machine: Machine) -> Nodes:
     if rank >= high and high == 1 and settings.named("rank") == "PADDLE_TRAINER_ID":
         rank = -1  # left over from a worker's environment; one node has no rank to choose
     if not -1 <= rank < high:
-        raise ConfigError(f"{settings.named('rank')} is {rank}, but there are {high} nodes, counted from 0; "
-                          "-1 takes any place.")
+        raise ConfigError(
+            f"{settings.named('rank')} is {rank}, but there are {high} nodes, counted from 0; -1 takes any place."
+        )
     scheme = split_master(master, settings.named("master"))[0] if master else ""
     if high == 1 and scheme != "etcd":
         return Nodes(store_port=_single_port(settings, master), host=settings.text("host"))
@@ -213,8 +251,10 @@ def _master(settings: Settings, max_nodes: int) -> str | None:
         return master
     joined = join_endpoint(addr, port or _TORCHRUN_PORT)
     if master is not None and master != joined:
-        raise ConfigError(f"{settings.named('master')}={master} and {settings.named('master_addr')}={addr} name "
-                          "different places. Use one of them.")
+        raise ConfigError(
+            f"{settings.named('master')}={master} and {settings.named('master_addr')}={addr} name "
+            "different places. Use one of them."
+        )
     return joined
 
 

@@ -102,8 +102,10 @@ def parse_command_line(argv: Sequence[str], program: str) -> CommandLine:
     parser = build_parser(program)
     given = {name: text for name, text in vars(parser.parse_args(tokens)).items() if text is not None}
     if not rest:
-        raise UsageError("the script is missing: name a .py file, an executable or, with -m, a module "
-                         "behind the flags, as in: --gpus=0,1 train.py")
+        raise UsageError(
+            "the script is missing: name a .py file, an executable or, with -m, a module "
+            "behind the flags, as in: --gpus=0,1 train.py"
+        )
     return CommandLine(given, rest[0], tuple(rest[1:]), tuple(argv))
 
 
@@ -146,4 +148,4 @@ def _unrecognized(word: str, name: str) -> str:
     if bare in REMOVED:
         return f"unrecognized arguments: {word} ({name} was removed: {REMOVED[bare]})"
     hint = did_you_mean("--" + bare, [s for s in BY_SPELLING if "-" not in s[2:]])
-    return (f"unrecognized arguments: {word}.{hint} --help lists every flag; flags of the script go behind the script.")
+    return f"unrecognized arguments: {word}.{hint} --help lists every flag; flags of the script go behind the script."

@@ -35,8 +35,10 @@ def peer_from_json(record: Mapping[str, object]) -> Peer:
 
 
 def _wrong(name: str, value: object, rule: str) -> LaunchError:
-    return LaunchError(f"Another node published {name}={str(value)[:80]!r}; {rule}. Run the same version of the "
-                       "launcher on every node.")
+    return LaunchError(
+        f"Another node published {name}={str(value)[:80]!r}; {rule}. Run the same version of the "
+        "launcher on every node."
+    )
 
 
 def _text(record: Mapping[str, object], name: str) -> str:

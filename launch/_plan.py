@@ -45,9 +45,7 @@ def plan_processes(
 
 def command(config: LaunchConfig) -> tuple[str, ...]:
     """Returns the command of each process; the same for all, they differ in their environment."""
-    return python_command(
-        config.script, config.script_args, is_module=config.is_module, run_direct=config.run_direct
-    )
+    return python_command(config.script, config.script_args, is_module=config.is_module, run_direct=config.run_direct)
 
 
 def common_variables(config: LaunchConfig, environment: Environment, generation: int, num_nodes: int) -> dict[str, str]:
@@ -101,8 +99,15 @@ def removed_variables(environment: Environment) -> tuple[str, ...]:
 
 
 def place(
-    config: LaunchConfig, environment: Environment, *, role: str, index: int, local_index: int, position: int,
-    variables: Mapping[str, str], echo: bool,
+    config: LaunchConfig,
+    environment: Environment,
+    *,
+    role: str,
+    index: int,
+    local_index: int,
+    position: int,
+    variables: Mapping[str, str],
+    echo: bool,
 ) -> ProcessSpec:
     """Returns one process; a value too long for an environment goes to the backup file instead.
 
@@ -142,6 +147,8 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
     seen: set[str] = set()
     for endpoint in endpoints:
         if endpoint in seen:
-            raise LaunchError(f"Two processes of the job have the endpoint {endpoint}. Give the nodes different "
-                              "addresses (--host) or different first ports (FLAGS_START_PORT).")
+            raise LaunchError(
+                f"Two processes of the job have the endpoint {endpoint}. Give the nodes different "
+                "addresses (--host) or different first ports (FLAGS_START_PORT)."
+            )
         seen.add(endpoint)

@@ -46,7 +46,13 @@ def plan_collective(
         shared["PADDLE_WORLD_DEVICE_IDS"] = world_devices
     return [
         place(
-            config, environment, role="worker", index=offset + i, local_index=i, position=i, echo=offset + i == 0,
+            config,
+            environment,
+            role="worker",
+            index=offset + i,
+            local_index=i,
+            position=i,
+            echo=offset + i == 0,
             variables={**shared, **_own_variables(config, own, endpoints, offset, i, node_rank)},
         )
         for i in range(len(own.ports))

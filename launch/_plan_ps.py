@@ -14,14 +14,32 @@ from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
 HTTP_RENDEZVOUS = "3"
 # The rows of the table that fleetrun prints for each role: exactly what its documentation shows.
 SERVER_ROWS = (
-    "PADDLE_TRAINERS_NUM", "TRAINING_ROLE", "POD_IP", "PADDLE_GLOO_RENDEZVOUS", "PADDLE_PSERVERS_IP_PORT_LIST",
-    "PADDLE_PORT", "PADDLE_WITH_GLOO", "PADDLE_HETER_TRAINER_IP_PORT_LIST", "PADDLE_TRAINER_ENDPOINTS",
-    "PADDLE_GLOO_HTTP_ENDPOINT", "PADDLE_GLOO_FS_PATH",
+    "PADDLE_TRAINERS_NUM",
+    "TRAINING_ROLE",
+    "POD_IP",
+    "PADDLE_GLOO_RENDEZVOUS",
+    "PADDLE_PSERVERS_IP_PORT_LIST",
+    "PADDLE_PORT",
+    "PADDLE_WITH_GLOO",
+    "PADDLE_HETER_TRAINER_IP_PORT_LIST",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_GLOO_HTTP_ENDPOINT",
+    "PADDLE_GLOO_FS_PATH",
 )
 WORKER_ROWS = (
-    "PADDLE_GLOO_HTTP_ENDPOINT", "PADDLE_GLOO_RENDEZVOUS", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_WITH_GLOO",
-    "PADDLE_TRAINER_ENDPOINTS", "FLAGS_selected_gpus", "PADDLE_GLOO_FS_PATH", "PADDLE_TRAINERS_NUM", "TRAINING_ROLE",
-    "XPU_VISIBLE_DEVICES", "PADDLE_HETER_TRAINER_IP_PORT_LIST", "PADDLE_TRAINER_ID", "CUDA_VISIBLE_DEVICES",
+    "PADDLE_GLOO_HTTP_ENDPOINT",
+    "PADDLE_GLOO_RENDEZVOUS",
+    "PADDLE_PSERVERS_IP_PORT_LIST",
+    "PADDLE_WITH_GLOO",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "FLAGS_selected_gpus",
+    "PADDLE_GLOO_FS_PATH",
+    "PADDLE_TRAINERS_NUM",
+    "TRAINING_ROLE",
+    "XPU_VISIBLE_DEVICES",
+    "PADDLE_HETER_TRAINER_IP_PORT_LIST",
+    "PADDLE_TRAINER_ID",
+    "CUDA_VISIBLE_DEVICES",
     "FLAGS_selected_xpus",
 )
 
@@ -61,7 +79,13 @@ def plan_ps(
     }
     specs = [
         place(
-            config, environment, role="server", index=index, local_index=i, position=i, echo=False,
+            config,
+            environment,
+            role="server",
+            index=index,
+            local_index=i,
+            position=i,
+            echo=False,
             variables={**shared, **_server_variables(layout.servers[index])},
         )
         for i, index in enumerate(layout.local_servers)
@@ -70,8 +94,14 @@ def plan_ps(
         variables = {**shared, **_worker_variables(config, layout, i, place_of_node, generation)}
         specs.append(
             place(
-                config, environment, role="worker", index=index, local_index=i, position=len(layout.local_servers) + i,
-                echo=index == 0, variables=variables,
+                config,
+                environment,
+                role="worker",
+                index=index,
+                local_index=i,
+                position=len(layout.local_servers) + i,
+                echo=index == 0,
+                variables=variables,
             )
         )
     return specs
@@ -115,7 +145,8 @@ def _layout(config: LaunchConfig, peers: Sequence[Peer], node_rank: int) -> _Lay
     return _Layout(
         servers=servers,
         workers=workers,
-        local_servers=config.local_servers if config.servers
+        local_servers=config.local_servers
+        if config.servers
         else range(first_server, first_server + len(own.server_ports)),
         local_workers=config.local_workers if config.workers else range(first_worker, first_worker + len(own.ports)),
         store=_store(config, peers, workers),

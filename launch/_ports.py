@@ -53,8 +53,10 @@ def free_ports(
         found += itertools.islice((port for port in group if is_free(host, port)), count - len(found))
         if len(found) == count:
             return tuple(found)
-    raise LaunchError(f"{count} free ports are needed on {host}, but the range {first}:{last} has {len(found)}. "
-                      "Set PORT_RANGE=first:last to a wider one.")
+    raise LaunchError(
+        f"{count} free ports are needed on {host}, but the range {first}:{last} has {len(found)}. "
+        "Set PORT_RANGE=first:last to a wider one."
+    )
 
 
 def _ephemeral_range() -> tuple[int, int]:
@@ -78,8 +80,10 @@ def check_ports(host: str, ports: Iterable[int]) -> None:
         if port > 65535:
             raise LaunchError(f"Port {port} on {host} does not exist; ports end at 65535. Lower the first port.")
         if not is_free(host, port):
-            raise LaunchError(f"Port {port} on {host} is in use (or not allowed to this user). End the program that "
-                              "holds it, or choose another first port with --start_port or FLAGS_START_PORT.")
+            raise LaunchError(
+                f"Port {port} on {host} is in use (or not allowed to this user). End the program that "
+                "holds it, or choose another first port with --start_port or FLAGS_START_PORT."
+            )
 
 
 def make_peer(config: LaunchConfig) -> Peer:

@@ -41,8 +41,10 @@ def read_roles(settings: Settings, environment: Environment, machine: Machine, *
     if not servers and not workers:
         return _from_counts(server_num, worker_num, meets=meets)
     if meets:
-        raise ConfigError("--servers and --workers list every node beforehand, and --nnodes or --master lets the nodes "
-                          "meet. Use the lists, or counts (--server_num, --worker_num) with --nnodes.")
+        raise ConfigError(
+            "--servers and --workers list every node beforehand, and --nnodes or --master lets the nodes "
+            "meet. Use the lists, or counts (--server_num, --worker_num) with --nnodes."
+        )
     return _from_lists(settings, machine, servers, workers, server_num, worker_num)
 
 
@@ -59,8 +61,10 @@ def _workers(settings: Settings) -> list[str]:
     if not names:
         return []
     source = settings.named(names[0])
-    listed = [join_endpoint(*split_endpoint(item, source, _FIRST_WORKER_PORT + i))
-              for i, item in enumerate(split_list(settings.text(names[0])))]
+    listed = [
+        join_endpoint(*split_endpoint(item, source, _FIRST_WORKER_PORT + i))
+        for i, item in enumerate(split_list(settings.text(names[0])))
+    ]
     check_distinct(listed, source)
     return listed
 
@@ -71,8 +75,10 @@ def _count(settings: Settings, names: tuple[str, ...]) -> int | None:
         return None
     values = {settings.number(name) for name in given}
     if len(values) > 1:
-        raise ConfigError(f"{' and '.join(settings.named(name) for name in given)} mean the same and differ "
-                          f"({', '.join(f'{settings.number(name)}' for name in given)}). Use one of them.")
+        raise ConfigError(
+            f"{' and '.join(settings.named(name) for name in given)} mean the same and differ "
+            f"({', '.join(f'{settings.number(name)}' for name in given)}). Use one of them."
+        )
     value = settings.number(given[0]) or 0
     if value < 0:
         raise ConfigError(f"{settings.named(given[0])} is {value}; it takes a number from 0.")
@@ -81,24 +87,32 @@ def _count(settings: Settings, names: tuple[str, ...]) -> int | None:
 
 def _check_count(settings: Settings, name: str, count: int | None, listed: list[str]) -> None:
     if listed and count is not None and count != len(listed):
-        raise ConfigError(f"{settings.named(name)} is {count}, but the list of endpoints has {len(listed)}. Leave the "
-                          "count out, or make them agree.")
+        raise ConfigError(
+            f"{settings.named(name)} is {count}, but the list of endpoints has {len(listed)}. Leave the "
+            "count out, or make them agree."
+        )
 
 
 def _from_counts(server_num: int | None, worker_num: int | None, *, meets: bool) -> Roles:
     if not meets:
         for kind, count in (("server", server_num), ("worker", worker_num)):
             if not count:
-                raise ConfigError(f"A parameter-server job on one node needs --{kind}_num (or --{kind}s), and it is "
-                                  f"{'absent' if count is None else 0}. Write for example --server_num=1 "
-                                  "--worker_num=2.")
+                raise ConfigError(
+                    f"A parameter-server job on one node needs --{kind}_num (or --{kind}s), and it is "
+                    f"{'absent' if count is None else 0}. Write for example --server_num=1 "
+                    "--worker_num=2."
+                )
     elif not server_num and not worker_num:
         raise ConfigError("This node starts neither a server nor a worker. Give it --server_num or --worker_num.")
     return Roles(server_num=server_num or 0, worker_num=worker_num or 0, is_single_node=not meets)
 
 
 def _from_lists(
-    settings: Settings, machine: Machine, servers: list[str], workers: list[str], server_num: int | None,
+    settings: Settings,
+    machine: Machine,
+    servers: list[str],
+    workers: list[str],
+    server_num: int | None,
     worker_num: int | None,
 ) -> Roles:
     host = settings.text("host")
@@ -113,28 +127,46 @@ def _from_lists(
     if single and not (servers and workers):
         return _half_listed(servers, workers, server_num, worker_num, local_servers, local_workers)
     if not servers or not workers:
-        raise ConfigError(f"--{'servers' if servers else 'workers'} lists other nodes, so --"
-                          f"{'workers' if servers else 'servers'} must list its endpoints too.")
+        raise ConfigError(
+            f"--{'servers' if servers else 'workers'} lists other nodes, so --"
+            f"{'workers' if servers else 'servers'} must list its endpoints too."
+        )
     if not local_servers and not local_workers:
-        raise ConfigError(f"This node ({host or machine.address}) is neither in --servers={','.join(servers)} nor in "
-                          f"--workers={','.join(workers)}. Add its address, or name this node with --host.")
+        raise ConfigError(
+            f"This node ({host or machine.address}) is neither in --servers={','.join(servers)} nor in "
+            f"--workers={','.join(workers)}. Add its address, or name this node with --host."
+        )
     return Roles(
-        server_num=len(local_servers), worker_num=len(local_workers), servers=tuple(servers), workers=tuple(workers),
-        local_servers=local_servers, local_workers=local_workers, is_single_node=single, host=host,
+        server_num=len(local_servers),
+        worker_num=len(local_workers),
+        servers=tuple(servers),
+        workers=tuple(workers),
+        local_servers=local_servers,
+        local_workers=local_workers,
+        is_single_node=single,
+        host=host,
     )
 
 
 def _half_listed(
-    servers: list[str], workers: list[str], server_num: int | None, worker_num: int | None,
-    local_servers: tuple[int, ...], local_workers: tuple[int, ...],
+    servers: list[str],
+    workers: list[str],
+    server_num: int | None,
+    worker_num: int | None,
+    local_servers: tuple[int, ...],
+    local_workers: tuple[int, ...],
 ) -> Roles:
     """Returns the roles of one node where one kind is listed and the other counted."""
     missing, count = ("server", server_num) if not servers else ("worker", worker_num)
     if not count:
         raise ConfigError(f"The {missing}s are missing: add --{missing}_num=N or --{missing}s=ip:port,ip:port.")
     return Roles(
-        server_num=len(servers) or count, worker_num=len(workers) or count, servers=tuple(servers),
-        workers=tuple(workers), local_servers=local_servers, local_workers=local_workers,
+        server_num=len(servers) or count,
+        worker_num=len(workers) or count,
+        servers=tuple(servers),
+        workers=tuple(workers),
+        local_servers=local_servers,
+        local_workers=local_workers,
     )
 
 
@@ -143,20 +175,28 @@ def _from_scheduler(environment: Environment) -> Roles:
     role = (environment.first("TRAINING_ROLE", "PADDLE_TRAINING_ROLE") or "").strip().upper()
     if role not in ("PSERVER", "TRAINER"):
         raise ConfigError(f"TRAINING_ROLE is {role!r} in the environment; a launcher starts PSERVER or TRAINER.")
-    servers = [join_endpoint(*split_endpoint(e, "PADDLE_PSERVERS_IP_PORT_LIST"))
-               for e in environment.list("PADDLE_PSERVERS_IP_PORT_LIST")]
+    servers = [
+        join_endpoint(*split_endpoint(e, "PADDLE_PSERVERS_IP_PORT_LIST"))
+        for e in environment.list("PADDLE_PSERVERS_IP_PORT_LIST")
+    ]
     base = environment.int("PADDLE_PORT") or _FIRST_WORKER_PORT
     name = "PADDLE_TRAINER_ENDPOINTS" if environment.has("PADDLE_TRAINER_ENDPOINTS") else "PADDLE_TRAINERS"
     workers = [join_endpoint(*split_endpoint(e, name, base)) for e in environment.list(name)]
     listed = servers if role == "PSERVER" else workers
     index = environment.int("PADDLE_TRAINER_ID")
     if not workers or not 0 <= index < len(listed):
-        raise ConfigError(f"PADDLE_TRAINER_ID is {index} and TRAINING_ROLE is {role}, but the scheduler lists "
-                          f"{len(servers)} servers and {len(workers)} workers. Check the job's replicas.")
+        raise ConfigError(
+            f"PADDLE_TRAINER_ID is {index} and TRAINING_ROLE is {role}, but the scheduler lists "
+            f"{len(servers)} servers and {len(workers)} workers. Check the job's replicas."
+        )
     own = (index,)
     return Roles(
-        server_num=len(own) if role == "PSERVER" else 0, worker_num=len(own) if role == "TRAINER" else 0,
-        servers=tuple(servers), workers=tuple(workers), local_servers=own if role == "PSERVER" else (),
-        local_workers=own if role == "TRAINER" else (), is_single_node=False,
+        server_num=len(own) if role == "PSERVER" else 0,
+        worker_num=len(own) if role == "TRAINER" else 0,
+        servers=tuple(servers),
+        workers=tuple(workers),
+        local_servers=own if role == "PSERVER" else (),
+        local_workers=own if role == "TRAINER" else (),
+        is_single_node=False,
         host=split_endpoint(listed[index], name)[0],
     )

@@ -39,12 +39,16 @@ def read_script(command: CommandLine, *, is_module: bool, no_python: bool, path:
     if shutil.which(name, path=path) is not None:
         return Script(name, args, run_direct=True)
     if not Path(name).exists():
-        raise ConfigError(f"The script {name!r} is neither a file here ({Path.cwd()}) nor a program on PATH."
-                          f"{_near(name)} For a module put -m before its name.")
+        raise ConfigError(
+            f"The script {name!r} is neither a file here ({Path.cwd()}) nor a program on PATH."
+            f"{_near(name)} For a module put -m before its name."
+        )
     if Path(name).is_file() and os.sep not in name and os.access(name, os.X_OK):
         return Script(f".{os.sep}{name}", args, run_direct=True)
-    raise ConfigError(f"The script {name!r} is neither a .py file nor an executable. Make it executable (chmod +x), or "
-                      "give it the ending .py.")
+    raise ConfigError(
+        f"The script {name!r} is neither a .py file nor an executable. Make it executable (chmod +x), or "
+        "give it the ending .py."
+    )
 
 
 def _near(name: str) -> str:

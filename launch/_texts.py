@@ -16,17 +16,57 @@ from fleet.launch._records import LaunchConfig, ProcessSpec
 from fleet.launch._redact import is_secret_name, redact, redact_arguments
 
 _LAUNCH_NAMES = (
-    "auto_cluster_config", "auto_parallel_config", "auto_tuner_json", "devices", "elastic_level", "elastic_timeout",
-    "enable_gpu_log", "gloo_port", "host", "ips", "job_id", "legacy", "log_dir", "log_level", "log_overwrite", "master",
-    "max_restart", "nnodes", "nproc_per_node", "rank", "run_mode", "server_num", "servers", "sort_ip", "start_port",
-    "trainer_num", "trainers", "training_script", "training_script_args", "with_gloo",
+    "auto_cluster_config",
+    "auto_parallel_config",
+    "auto_tuner_json",
+    "devices",
+    "elastic_level",
+    "elastic_timeout",
+    "enable_gpu_log",
+    "gloo_port",
+    "host",
+    "ips",
+    "job_id",
+    "legacy",
+    "log_dir",
+    "log_level",
+    "log_overwrite",
+    "master",
+    "max_restart",
+    "nnodes",
+    "nproc_per_node",
+    "rank",
+    "run_mode",
+    "server_num",
+    "servers",
+    "sort_ip",
+    "start_port",
+    "trainer_num",
+    "trainers",
+    "training_script",
+    "training_script_args",
+    "with_gloo",
 )
 _FLEETRUN_NAMES = (
-    "gpus", "heter_worker_num", "heter_workers", "http_port", "ips", "log_dir", "nproc_per_node", "server_num",
-    "servers", "training_script", "training_script_args", "worker_num", "workers",
+    "gpus",
+    "heter_worker_num",
+    "heter_workers",
+    "http_port",
+    "ips",
+    "log_dir",
+    "nproc_per_node",
+    "server_num",
+    "servers",
+    "training_script",
+    "training_script_args",
+    "worker_num",
+    "workers",
 )
 COLLECTIVE_ROWS = (
-    "PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_selected_gpus",
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "FLAGS_selected_gpus",
     "PADDLE_TRAINER_ID",
 )
 _NODE_FLAGS = ("rank", "host")
@@ -77,8 +117,10 @@ def _shown(value: object) -> str:
 def job_line(config: LaunchConfig, num_nodes: int | None = None) -> str:
     """Returns the line about the job: ``replicas CURRENT[MIN:MAX]`` counts nodes."""
     current = config.min_nodes if num_nodes is None else num_nodes
-    return (f"Job: {config.job_id}, mode {config.mode}, replicas {current}[{config.min_nodes}:{config.max_nodes}], "
-            f"elastic {config.is_elastic}")
+    return (
+        f"Job: {config.job_id}, mode {config.mode}, replicas {current}[{config.min_nodes}:{config.max_nodes}], "
+        f"elastic {config.is_elastic}"
+    )
 
 
 def run_pod_line(config: LaunchConfig, specs: Sequence[ProcessSpec]) -> str:
@@ -126,10 +168,14 @@ def start_messages(config: LaunchConfig, specs: Sequence[ProcessSpec]) -> list[s
         group = [spec for spec in specs if spec.role == role]
         if group:
             kind = f" {role}" if config.mode == "ps" else ""
-            messages.append(f"Local{kind} start {len(group)} processes. First process distributed environment info "
-                            f"(Only For Debug): \n{environment_table(group[0], rows)}\n")
-    messages.append(f"details abouts PADDLE_TRAINER_ENDPOINTS can be found in {config.log_dir}/endpoints.log, and "
-                    f"detail running logs maybe found in {config.log_dir}/workerlog.0")
+            messages.append(
+                f"Local{kind} start {len(group)} processes. First process distributed environment info "
+                f"(Only For Debug): \n{environment_table(group[0], rows)}\n"
+            )
+    messages.append(
+        f"details abouts PADDLE_TRAINER_ENDPOINTS can be found in {config.log_dir}/endpoints.log, and "
+        f"detail running logs maybe found in {config.log_dir}/workerlog.0"
+    )
     return messages
 
 

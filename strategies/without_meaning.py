@@ -43,9 +43,7 @@ class SettingsWithoutMeaning(Config):
     conv_workspace_size_limit: int = setting(
         512, "Memory in MB that a convolution may borrow.", at_least=0, no_meaning=_CUDNN
     )
-    cudnn_batchnorm_spatial_persistent: bool = setting(
-        False, "Use cuDNN's persistent batch norm.", no_meaning=_CUDNN
-    )
+    cudnn_batchnorm_spatial_persistent: bool = setting(False, "Use cuDNN's persistent batch norm.", no_meaning=_CUDNN)
     without_graph_optimization: bool = setting(True, "Run the program as it is written.", no_meaning=_PROGRAM)
     split_data: bool = setting(
         True,

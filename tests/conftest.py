@@ -43,9 +43,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
         torch.distributed.destroy_process_group()
         left.append("an initialised process group")
     changed = sorted(
-        name
-        for name in {*variables, *os.environ} - _ALLOWED
-        if variables.get(name) != os.environ.get(name)
+        name for name in {*variables, *os.environ} - _ALLOWED if variables.get(name) != os.environ.get(name)
     )
     if changed:
         for name in changed:

@@ -12,7 +12,11 @@ def test_the_module_runs() -> None:
     """003-17, 003-25."""
     done = subprocess.run(
         [sys.executable, "-m", "fleet.launch_ps", "--node_ip=1", "t.py"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert done.returncode == 2
     assert "use --host" in done.stderr

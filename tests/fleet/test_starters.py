@@ -126,9 +126,7 @@ def test_in_a_slurm_step_the_place_on_the_node_is_slurms() -> None:
         (("LOCAL_WORLD_SIZE",), {}, "LOCAL_WORLD_SIZE is not"),
     ],
 )
-def test_torchs_contract_with_something_wrong(
-    left_out: tuple[str, ...], changed: dict[str, str], message: str
-) -> None:
+def test_torchs_contract_with_something_wrong(left_out: tuple[str, ...], changed: dict[str, str], message: str) -> None:
     env = {**{k: v for k, v in TORCHRUN.items() if k not in left_out}, **changed}
     with pytest.raises(ConfigError, match=message):
         read_record(Environment(env))

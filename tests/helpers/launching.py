@@ -43,7 +43,10 @@ def peer_of(config: LaunchConfig, first: int = 7000, **fields: Any) -> Peer:
 
 
 def plan(
-    config: LaunchConfig, peers: Sequence[Peer] = (), node_rank: int = 0, generation: int = 0,
+    config: LaunchConfig,
+    peers: Sequence[Peer] = (),
+    node_rank: int = 0,
+    generation: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> list[ProcessSpec]:
     """Returns the processes of a node; without ``peers`` it is alone, or those of a static list."""

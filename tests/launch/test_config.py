@@ -61,8 +61,14 @@ def test_the_environment_decides_where_no_flag_is_given(env: dict[str, str], fie
 
 
 def test_a_launcher_inside_a_worker_ignores_what_the_outer_one_set() -> None:
-    env = {"FLEET_POD": "x", "PADDLE_MASTER": "10.0.0.1:80", "PADDLE_NNODES": "4", "PADDLE_TRAINER_ID": "3",
-           "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1", "PADDLE_NPROC_PER_NODE": "2"}
+    env = {
+        "FLEET_POD": "x",
+        "PADDLE_MASTER": "10.0.0.1:80",
+        "PADDLE_NNODES": "4",
+        "PADDLE_TRAINER_ID": "3",
+        "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1",
+        "PADDLE_NPROC_PER_NODE": "2",
+    }
     config = read(env=env)
     assert (config.max_nodes, config.nproc_per_node, config.static_peers) == (1, 2, ())
 
@@ -136,8 +142,9 @@ def test_flags_without_meaning_are_accepted_with_one_warning() -> None:
     assert notes(read("--auto_cluster_config=0")) == ""  # the default changes nothing
 
 
-@pytest.mark.parametrize("flag", ["--heter_worker_num=1", "--heter_workers=a:1", "--coordinator_num=1", "--tee=3",
-                                  "--cluster_topo_path=x"])
+@pytest.mark.parametrize(
+    "flag", ["--heter_worker_num=1", "--heter_workers=a:1", "--coordinator_num=1", "--tee=3", "--cluster_topo_path=x"]
+)
 def test_flags_of_absent_features_are_refused_with_the_reason(flag: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=r"cannot be honoured: .*Leave it out"):
         read(flag)

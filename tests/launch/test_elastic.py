@@ -9,8 +9,12 @@ from fleet.launch._elastic import refuse_elastic
 from tests.helpers.launching import notes, read
 
 FLAGS = ("--elastic_server=10.0.0.1:2379", "--np=2", "--job_id=J")
-ENV = {"PADDLE_ELASTIC_SERVER": "10.0.0.1:2379", "PADDLE_ELASTIC_NP": "2:4", "PADDLE_ELASTIC_JOB_ID": "J",
-       "PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL": "0"}
+ENV = {
+    "PADDLE_ELASTIC_SERVER": "10.0.0.1:2379",
+    "PADDLE_ELASTIC_NP": "2:4",
+    "PADDLE_ELASTIC_JOB_ID": "J",
+    "PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL": "0",
+}
 
 
 def test_the_flags_of_the_older_family() -> None:

@@ -28,12 +28,38 @@ def test_removed_flags_are_no_flags() -> None:
 def test_names_of_both_families_are_there() -> None:
     """000-09, 002-11: the configuration block of each family."""
     newer = {
-        "devices", "elastic_level", "elastic_timeout", "gloo_port", "host", "job_id", "legacy", "log_dir", "log_level",
-        "master", "max_restart", "nnodes", "nproc_per_node", "rank", "run_mode", "server_num", "servers", "trainer_num",
-        "trainers", "with_gloo",
+        "devices",
+        "elastic_level",
+        "elastic_timeout",
+        "gloo_port",
+        "host",
+        "job_id",
+        "legacy",
+        "log_dir",
+        "log_level",
+        "master",
+        "max_restart",
+        "nnodes",
+        "nproc_per_node",
+        "rank",
+        "run_mode",
+        "server_num",
+        "servers",
+        "trainer_num",
+        "trainers",
+        "with_gloo",
     }
     older = {
-        "gpus", "heter_worker_num", "heter_workers", "http_port", "ips", "log_dir", "nproc_per_node", "server_num",
-        "servers", "worker_num", "workers",
+        "gpus",
+        "heter_worker_num",
+        "heter_workers",
+        "http_port",
+        "ips",
+        "log_dir",
+        "nproc_per_node",
+        "server_num",
+        "servers",
+        "worker_num",
+        "workers",
     }
     assert newer | older <= set(FLAGS)

@@ -12,10 +12,15 @@ from fleet.launch._records import ProcessSpec
 
 def test_files_hold_only_the_launchers_variables(tmp_path: Path) -> None:
     spec = ProcessSpec(
-        role="worker", index=1, local_index=0, command=("python",), log_path=tmp_path / "workerlog.0",
+        role="worker",
+        index=1,
+        local_index=0,
+        command=("python",),
+        log_path=tmp_path / "workerlog.0",
         environment={"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2", "FLEET_JOB_SECRET": "hidden"},
         overflow={"LONG": "x" * 10},
-        backup_path=tmp_path / "backup_env.1.json", environment_log_path=tmp_path / "envlog.0",
+        backup_path=tmp_path / "backup_env.1.json",
+        environment_log_path=tmp_path / "envlog.0",
     )
     write_job_files(tmp_path, [spec])
     assert (tmp_path / "endpoints.log").read_text().split() == ["PADDLE_TRAINER_ENDPOINTS:", "a:1", "b:2"]

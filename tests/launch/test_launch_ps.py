@@ -13,8 +13,13 @@ def test_the_documented_command() -> None:
     """003-17: two servers and two workers at consecutive ports from 6170, logs in ``logs``."""
     argv = translate(["--worker_num", "2", "--server_num", "2", SCRIPT, "--worker_num", "9"])
     assert argv == [
-        "--run_mode=ps", "--servers=127.0.0.1:6170,127.0.0.1:6171", "--workers=127.0.0.1:6172,127.0.0.1:6173",
-        "--log_dir=logs", SCRIPT, "--worker_num", "9",
+        "--run_mode=ps",
+        "--servers=127.0.0.1:6170,127.0.0.1:6171",
+        "--workers=127.0.0.1:6172,127.0.0.1:6173",
+        "--log_dir=logs",
+        SCRIPT,
+        "--worker_num",
+        "9",
     ]
     config = read(*argv[:-3])
     assert [spec.role for spec in plan(config)] == ["server", "server", "worker", "worker"]
@@ -22,10 +27,28 @@ def test_the_documented_command() -> None:
 
 
 def test_its_other_flags() -> None:
-    argv = translate(["--start-port=7000", "--endpoints=127.0.0.1:7000", "--worker_num=1", "--log_dir", "l",
-                      "--with_gloo", "1", "-m", "train"])
-    assert argv == ["--run_mode=ps", "--servers=127.0.0.1:7000", "--workers=127.0.0.1:7002", "--log_dir=l",
-                    "--with_gloo=1", "--module=true", "train"]
+    argv = translate(
+        [
+            "--start-port=7000",
+            "--endpoints=127.0.0.1:7000",
+            "--worker_num=1",
+            "--log_dir",
+            "l",
+            "--with_gloo",
+            "1",
+            "-m",
+            "train",
+        ]
+    )
+    assert argv == [
+        "--run_mode=ps",
+        "--servers=127.0.0.1:7000",
+        "--workers=127.0.0.1:7002",
+        "--log_dir=l",
+        "--with_gloo=1",
+        "--module=true",
+        "train",
+    ]
     assert translate(["t.py"])[1].count(":") == 2
 
 

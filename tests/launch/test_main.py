@@ -12,7 +12,11 @@ def test_help() -> None:
     """000-09."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "fleet.launch", "--help"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert done.returncode == 0
     assert "--server_num" in done.stdout

@@ -36,8 +36,9 @@ def test_help_lists_every_flag_in_its_group(capsys: pytest.CaptureFixture[str]) 
     assert "PADDLE_NNODES, PET_NNODES" in text
 
 
-@pytest.mark.parametrize("name", ["cluster_node_ips", "selected_gpus", "node_ip", "use_paddlecloud", "started_port",
-                                  "print_config"])
+@pytest.mark.parametrize(
+    "name", ["cluster_node_ips", "selected_gpus", "node_ip", "use_paddlecloud", "started_port", "print_config"]
+)
 def test_removed_flags_are_unrecognized_and_name_their_successor(name: str) -> None:
     """003-24, 003-25."""
     for spelling in (f"--{name}=1", f"--{name.replace('_', '-')}=1"):
@@ -62,7 +63,10 @@ def test_unknown_flags_suggest_a_known_one() -> None:
 def test_no_flag_may_be_shortened() -> None:
     """004-02: --np is a flag of its own and no abbreviation of --nproc_per_node."""
     assert parse("--elastic_server=10.0.0.1:2379", "--np=2", "--job_id=J", "t.py") == {
-        "elastic_server": "10.0.0.1:2379", "np": "2", "job_id": "J"}
+        "elastic_server": "10.0.0.1:2379",
+        "np": "2",
+        "job_id": "J",
+    }
     for short in ("--nnode=2", "--maste=a:1"):
         with pytest.raises(UsageError, match="unrecognized"):
             parse(short, "t.py")
@@ -84,9 +88,12 @@ def test_switches_do_not_swallow_the_script() -> None:
 
 
 def test_a_missing_script_or_value_is_named() -> None:
-    for argv, text in (((), "script is missing"), (("--gpus=0",), "script is missing"),
-                       (("--gpus",), "value is missing"),
-                       (("--nnodes", "--master", "a:1", "t.py"), "--nnodes: a value is missing")):
+    for argv, text in (
+        ((), "script is missing"),
+        (("--gpus=0",), "script is missing"),
+        (("--gpus",), "value is missing"),
+        (("--nnodes", "--master", "a:1", "t.py"), "--nnodes: a value is missing"),
+    ):
         with pytest.raises(UsageError, match=text):
             parse(*argv)
 

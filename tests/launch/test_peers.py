@@ -11,8 +11,16 @@ from fleet.errors import LaunchError
 from fleet.launch._peers import peer_from_json, peer_to_json
 from fleet.launch._records import Peer
 
-PEER = Peer(name="abc", host="fd00::1", ports=(1, 2), server_ports=(3,), devices=("0", "0,1"), store_port=4,
-            http_port=5, node_rank=1)
+PEER = Peer(
+    name="abc",
+    host="fd00::1",
+    ports=(1, 2),
+    server_ports=(3,),
+    devices=("0", "0,1"),
+    store_port=4,
+    http_port=5,
+    node_rank=1,
+)
 
 
 def test_a_peer_survives_the_journey() -> None:
@@ -26,11 +34,26 @@ def test_a_peer_survives_the_journey() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("name", ""), ("name", 1), ("name", "a b"), ("host", "x" * 300), ("host", "a\n"), ("host", None),
+        ("name", ""),
+        ("name", 1),
+        ("name", "a b"),
+        ("host", "x" * 300),
+        ("host", "a\n"),
+        ("host", None),
         ("host", "a,b"),
-        ("ports", "12"), ("ports", [0]), ("ports", [70000]), ("ports", [True]), ("ports", ["1"]), ("ports", [1] * 5000),
-        ("server_ports", {}), ("store_port", -1), ("store_port", 1.5), ("http_port", 70000), ("node_rank", -2),
-        ("devices", [0]), ("devices", ["0;rm"]),
+        ("ports", "12"),
+        ("ports", [0]),
+        ("ports", [70000]),
+        ("ports", [True]),
+        ("ports", ["1"]),
+        ("ports", [1] * 5000),
+        ("server_ports", {}),
+        ("store_port", -1),
+        ("store_port", 1.5),
+        ("http_port", 70000),
+        ("node_rank", -2),
+        ("devices", [0]),
+        ("devices", ["0;rm"]),
     ],
 )
 def test_anything_else_is_refused(name: str, value: object) -> None:

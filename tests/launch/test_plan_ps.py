@@ -16,12 +16,25 @@ FLAGS = ("--server_num=1", "--worker_num=2", "--gpus=0,1")
 
 def test_the_exact_rows_of_the_documentation() -> None:
     """002-20, 002-21: 11 names for a server, 14 for a worker."""
-    shared = {"PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_TRAINERS_NUM", "TRAINING_ROLE",
-              "PADDLE_HETER_TRAINER_IP_PORT_LIST", "PADDLE_WITH_GLOO", "PADDLE_GLOO_RENDEZVOUS", "PADDLE_GLOO_FS_PATH",
-              "PADDLE_GLOO_HTTP_ENDPOINT"}
+    shared = {
+        "PADDLE_PSERVERS_IP_PORT_LIST",
+        "PADDLE_TRAINER_ENDPOINTS",
+        "PADDLE_TRAINERS_NUM",
+        "TRAINING_ROLE",
+        "PADDLE_HETER_TRAINER_IP_PORT_LIST",
+        "PADDLE_WITH_GLOO",
+        "PADDLE_GLOO_RENDEZVOUS",
+        "PADDLE_GLOO_FS_PATH",
+        "PADDLE_GLOO_HTTP_ENDPOINT",
+    }
     assert set(SERVER_ROWS) == shared | {"POD_IP", "PADDLE_PORT"}
-    assert set(WORKER_ROWS) == shared | {"PADDLE_TRAINER_ID", "FLAGS_selected_gpus", "FLAGS_selected_xpus",
-                                         "CUDA_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES"}
+    assert set(WORKER_ROWS) == shared | {
+        "PADDLE_TRAINER_ID",
+        "FLAGS_selected_gpus",
+        "FLAGS_selected_xpus",
+        "CUDA_VISIBLE_DEVICES",
+        "XPU_VISIBLE_DEVICES",
+    }
     assert (len(SERVER_ROWS), len(WORKER_ROWS)) == (11, 14)
     server, worker, _ = plan(read(*FLAGS, num_gpus=2))
     assert set(SERVER_ROWS) <= set(server.environment)
@@ -50,8 +63,15 @@ def test_the_values() -> None:
 def test_servers_have_no_place_among_the_workers_and_workers_no_address() -> None:
     """002-21."""
     server, worker, _ = plan(read(*FLAGS))
-    for name in ("PADDLE_TRAINER_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "FLAGS_selected_gpus",
-                 "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "PADDLE_TRAINER_ID",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "FLAGS_selected_gpus",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         assert name not in server.environment
     for name in ("POD_IP", "PADDLE_PORT"):
         assert name not in worker.environment

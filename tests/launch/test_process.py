@@ -16,7 +16,11 @@ from fleet.launch._records import ProcessSpec
 
 def spec(path: Path, *command: str, **fields: object) -> ProcessSpec:
     return ProcessSpec(  # type: ignore[arg-type]
-        role="worker", index=2, local_index=0, command=command, log_path=path / "workerlog.0",
+        role="worker",
+        index=2,
+        local_index=0,
+        command=command,
+        log_path=path / "workerlog.0",
         **{"environment": {}, **fields},
     )
 

@@ -13,8 +13,15 @@ SECRET = "s3cr3tValue"
 
 @pytest.mark.parametrize(
     "text",
-    ["API_KEY={}", "--api-key={}", "--hf_token='{}'", "x --password=\"{}\" y", "http://me:{}@host:80/x", "etcd://{}@a:1",
-     "a FLEET_JOB_SECRET={} python"],
+    [
+        "API_KEY={}",
+        "--api-key={}",
+        "--hf_token='{}'",
+        'x --password="{}" y',
+        "http://me:{}@host:80/x",
+        "etcd://{}@a:1",
+        "a FLEET_JOB_SECRET={} python",
+    ],
 )
 def test_values_are_hidden(text: str) -> None:
     assert SECRET not in redact(text.format(SECRET))
@@ -28,12 +35,23 @@ def test_other_texts_stay(text: str) -> None:
 
 def test_arguments() -> None:
     assert redact_arguments(["--token", SECRET, "--lr", "1", "--key", "--x", f"--key={SECRET}"]) == [
-        "--token", "***", "--lr", "1", "--key", "--x", "--key=***"]
+        "--token",
+        "***",
+        "--lr",
+        "1",
+        "--key",
+        "--x",
+        "--key=***",
+    ]
 
 
 def test_names() -> None:
     assert [is_secret_name(name) for name in ("WANDB_API_KEY", "hf-token", "PASSWORD", "PADDLE_MASTER")] == [
-        True, True, True, False]
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @given(

@@ -23,8 +23,12 @@ def ended(path: Path, rank: int = 3, code: int = 1, signal_name: str | None = No
     log_path = path / f"workerlog.{rank}"
     log_path.write_text(text)
     spec = ProcessSpec(
-        role="worker", index=rank, local_index=rank, command=("python", "-u", "train.py", "--api_key", "k1"),
-        environment={}, log_path=log_path,
+        role="worker",
+        index=rank,
+        local_index=rank,
+        command=("python", "-u", "train.py", "--api_key", "k1"),
+        environment={},
+        log_path=log_path,
     )
     return ProcessExit(
         spec=spec, pid=4121, exit_code=code, signal_name=signal_name, lifetime_s=12.44, ended_at=float(rank)

@@ -32,10 +32,17 @@ def test_a_wrong_twin_of_a_given_flag_is_only_a_warning() -> None:
     assert "wins over PADDLE_RANK=one" in found.notes[0].text
 
 
-@pytest.mark.parametrize(("name", "text", "value"), [
-    ("rank", " 3 ", 3), ("sort_ip", "Yes", True), ("sort_ip", "0", False), ("elastic_timeout", "1.5", 1.5),
-    ("elastic_timeout", "30", 30), ("master", " a:1 ", "a:1"),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("rank", " 3 ", 3),
+        ("sort_ip", "Yes", True),
+        ("sort_ip", "0", False),
+        ("elastic_timeout", "1.5", 1.5),
+        ("elastic_timeout", "30", 30),
+        ("master", " a:1 ", "a:1"),
+    ],
+)
 def test_kinds(name: str, text: str, value: object) -> None:
     assert convert(FLAGS[name], text, f"--{name}") == value
 

@@ -20,7 +20,11 @@ from fleet.launch._supervisor import PeerEvent, Supervisor
 
 def spec(path: Path, index: int, code: str, role: str = "worker") -> ProcessSpec:
     return ProcessSpec(
-        role=role, index=index, local_index=index, command=(sys.executable, "-c", code), environment={},
+        role=role,
+        index=index,
+        local_index=index,
+        command=(sys.executable, "-c", code),
+        environment={},
         log_path=path / f"{role}log.{index}",
     )
 

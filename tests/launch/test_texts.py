@@ -16,9 +16,28 @@ from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
 from tests.helpers.launching import SCRIPT, peer_of, plan, read
 
 SEED_NAMES = {
-    "devices", "elastic_level", "elastic_timeout", "gloo_port", "host", "job_id", "legacy", "log_dir", "log_level",
-    "master", "max_restart", "nnodes", "nproc_per_node", "rank", "run_mode", "server_num", "servers", "trainer_num",
-    "trainers", "training_script", "training_script_args", "with_gloo",
+    "devices",
+    "elastic_level",
+    "elastic_timeout",
+    "gloo_port",
+    "host",
+    "job_id",
+    "legacy",
+    "log_dir",
+    "log_level",
+    "master",
+    "max_restart",
+    "nnodes",
+    "nproc_per_node",
+    "rank",
+    "run_mode",
+    "server_num",
+    "servers",
+    "trainer_num",
+    "trainers",
+    "training_script",
+    "training_script_args",
+    "with_gloo",
 }
 
 
@@ -40,8 +59,19 @@ def test_fleetruns_block() -> None:
     head, *lines, foot = _texts.fleetrun_lines(read("--gpus=0,1"))
     assert (head, foot) == ("-----------  Configuration Arguments -----------", "-" * 48)
     assert [line.split(": ")[0] for line in lines] == [
-        "gpus", "heter_worker_num", "heter_workers", "http_port", "ips", "log_dir", "nproc_per_node", "server_num",
-        "servers", "training_script", "training_script_args", "worker_num", "workers",
+        "gpus",
+        "heter_worker_num",
+        "heter_workers",
+        "http_port",
+        "ips",
+        "log_dir",
+        "nproc_per_node",
+        "server_num",
+        "servers",
+        "training_script",
+        "training_script_args",
+        "worker_num",
+        "workers",
     ]
     assert "ips: 127.0.0.1" in lines
     assert "gpus: 0,1" in lines
@@ -53,8 +83,11 @@ def test_fleetruns_block() -> None:
     [
         ((), None, "Job: default, mode collective, replicas 1[1:1], elastic False"),
         (("--nnodes=3", "--job_id=J"), 3, "Job: J, mode collective, replicas 3[3:3], elastic False"),
-        (("--nnodes=2:4", "--master=etcd://127.0.0.1:1", "--job_id=J", "--elastic_level=1"), 3,
-         "Job: J, mode collective, replicas 3[2:4], elastic True"),
+        (
+            ("--nnodes=2:4", "--master=etcd://127.0.0.1:1", "--job_id=J", "--elastic_level=1"),
+            3,
+            "Job: J, mode collective, replicas 3[2:4], elastic True",
+        ),
         (("--server_num=1", "--worker_num=1"), None, "Job: default, mode ps, replicas 1[1:1], elastic False"),
     ],
 )
@@ -101,8 +134,10 @@ def test_the_collective_table_and_messages() -> None:
     assert len(rows) == 6
     assert rows[1] == "    |                 PADDLE_CURRENT_ENDPOINT                 127.0.0.1:7000                |"
     assert {len(line) for line in start.splitlines() if line.startswith("    ")} == {93}
-    assert where == ("details abouts PADDLE_TRAINER_ENDPOINTS can be found in log/endpoints.log, and detail running "
-                     "logs maybe found in log/workerlog.0")
+    assert where == (
+        "details abouts PADDLE_TRAINER_ENDPOINTS can be found in log/endpoints.log, and detail running "
+        "logs maybe found in log/workerlog.0"
+    )
     config = read("--devices=0,1")
     assert _texts.start_messages(config, plan(config)) == []
 
@@ -148,24 +183,40 @@ def test_the_files_hold_only_the_launchers_variables() -> None:
 PLANTED = "s3cr3tPlantedValue"
 
 
-@pytest.mark.parametrize("flags", [
-    ("--gpus=0,1",), ("--server_num=1", "--worker_num=2"), ("--nnodes=2",), ("--devices=0", "--backend=gloo"),
-    ("--nnodes=2", f"--master=etcd://me:{PLANTED}@127.0.0.1:2379"),
-    ("--elastic_server=10.0.0.1:2379", "--np=2", f"--elastic_pre_hook=API_TOKEN={PLANTED} ./hook"),
-    (f"--auto_tuner_json=PASSWORD={PLANTED}", "--log_style=fleetrun"),
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--gpus=0,1",),
+        ("--server_num=1", "--worker_num=2"),
+        ("--nnodes=2",),
+        ("--devices=0", "--backend=gloo"),
+        ("--nnodes=2", f"--master=etcd://me:{PLANTED}@127.0.0.1:2379"),
+        ("--elastic_server=10.0.0.1:2379", "--np=2", f"--elastic_pre_hook=API_TOKEN={PLANTED} ./hook"),
+        (f"--auto_tuner_json=PASSWORD={PLANTED}", "--log_style=fleetrun"),
+    ],
+)
 def test_no_text_and_no_file_holds_a_secret(flags: tuple[str, ...]) -> None:
     """Secrets: planted in the environment, the proxies, the flags and the script's arguments."""
-    env = {"AWS_SECRET_ACCESS_KEY": PLANTED, "WANDB_API_KEY": PLANTED, "http_proxy": f"http://me:{PLANTED}@127.0.0.9:80"}
+    env = {
+        "AWS_SECRET_ACCESS_KEY": PLANTED,
+        "WANDB_API_KEY": PLANTED,
+        "http_proxy": f"http://me:{PLANTED}@127.0.0.9:80",
+    }
     script = (SCRIPT, f"--api_key={PLANTED}", "--hf-token", PLANTED, f"DB_PASSWORD={PLANTED}")
     config = read(*flags, script=script, env=env)
     specs = plan(config, [peer_of(config)], env=env)
     with redirect_stderr(io.StringIO()) as terminal:
         _texts.announce(config, LaunchLog("DEBUG"))
     texts = [
-        terminal.getvalue(), *_texts.configuration_lines(config), *_texts.fleetrun_lines(config),
-        *_texts.start_messages(config, specs), _texts.job_line(config), _texts.run_pod_line(config, specs),
-        _texts.watching_pod_line(config, specs), _texts.endpoints_log(specs), repr(config.secret_is_users),
+        terminal.getvalue(),
+        *_texts.configuration_lines(config),
+        *_texts.fleetrun_lines(config),
+        *_texts.start_messages(config, specs),
+        _texts.job_line(config),
+        _texts.run_pod_line(config, specs),
+        _texts.watching_pod_line(config, specs),
+        _texts.endpoints_log(specs),
+        repr(config.secret_is_users),
         _texts.node_line(config, "127.0.0.1", 0),
     ]
     for spec in specs:
