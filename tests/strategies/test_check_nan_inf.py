@@ -178,6 +178,18 @@ def test_works_with(options: dict[str, Any]) -> None:
         train(model, optimizer, batch(5))
 
 
+def test_recomputed_values_are_looked_at_once() -> None:
+    """003-35: recompute runs modules again in backward, with the same values; their gradients are looked at."""
+    found = []
+    for options in ({}, {"recompute": True, "recompute_configs": {"checkpoints": ["2"]}}):
+        model, _ = start(**options)
+        (strategy,) = fleet.session.strategies[-1:]
+        model(batch(0)).sum().backward()
+        found.append(sorted((place.kind, place.name) for place in strategy.watch.sightings._places))
+    assert found[0] == found[1]
+    assert ("gradient", "2.first") in found[1]
+
+
 def test_overflow_of_scaled_gradients_is_left_to_amp() -> None:
     """003-35: a float16 step that overflows is skipped by amp; it is not an error."""
     model, optimizer = start(amp=True, amp_configs={"dtype": "float16", "init_loss_scaling": 2.0**40})
