@@ -1,4 +1,4 @@
-"""``python -m fleet COMMAND``: explain a strategy, check the installation, describe the machine, or launch."""
+"""``python -m fleet COMMAND``: explain a strategy, estimate memory, check the installation, describe it, or launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
     "env": ("fleet._env_report", "print what to paste into a bug report"),
+    "estimate": ("fleet._estimate_command", "print the memory that training a module takes, without taking it"),
     "explain": ("fleet._explain_command", "print what a strategy file does, warns of and refuses"),
     "launch": ("fleet.launch._cli", "start a job: the same as python -m fleet.launch"),
     "run_check": ("fleet._run_check_command", "train two small layers on every device of this machine"),

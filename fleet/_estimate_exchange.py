@@ -1,0 +1,179 @@
+"""What a worker holds for the exchange with others, replayed on fake tensors: buckets, wire copies, averages.
+
+No process group takes part. Each class stands for one way to exchange and repeats what the strategy allocates at
+which moment; the figures were checked against runs with real workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleet._estimate_tracker import Block, StorageTracker
+from fleet.strategies._flat import chunks
+from fleet.strategies._sharding_owners import plan_owners
+from fleet.strategies.dgc import SMALLEST
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the elements of ``tensors``."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class Exchange:
+    """What happens beside the user's loop; this one is that of a single worker: nothing.
+
+    Args:
+        tracker: records what is held.
+        model: the user's module on fakes.
+    """
+
+    def __init__(self, tracker: StorageTracker, model: nn.Module) -> None:
+        self.tracker = tracker
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Says that the gradient of ``parameter``, which was accumulated a moment ago, is one."""
+        self.tracker.mark([parameter.grad], "gradients")
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Makes ``optimizer`` hold what this worker updates."""
+
+    def begin_batch(self, is_last: bool) -> None:
+        """Notes whether the backward pass of this batch exchanges gradients."""
+
+    def end_backward(self) -> None:
+        """Ends the exchange of a batch."""
+
+    def begin_step(self) -> None:
+        """Begins a call of ``step()``."""
+
+    def end_step(self) -> None:
+        """Ends a call of ``step()``."""
+
+
+class Buckets(Exchange):
+    """Data parallel: gradients live in buckets that stay from step to step.
+
+    Args:
+        tracker: records what is held.
+        model: the user's module.
+        wire_dtype: floating type in which float32 gradients cross the wire.
+        sparse: dgc sends the largest entries of large gradients and holds the others back.
+        dense_start: dgc begins with steps of plain momentum, whose state stays.
+    """
+
+    def __init__(
+        self,
+        tracker: StorageTracker,
+        model: nn.Module,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        sparse: bool = False,
+        dense_start: bool = False,
+    ) -> None:
+        super().__init__(tracker, model)
+        parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._buckets = {p: torch.empty_like(p, requires_grad=False) for p in parameters}
+        self._buffers = list(model.buffers())
+        self._wire_dtype, self._sparse, self._dense_start = wire_dtype, sparse, dense_start
+        self._in_flight: list[Block] = []
+        self._is_last = True
+        self._held_back = False
+        tracker.mark(self._buckets.values(), "gradients")
+
+    def begin_batch(self, is_last: bool) -> None:
+        """Takes rank 0's buffers, through one flat copy."""
+        self._is_last = is_last
+        self.tracker.pass_by(bytes_of(self._buffers), "communication")
+
+    def end_backward(self) -> None:
+        """Lets go of the copies that were on the wire."""
+        for block in self._in_flight:
+            self.tracker.release(block)
+        self._in_flight.clear()
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Moves the gradient into its bucket when this batch exchanges."""
+        if not self._is_last:
+            super().note_gradient(parameter)
+            return
+        parameter.grad = self._buckets[parameter]
+        if self._sparse and _is_large(parameter):
+            # The magnitudes that the largest are chosen from. Which entries go is a small part beside them.
+            self.tracker.pass_by(bytes_of([parameter]), "communication")
+        elif self._sparse:
+            self._in_flight.append(self.tracker.hold(bytes_of([parameter]), "communication"))
+        elif self._wire_dtype is not None and parameter.dtype == torch.float32:
+            size = parameter.numel() * self._wire_dtype.itemsize
+            self._in_flight.append(self.tracker.hold(size, "communication"))
+
+    def begin_step(self) -> None:
+        """Holds dgc's momentum and what it did not send; the optimizer does not see those parameters."""
+        if not self._sparse:
+            return
+        large = [p for p in self._buckets if _is_large(p)]
+        if not self._held_back:
+            self._held_back = True
+            self.tracker.hold(2 * bytes_of(large), "optimizer_state")
+        if not self._dense_start:
+            for parameter in large:
+                parameter.grad = None
+
+
+class SharedUpdate(Buckets):
+    """Sharding stage 1: data parallel, and each worker updates the parameters that it owns.
+
+    Args:
+        tracker: records what is held.
+        model: the user's module.
+        degree: number of workers that share one copy of the optimizer state.
+        buffer_bytes: bytes of parameters that are in flight at once after an update.
+    """
+
+    def __init__(self, tracker: StorageTracker, model: nn.Module, degree: int, buffer_bytes: float) -> None:
+        super().__init__(tracker, model)
+        self._degree, self._buffer_bytes = degree, buffer_bytes
+        self._in_flight_bytes = 0
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Leaves ``optimizer`` the parameters of the worker that owns most."""
+        parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        owners = plan_owners([p.numel() for p in parameters], self._degree)
+        owned = [[p for p, owner in zip(parameters, owners, strict=True) if owner == r] for r in range(self._degree)]
+        mine = set(max(owned, key=bytes_of))
+        for group in optimizer.param_groups:
+            group["params"][:] = [p for p in group["params"] if p in mine]
+        for parameter in [p for p in optimizer.state if p not in mine]:
+            del optimizer.state[parameter]
+        waiting = [list(map(bytes_of, chunks(part, self._buffer_bytes / self._degree))) for part in owned]
+        self._in_flight_bytes = max(map(sum, zip_longest(*waiting, fillvalue=0)), default=0)
+
+    def end_step(self) -> None:
+        """Exchanges the updated parameters through flat copies."""
+        self.tracker.pass_by(self._in_flight_bytes, "communication")
+
+
+class Averages(Exchange):
+    """localsgd: no gradient is exchanged; parameters are averaged through flat copies after an update."""
+
+    def __init__(self, tracker: StorageTracker, model: nn.Module) -> None:
+        super().__init__(tracker, model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def end_step(self) -> None:
+        """Averages the parameters."""
+        largest = max((bytes_of(chunk) for chunk in chunks(self._parameters)), default=0)
+        self.tracker.pass_by(largest, "communication")
+
+
+def _is_large(parameter: Tensor) -> bool:
+    """Returns whether dgc sends the gradient of ``parameter`` sparsely."""
+    return parameter.numel() >= SMALLEST and parameter.dtype == torch.float32
