@@ -211,7 +211,7 @@ class Strategy:
         return optimizer
 
     def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns ``optimizer``, or one around it that stands outside everything, where the user's steps are counted."""
+        """Returns ``optimizer``, or one around it that stands outside all, where the user's steps are counted."""
         return optimizer
 
     def close(self) -> None:

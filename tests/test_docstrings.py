@@ -23,6 +23,8 @@ NOT_RUN: dict[str, str] = {
     "fleet.data_parallel.DataParallel": "warns in a single process",
     "fleet._util.UtilBase.get_file_shard": "shows worker 0 of 2",
     "fleet.facade.Fleet.distributed_scaler": "a GradScaler warns where there is no GPU",
+    "fleet._sharding_calls.ShardingCalls.group_sharded_parallel": "takes a module of its own, and several workers",
+    "fleet.topology.HybridCommunicateGroup": "needs the groups of several workers",
     "fleet.parallel.spawn": "starts processes that import the user's script",
     "fleet.utils._hdfs.HDFSClient": "needs the hadoop program",
     "fleet.utils._run_check.run_check": "trains on every device",
