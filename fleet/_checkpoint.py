@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fleet.errors import CheckpointError, ConfigError
+from fleet.strategies._parts import has_parts
 
 _STALE_AFTER_S = 3600.0  # a temporary file that nobody has written to for so long belongs to a process that died
 _CHUNK_BYTES = 1 << 20
@@ -45,6 +46,11 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     target = _checked_path("save", path)
     if target.is_dir():
         raise CheckpointError(f"save(path={str(path)!r}): this is a folder. Name a file in it.")
+    if has_parts(obj):
+        raise ConfigError(
+            "save(): the state holds DTensors, of which this worker has a part only. Call full_state_dict() on every "
+            "worker and save what it returns on one; or save what local_state_dict() returns on each, to its own file."
+        )
     target = Path(os.path.realpath(target))  # a link stays a link
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -54,13 +54,13 @@ def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
 def check_divisible(model: nn.Module) -> None:
     """Raises ConfigError when a parameter of ``model`` cannot be divided."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"sharding: {name!r} has no shape yet. Run one batch before distributed_model().")
         if parameter.dim() == 0:
             raise ConfigError(
                 f"sharding stages 2 and 3 divide parameters along their first dim, and {name!r} is a scalar. Give it "
                 "the shape (1,), or set sharding_configs['stage'] to 1."
             )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"sharding: {name!r} has no shape yet. Run one batch before distributed_model().")
 
 
 def bytes_of(parameters: Iterator[nn.Parameter]) -> int:

@@ -127,6 +127,11 @@ class Sharding(Strategy):
                 f"sharding_configs['sharding_degree'] is {config.sharding_degree} and "
                 f"hybrid_configs['sharding_degree'] is {hybrid}. Set both to the same number, or turn sharding off."
             )
+        if options["hybrid_configs"].dp_degree not in (-1, config.dp_degree):
+            return (
+                f"sharding_configs['dp_degree'] is {config.dp_degree} and hybrid_configs['dp_degree'] is "
+                f"{options['hybrid_configs'].dp_degree}. Set both to the same number, or leave the second at -1."
+            )
         if config.pp_degree > 1 and not options["pipeline"]:
             return (
                 f"sharding_configs['pp_degree'] is {config.pp_degree} while 'pipeline' is off. "

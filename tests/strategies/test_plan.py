@@ -118,6 +118,22 @@ def test_problems_of_switches() -> None:
     strategy.sharding = True
     strategy.sharding_configs = {"sharding_degree": 1, "dp_degree": 4}
     assert any("divides nothing" in str(error) for error in problems(strategy, 4))
+    strategy.sharding_configs = {"sharding_degree": 2, "dp_degree": 2}
+    strategy.hybrid_configs = {"dp_degree": 4}
+    assert any("leave the second at -1" in str(error) for error in problems(strategy, 4))
+    strategy.hybrid_configs = {"dp_degree": -1, "sharding_configs": {"accumulate_steps": 2}}
+    assert problems(strategy, 4) == []
+    strategy.sharding_configs = {"gradient_merge_acc_step": 2}
+    assert any("Set one of them" in str(error) for error in problems(strategy, 4))
+    strategy.sharding_configs = {"gradient_merge_acc_step": 1, "stage": 3}
+    strategy.sharding_configs = {"sharding_segment_strategy": "segment_anchors"}
+    assert any("['segment_anchors'] is []" in str(error) for error in problems(strategy, 4))
+    other = DistributedStrategy()
+    other.hybrid_configs = {"sharding_degree": 2}
+    other.sharding_configs = {"sharding_degree": 4}
+    assert any("so hybrid_configs decides" in str(error) for error in problems(other, 4))
+    strategy = DistributedStrategy()
+    strategy.sharding = True
     strategy.sharding_configs = {"sharding_degree": 2, "dp_degree": 1, "pp_degree": 2}
     assert any("while 'pipeline' is off" in str(error) for error in problems(strategy, 4))
     strategy = DistributedStrategy()
