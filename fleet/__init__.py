@@ -25,6 +25,9 @@ __version__ = "0.1.0"
 # Where each public name lives; the calls of Fleet come from its one instance.
 _HOMES = {
     "BuildStrategy": "fleet.options",
+    "ClipGradByGlobalNorm": "fleet.clip",
+    "ClipGradByNorm": "fleet.clip",
+    "ClipGradByValue": "fleet.clip",
     "CommunicateTopology": "fleet.topology",
     "DataParallel": "fleet.data_parallel",
     "DistributedStrategy": "fleet.options",
@@ -44,7 +47,21 @@ _HOMES = {
     "recompute_sequential": "fleet.strategies._segments",
     "spawn": "fleet.parallel",
 }
-_MODULES = ("base", "env", "errors", "launch", "metrics", "options", "parallel", "role_maker", "strategies", "utils")
+_MODULES = (
+    "base",
+    "clip",
+    "env",
+    "errors",
+    "launch",
+    "metrics",
+    "optimizer",
+    "options",
+    "parallel",
+    "regularizer",
+    "role_maker",
+    "strategies",
+    "utils",
+)
 _CALLS = (
     "all_reduce",
     "amp_init",

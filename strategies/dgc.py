@@ -60,6 +60,11 @@ class Dgc(Strategy):
         """Raises ConfigError unless the optimizer is SGD with momentum."""
         check_momentum(self.name, optimizer)
         check_settings_off(self.name, optimizer, "dampening", "maximize")
+        if optimizer._optimizer_step_pre_hooks:
+            raise ConfigError(
+                "dgc needs an optimizer without grad_clip and step hooks: what they would see is already summed and "
+                "sparse. Clip in the script, between backward() and step(), or turn dgc off."
+            )
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

@@ -1,0 +1,83 @@
+"""Gradient clipping as Fleet scripts write it: ``grad_clip=ClipGradByGlobalNorm(1.0)`` of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fleet.errors import ConfigError
+
+__all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue", "GradientClip"]
+
+
+class GradientClip:
+    """Clips the gradients of one update; a subclass says how."""
+
+    def clip(self, gradients: Sequence[Tensor]) -> None:
+        """Changes ``gradients`` in place."""
+        raise NotImplementedError
+
+
+class ClipGradByGlobalNorm(GradientClip):
+    """Scales all gradients by ``clip_norm / max(norm, clip_norm)``, ``norm`` being that of all of them together.
+
+    Args:
+        clip_norm: the largest norm that is left alone; greater than 0.
+    """
+
+    def __init__(self, clip_norm: float = 1.0) -> None:
+        self.clip_norm = _positive("ClipGradByGlobalNorm(clip_norm=...)", clip_norm)
+
+    @torch.no_grad()
+    def clip(self, gradients: Sequence[Tensor]) -> None:
+        """Changes ``gradients`` in place."""
+        if not gradients:
+            return
+        norm = whole(torch.nn.utils.get_total_norm(list(gradients)))
+        scale = self.clip_norm / norm.clamp(min=self.clip_norm)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+
+
+class ClipGradByNorm(GradientClip):
+    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, ``norm`` being its own."""
+
+    def __init__(self, clip_norm: float = 1.0) -> None:
+        self.clip_norm = _positive("ClipGradByNorm(clip_norm=...)", clip_norm)
+
+    @torch.no_grad()
+    def clip(self, gradients: Sequence[Tensor]) -> None:
+        """Changes ``gradients`` in place."""
+        for gradient in gradients:
+            norm = whole(torch.linalg.vector_norm(gradient))
+            gradient.mul_((self.clip_norm / norm.clamp(min=self.clip_norm)).to(gradient.dtype))
+
+
+class ClipGradByValue(GradientClip):
+    """Cuts every entry to the range ``min`` to ``max``; ``min`` is ``-max`` when it is not given."""
+
+    def __init__(self, max: float, min: float | None = None) -> None:
+        low = -max if min is None else min
+        if not low <= max:
+            raise ConfigError(f"ClipGradByValue(max={max!r}, min={min!r}): min must not be above max.")
+        self.min, self.max = float(low), float(max)
+
+    @torch.no_grad()
+    def clip(self, gradients: Sequence[Tensor]) -> None:
+        """Changes ``gradients`` in place."""
+        for gradient in gradients:
+            gradient.clamp_(self.min, self.max)
+
+
+def whole(value: Tensor) -> Tensor:
+    """Returns ``value`` as a plain tensor; a number that is spread over workers is added up first."""
+    full = getattr(value, "full_tensor", None)
+    return value if full is None else full()
+
+
+def _positive(label: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{label} got {value!r}; it must be greater than 0.")
+    return float(value)

@@ -1,0 +1,155 @@
+"""fleet.optimizer, fleet.clip and fleet.regularizer equal Paddle's formulas, also under lars, lamb and merging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fleet import clip, optimizer, regularizer
+from fleet._role_record import RoleRecord
+from fleet._session import Session
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.options import DistributedStrategy
+from fleet.role_maker import UserDefinedRoleMaker
+from fleet.strategies._plan import plan
+
+RATE, STEPS = 0.1, 5
+
+
+def net_of() -> nn.Linear:
+    """Returns the same small layer each time."""
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def gradient(net: nn.Linear, step: int) -> list[np.ndarray]:
+    """Runs backward on the data of one step; returns the gradients."""
+    net.zero_grad()
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)) * 3
+    net(x).square().mean().backward()
+    return [p.grad.numpy().copy() for p in net.parameters()]
+
+
+def clipped(kind: str, gradients: list[np.ndarray]) -> list[np.ndarray]:
+    """The formulas of A.9."""
+    if kind == "global":
+        norm = np.sqrt(sum((g**2).sum() for g in gradients))
+        return [g * (0.5 / max(norm, 0.5)) for g in gradients]
+    if kind == "norm":
+        return [g * (0.5 / max(np.linalg.norm(g), 0.5)) for g in gradients]
+    return [g.clip(-0.2, 0.3) for g in gradients] if kind == "value" else gradients
+
+
+CLIPS: dict[str, Any] = {
+    "none": lambda: None,
+    "global": lambda: clip.ClipGradByGlobalNorm(0.5),
+    "norm": lambda: clip.ClipGradByNorm(0.5),
+    "value": lambda: clip.ClipGradByValue(0.3, -0.2),
+}
+
+
+@pytest.mark.parametrize("kind", CLIPS)
+@pytest.mark.parametrize("decay", [None, 0.01, regularizer.L2Decay(0.01), regularizer.L1Decay(0.01)])
+def test_momentum_equals_the_formula(kind: str, decay: Any) -> None:
+    """002-03, A.9: clip, then decay (L1 adds c sign(p), L2 adds c p), then v = m v + g; p -= lr v."""
+    net = net_of()
+    made = optimizer.Momentum(RATE, 0.9, net.parameters(), weight_decay=decay, grad_clip=CLIPS[kind]())
+    p = [value.detach().numpy().copy() for value in net.parameters()]
+    v = [np.zeros_like(value) for value in p]
+    l1 = decay.coeff if isinstance(decay, regularizer.L1Decay) else 0.0
+    l2 = decay.coeff if isinstance(decay, regularizer.L2Decay) else (decay if isinstance(decay, float) else 0.0)
+    for step in range(STEPS):
+        for i, g in enumerate(clipped(kind, gradient(net, step))):
+            v[i] = 0.9 * v[i] + g + l1 * np.sign(p[i]) + l2 * p[i]
+            p[i] = p[i] - RATE * v[i]
+        made.step()
+        for mine, value in zip(p, net.parameters(), strict=True):
+            np.testing.assert_allclose(value.detach().numpy(), mine, atol=1e-6)
+
+
+def test_the_other_constructors_are_torchs_rules() -> None:
+    """B.4: SGD, Adam, AdamW and Adagrad give torch's numbers with the arguments' Fleet names."""
+    for mine, theirs in (
+        (lambda p: optimizer.SGD(RATE, p), lambda p: torch.optim.SGD(p, RATE)),
+        (lambda p: optimizer.Adam(RATE, 0.8, 0.9, 1e-6, p), lambda p: torch.optim.Adam(p, RATE, (0.8, 0.9), 1e-6)),
+        (lambda p: optimizer.AdamW(RATE, parameters=p), lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.01)),
+        (lambda p: optimizer.Adagrad(RATE, parameters=p), lambda p: torch.optim.Adagrad(p, RATE, eps=1e-6)),
+    ):
+        nets = [net_of(), net_of()]
+        updates = [mine(nets[0].parameters()), theirs(nets[1].parameters())]
+        for step in range(STEPS):
+            for net, update in zip(nets, updates, strict=True):
+                gradient(net, step)
+                update.step()
+        torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "gradient_merge"])
+def test_clipping_stays_under_strategies(name: str) -> None:
+    """A.9: a converted optimizer keeps its clip; gradient_merge clips the merged gradient."""
+    strategy = DistributedStrategy()
+    setattr(strategy, name, True)
+    if name == "gradient_merge":
+        strategy.gradient_merge_configs = {"k_steps": 1}
+    results = []
+    for grad_clip in (None, clip.ClipGradByValue(0.0)):
+        session = Session(
+            role_maker=UserDefinedRoleMaker(is_collective=True),
+            record=RoleRecord(),
+            collective=True,
+            device=torch.device("cpu"),
+            options=strategy,
+            plan=plan(strategy, 1),
+            say=print,
+        )
+        net = net_of()
+        make: Any = optimizer.Adam if name == "lamb" else optimizer.Momentum
+        made = session.wrap_optimizer(make(parameters=net.parameters(), learning_rate=RATE, grad_clip=grad_clip))
+        gradient(net, 0)
+        made.step()
+        results.append([p.detach().clone() for p in net.parameters()])
+    start = list(net_of().parameters())
+    assert not torch.equal(results[0][0], start[0])
+    if name == "gradient_merge":  # all gradients are clipped to 0, and nothing decays
+        torch.testing.assert_close(results[1], [p.detach() for p in start], atol=0, rtol=0)
+    else:
+        assert not torch.equal(results[1][0], results[0][0])
+
+
+def test_lamb_equals_the_formula() -> None:
+    """A.9: Lamb's own constructor, epsilon 1e-6."""
+    net = net_of()
+    made = optimizer.Lamb(0.01, 0.02, parameters=net.parameters())
+    p = [value.detach().double().numpy().copy() for value in net.parameters()]
+    m, v = [np.zeros_like(x) for x in p], [np.zeros_like(x) for x in p]
+    for step in range(1, STEPS + 1):
+        for i, g in enumerate(gradient(net, step)):
+            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.999 * v[i] + 0.001 * g.astype(np.float64) ** 2
+            r = m[i] / (1 - 0.9**step) / (np.sqrt(v[i] / (1 - 0.999**step)) + 1e-6) + 0.02 * p[i]
+            p[i] = p[i] - 0.01 * np.linalg.norm(p[i]) / np.linalg.norm(r) * r
+        made.step()
+    for mine, value in zip(p, net.parameters(), strict=True):
+        np.testing.assert_allclose(value.detach().numpy(), mine, atol=1e-6)
+
+
+def test_wrong_arguments_raise() -> None:
+    """B.4: what torch cannot take, or takes with another meaning, is refused with the way out."""
+    p = list(net_of().parameters())
+    for make, kind in (
+        (lambda: optimizer.SGD("fast", p), ConfigError),
+        (lambda: optimizer.SGD(0.1), ConfigError),
+        (lambda: optimizer.SGD(0.1, p, weight_decay="l2"), ConfigError),
+        (lambda: optimizer.SGD(0.1, p, grad_clip=1.0), ConfigError),
+        (lambda: optimizer.Adam(0.1, parameters=p, lazy_mode=True), UnsupportedOptionError),
+        (lambda: optimizer.AdamW(0.1, parameters=p, apply_decay_param_fun=len), UnsupportedOptionError),
+        (lambda: optimizer.Lamb(parameters=p, exclude_from_weight_decay_fn=len), UnsupportedOptionError),
+        (lambda: clip.ClipGradByGlobalNorm(0), ConfigError),
+        (lambda: clip.ClipGradByValue(-1.0), ConfigError),
+        (lambda: regularizer.L2Decay(-1), ConfigError),
+    ):
+        with pytest.raises(kind):
+            make()
