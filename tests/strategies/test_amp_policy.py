@@ -225,6 +225,7 @@ def test_fp16_guard() -> None:
 
 def test_a_guard_that_was_not_found_is_an_error() -> None:
     """A.2: a guard that could have no effect is refused; around the call of the model it is one."""
+
     def hidden(run: Any, x: Tensor) -> Tensor:
         with fleet.fp16_guard():
             return run(x)
@@ -305,3 +306,22 @@ def test_models_can_still_be_copied_and_stored() -> None:
     out = model(X)
     assert type(out) is OrderedDict
     assert out["y"].dtype == FP32
+
+
+def test_methods_that_run_the_model() -> None:
+    """A method that is marked as a forward runs under amp, whatever treatment the model itself has."""
+
+    class Scorer(Echo):
+        def score(self, x: Tensor) -> Tensor:
+            return self(x) * 2
+
+    for configs, types in (({}, [FP32, BF16]), ({"custom_black_list": ["Scorer"]}, [FP32, FP32]),
+                           ({"use_pure_bf16": True}, [BF16, BF16])):  # fmt: skip
+        start(configs)
+        net = Scorer()
+        model, _ = wrapped(net, sgd(net))
+        model.mark_forward_method("score")
+        assert model.score(X).dtype == FP32
+        assert net.met[:2] == types
+        model(X)
+        assert net.met[:2] == types
