@@ -76,13 +76,7 @@ def estimate_memory(
         >>> estimate.parameters_bytes, estimate.optimizer_state_bytes >= 2 * estimate.parameters_bytes
         (4198400, True)
     """
-    if device not in DEVICES:
-        raise ConfigError(f"estimate_memory(device={device!r}): it is 'cpu' or 'cuda'.")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ConfigError(f"estimate_memory(world_size={world_size!r}): it is the number of workers, at least 1.")
-    options = DistributedStrategy() if strategy is None else strategy
-    if not isinstance(options, DistributedStrategy):
-        raise ConfigError(f"estimate_memory(): strategy is {strategy!r}; it is a fleet.DistributedStrategy.")
+    options = _checked(device, world_size, strategy)
     chosen = plan(options, world_size)
     fake_device = torch.device("cuda", 0) if device == "cuda" and torch.cuda.is_available() else torch.device("cpu")
     tracker = StorageTracker(fake_device.type, _CUDA_ROUNDING_BYTES if device == "cuda" else 1)
@@ -90,8 +84,7 @@ def estimate_memory(
         fakes = Fakes(fake_device)
         copied = fakes.model(model)
         fake_optimizer = fakes.optimizer(optimizer, copied)
-        if device == "cuda":
-            _step_as_on_cuda(fake_optimizer)
+        _step_as_on(device, fake_optimizer)
         with tracker:
             tracker.mark(copied.parameters(), "parameters")
             tracker.mark([*fakes.buffers, *copied.buffers()], "buffers")
@@ -104,6 +97,19 @@ def estimate_memory(
     if file is not None:
         print(estimate, file=file)
     return estimate
+
+
+def _checked(device: str, world_size: int, strategy: DistributedStrategy | None) -> DistributedStrategy:
+    """Returns the options; raises ConfigError when an argument is of the wrong kind."""
+    if device not in DEVICES:
+        raise ConfigError(f"estimate_memory(device={device!r}): it is 'cpu' or 'cuda'.")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"estimate_memory(world_size={world_size!r}): it is the number of workers, at least 1.")
+    if strategy is None:
+        return DistributedStrategy()
+    if not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(f"estimate_memory(): strategy is {strategy!r}; it is a fleet.DistributedStrategy.")
+    return strategy
 
 
 def _limits(device: str, fake_device: torch.device, tracker: StorageTracker) -> list[str]:
@@ -172,9 +178,9 @@ def _mark_state(optimizer: torch.optim.Optimizer, tracker: StorageTracker, *, co
         tracker.leave_out(tensor for tensor in state if tensor.dim() == 0)
 
 
-def _step_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer`` update many parameters at once, which it does by itself only on a real GPU."""
-    for group in optimizer.param_groups:
+def _step_as_on(device: str, optimizer: torch.optim.Optimizer) -> None:
+    """Makes ``optimizer`` update many parameters at once on "cuda", as it does by itself on a real GPU only."""
+    for group in optimizer.param_groups if device == "cuda" else ():
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
 
