@@ -69,6 +69,7 @@ def save_and_resume(rank: int, world_size: int, stage: int) -> dict[str, Any]:
         again, second = started({"stage": stage}, 7)
         again.load_state_dict(model_state)
         second.load_state_dict(copy.deepcopy(optimizer_state))  # torch goes on with the tensors that it is given
+        found["entries"] = len(second.local_state_dict()["state"]), len(full[1]["state"])
         steps(again, second, rank, 2, 4)
         found["same"][name] = same(again.full_state_dict(), straight[0]) and same(second.full_state_dict(), straight[1])
     again, second = started({"stage": stage}, 7)
@@ -101,6 +102,8 @@ def test_states(stage: int) -> None:
     for rank, result in enumerate(results):
         assert result["same"] == {"full": True, "parts": True, "from rank 0": True}
         assert result["nothing"] == ({}, {})
+        own, whole = result["entries"]
+        assert (own < whole) == (stage == 1)  # a whole state leaves each worker with what it owns
         of_model, of_optimizer = result["said"]
         assert ["model.full_state_dict()" in text for text in of_model] == [True] * (stage > 1)
         assert ["optimizer.full_state_dict()" in text for text in of_optimizer] == [True]
