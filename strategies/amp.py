@@ -17,7 +17,7 @@ from fleet.strategies._amp_optimizer import AmpOptimizer
 from fleet.strategies._amp_policy import Region, TreatedForward, Treatment, has_guard, plan_treatments
 from fleet.strategies._amp_scale import LossScale
 from fleet.strategies._amp_signal import Signal
-from fleet.strategies._base import Stage, Strategy, Values, Workers
+from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in, exchange_of
 
@@ -103,6 +103,17 @@ class Amp(Strategy):
     in_place = True
     model_effect = "runs the forward pass in 16 bit where that is safe; results leave in float32"
     optimizer_effect = "with float16: skips a step that has an inf or nan on any worker, and adapts the loss scale"
+
+    guide = Guide(
+        when="The device multiplies matrices faster in 16 bit: GPUs with tensor cores, CPUs with bfloat16 units. "
+        "Activations take half the memory. bfloat16 where the device has it needs no loss scale.",
+        cost="Three (float16) or two (bfloat16) decimal digits. With float16 one look at the gradients and a wait for "
+        "the device per step.",
+        formula="float16, scale S: dL/dw = (1/S) * backward(S * dL/dy); S *= incr_ratio after incr_every_n_steps good "
+        "steps in a row, S = max(1, S * decr_ratio) after decr_every_n_nan_or_inf bad ones, which are skipped",
+        source="Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740",
+        example={"amp": True, "amp_configs": {"dtype": "float16"}},
+    )
 
     def __init__(self, config: Any, session: Workers) -> None:
         """Chooses the type for the device of ``session`` and starts with the initial loss scale."""
