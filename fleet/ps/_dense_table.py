@@ -6,11 +6,14 @@ import threading
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from fleet.errors import ConfigError
 from fleet.ps._gate import Gate
 from fleet.ps._layout import Float32s
+from fleet.ps._numba import kernels_work
 from fleet.ps._reference_rules import update_rows
+from fleet.ps._rule_parameters import rule_parameters
 from fleet.ps._rules import Rule
 
 f32 = np.float32
@@ -40,6 +43,8 @@ class DenseTableConfig:
 class DenseTable:
     """Elements, float32 [size], and rule state, float32 [state_width]; every call is atomic.
 
+    ``use_kernels`` as in :class:`fleet.ps.SparseTable`.
+
     Adam counts its steps from 1 and uses the rule's betas.
 
     Example:
@@ -50,13 +55,18 @@ class DenseTable:
         [-0.05000000074505806, ...]
     """
 
-    def __init__(self, config: DenseTableConfig) -> None:
+    def __init__(self, config: DenseTableConfig, *, use_kernels: bool | None = None) -> None:
         self.config = config
         self.gate = Gate()
         self._lock = threading.Lock()
         self._rule = config.rule
-        self._values = np.zeros(config.size, np.float32)
-        self._state = np.full(config.rule.state_width(config.size), config.rule.initial_state, np.float32)
+        # One row as a sparse table has them, so that the same kernels update it.
+        size = config.size
+        self._row = np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32)
+        self._values, self._state = self._row[:size], self._row[size:]
+        self._values[:] = 0
+        self._use_kernels = (kernels_work() if use_kernels is None else use_kernels) and config.rule.spec.sparse
+        self._params = rule_parameters(config.rule)
 
     def pull(self, out: Float32s | None = None) -> Float32s:
         """Returns the values, written to ``out`` where given."""
@@ -76,6 +86,8 @@ class DenseTable:
             elif self._rule.name == "summary":
                 self._values *= f32(self._rule["decay"])
                 self._values += gradient
+            elif self._use_kernels and len(gradient):
+                self._push_by_kernel(np.ascontiguousarray(gradient))
             else:
                 update_rows(self._rule, self._values[None], self._state[None], gradient[None], None)
 
@@ -100,8 +112,10 @@ class DenseTable:
         """Replaces values and rule state (loading)."""
         self._check("values", values)
         if state.dtype != np.float32 or state.shape != self._state.shape:
-            raise ConfigError(f"dense table {self.config.name!r}: state is {state.dtype} {state.shape}; rule "
-                              f"{self._rule.name!r} keeps float32 {self._state.shape}.")
+            raise ConfigError(
+                f"dense table {self.config.name!r}: state is {state.dtype} {state.shape}; rule "
+                f"{self._rule.name!r} keeps float32 {self._state.shape}."
+            )
         with self._lock:
             self._values[:], self._state[:] = values, state
 
@@ -114,6 +128,15 @@ class DenseTable:
     def learning_rate(self, value: float) -> None:
         with self._lock:
             self._rule = self._rule.with_learning_rate(value)
+            self._params = rule_parameters(self._rule)
+
+    def _push_by_kernel(self, gradient: Float32s) -> None:
+        from fleet.ps._kernels_rules import update_function
+
+        size, rows, order = self.config.size, np.array([_address(self._row)]), np.zeros(1, np.int32)
+        # A C function called through ctypes runs without the GIL.
+        update_function(self._rule.name)(
+            _address(rows), 1, _address(order), _address(gradient), size, 0, 0, size, size, _address(self._params))
 
     def _push_d2sum(self, g: Float32s) -> None:
         velocity, squares, decay = self._state.reshape(3, -1)
@@ -130,5 +153,11 @@ class DenseTable:
 
     def _check(self, what: str, array: Float32s) -> None:
         if array.dtype != np.float32 or array.shape != (self.config.size,):
-            raise ConfigError(f"dense table {self.config.name!r}: {what} is {array.dtype} {array.shape}; it takes "
-                              f"float32 ({self.config.size},).")
+            raise ConfigError(
+                f"dense table {self.config.name!r}: {what} is {array.dtype} {array.shape}; it takes "
+                f"float32 ({self.config.size},)."
+            )
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    return int(array.__array_interface__["data"][0])

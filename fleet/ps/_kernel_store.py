@@ -28,6 +28,8 @@ from fleet.ps._accessor import Accessor
 from fleet.ps._layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
 from fleet.ps._reference import GOLDEN, NUM_SUB_SHARDS, mix_int
 from fleet.ps._rows import MAX_ROW_COUNT, RowBlock, Statistics
+from fleet.ps._rule_parameters import LEARNING_RATE as RATE
+from fleet.ps._rule_parameters import rule_parameters
 from fleet.ps._rules import LEARNING_RATE
 
 Window = tuple[int, int, int]
@@ -53,12 +55,14 @@ class KernelStore:
         self._header = np.zeros(k.HEADER_WORDS + 8, np.int64)
         self._subs = np.zeros(NUM_SUB_SHARDS * k.SUB_WORDS + 8, np.int64)
         self._floats = np.zeros(k.NUM_FLOATS)
-        self._params = [rules.rule_parameters(block.rule) for block in self.layout.blocks]
+        self._params = [rule_parameters(block.rule) for block in self.layout.blocks]
         self._nonces = itertools.count(1)
         self._table = self._fill_header()
         self._check(life.open_table(self._table))
-        self._finalizer = weakref.finalize(self, life.close_table, self._table)
-        self._finalizer_keeps = weakref.finalize(self, _keep, self._header, self._subs, self._floats, self._params)
+        kept = (self._header, self._subs, self._floats, self._params)
+        self._finalizer = weakref.finalize(self, _release, self._table, kept)
+        # At exit other threads may still be at work; the system takes the memory back.
+        self._finalizer.atexit = False
 
     def _fill_header(self) -> int:
         config, layout, accessor = self.config, self.layout, self.config.accessor or Accessor()
@@ -67,7 +71,10 @@ class KernelStore:
         h = self._words = np.ndarray(k.HEADER_WORDS, np.int64, self._header, table - address_of(self._header))
         self._shards = np.ndarray((NUM_SUB_SHARDS, k.SUB_WORDS), np.int64, self._subs, subs - address_of(self._subs))
         h[k.NUM_WEIGHTS], h[k.NUM_COUNTERS], h[k.ROW_BYTES] = (
-            layout.num_weights, layout.num_counters, 4 * layout.row_floats)
+            layout.num_weights,
+            layout.num_counters,
+            4 * layout.row_floats,
+        )
         h[k.HAS_STATISTICS], h[k.NUM_BLOCKS] = layout.has_statistics, len(layout.blocks)
         h[k.CREATE_ON_PULL] = config.create_on == "pull"
         h[k.WHOLE_ROWS] = len(layout.blocks) == 1 or (config.create_on == "pull" and accessor.embedx_threshold <= 0)
@@ -87,14 +94,26 @@ class KernelStore:
         for number, block in enumerate(layout.blocks):
             f[k.INITIAL_STATE + number] = block.rule.initial_state
             h[k.BLOCKS + k.BLOCK_WORDS * number :][:6] = (
-                rules.update_address(block.rule), block.column, block.width, block.state, block.state_width,
-                address_of(self._params[number]))
+                rules.update_address(block.rule),
+                block.column,
+                block.width,
+                block.state,
+                block.state_width,
+                address_of(self._params[number]),
+            )
         return table
 
     def _check(self, status: int) -> None:
         if status:
-            raise PSError(f"table {self.config.name!r}: out of memory at {self.num_rows} rows and "
-                          f"{self.memory_bytes >> 20} MiB. Shrink the table, or run it on more servers.")
+            raise PSError(
+                f"table {self.config.name!r}: out of memory at {self.num_rows} rows and "
+                f"{self.memory_bytes >> 20} MiB. Shrink the table, or run it on more servers."
+            )
+
+    @functools.cached_property
+    def _rare(self) -> ModuleType:
+        """The kernels of rare requests, compiled when one comes."""
+        return import_module("fleet.ps._kernels_add")
 
     @functools.cached_property
     def _walks(self) -> ModuleType:
@@ -118,26 +137,43 @@ class KernelStore:
         self._check(requests.pull(self._table, address_of(keys), n, address_of(out), int(create), address_of(scratch)))
 
     def push(
-        self, keys: Int64s, gradients: Float32s, shows: Float32s | None, clicks: Float32s | None,
+        self,
+        keys: Int64s,
+        gradients: Float32s,
+        shows: Float32s | None,
+        clicks: Float32s | None,
         slots: npt.NDArray[np.uint32] | None,
     ) -> None:
         """Applies one gradient row per key."""
         scratch = _scratch(len(keys))
-        self._check(requests.push(
-            self._table, address_of(keys), len(keys), address_of(gradients), address_of(shows), address_of(clicks),
-            address_of(slots), next(self._nonces), address_of(scratch)))
+        self._check(
+            requests.push(
+                self._table,
+                address_of(keys),
+                len(keys),
+                address_of(gradients),
+                address_of(shows),
+                address_of(clicks),
+                address_of(slots),
+                next(self._nonces),
+                address_of(scratch),
+            )
+        )
 
     def add(self, keys: Int64s, deltas: Float32s) -> None:
         """Adds one row of deltas per key to the weights; state and statistics stay."""
         scratch = _scratch(len(keys))
-        self._check(requests.add(
-            self._table, address_of(keys), len(keys), address_of(deltas), next(self._nonces), address_of(scratch)))
+        self._check(
+            self._rare.add(
+                self._table, address_of(keys), len(keys), address_of(deltas), next(self._nonces), address_of(scratch)
+            )
+        )
 
     def contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
         """Returns which keys have a row."""
         found = np.empty(len(keys), np.bool_)
         scratch = _scratch(len(keys))
-        requests.contains(self._table, address_of(keys), len(keys), address_of(found), address_of(scratch))
+        self._rare.contains(self._table, address_of(keys), len(keys), address_of(found), address_of(scratch))
         return found
 
     # -- walks ---------------------------------------------------------------------------------------------------
@@ -159,8 +195,17 @@ class KernelStore:
             keys, metas = np.empty(room, np.int64), np.empty(room, np.uint64)
             values = np.empty((room, self.layout.row_floats), np.float32)
             traffic = np.empty(room if self.layout.has_statistics else 0, _STATISTICS)
-            n = self._walks.copy_rows(self._table, s, first, last, room, address_of(keys), address_of(metas),
-                                      address_of(values), address_of(traffic))
+            n = self._walks.copy_rows(
+                self._table,
+                s,
+                first,
+                last,
+                room,
+                address_of(keys),
+                address_of(metas),
+                address_of(values),
+                address_of(traffic),
+            )
             if n >= 0:
                 return self._to_block(keys[:n], metas[:n], values[:n], traffic[:n])
             room *= 2
@@ -174,10 +219,12 @@ class KernelStore:
         counts = np.where(admitted, (metas >> np.uint64(48)).astype(np.int64) & MAX_ROW_COUNT, low & k.PENDING_COUNT)
         kept = None
         if self.layout.has_statistics:
-            kept = Statistics(traffic["show"].copy(), traffic["click"].copy(), traffic["delta"].copy(),
-                              traffic["slot"].copy())
-        return RowBlock(keys, (self.day - seen) & 0xFFFF, counts, admitted, (metas >> np.uint64(63)).astype(np.bool_),
-                        values, kept)
+            kept = Statistics(
+                traffic["show"].copy(), traffic["click"].copy(), traffic["delta"].copy(), traffic["slot"].copy()
+            )
+        return RowBlock(
+            keys, (self.day - seen) & 0xFFFF, counts, admitted, (metas >> np.uint64(63)).astype(np.bool_), values, kept
+        )
 
     def insert(self, block: RowBlock) -> None:
         """Puts the rows of ``block`` into the table, over those of the same keys."""
@@ -234,15 +281,17 @@ class KernelStore:
     def memory_bytes(self) -> int:
         """Bytes of indexes and of the chunks that hold rows."""
         lengths, chunks = self._shards[:, k.LENGTH], self._shards[:, k.NUM_CHUNKS]
-        return int(16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES]
-                   + self._header.nbytes + self._subs.nbytes)
+        return int(
+            16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES] + self._header.nbytes + self._subs.nbytes
+        )
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Makes every later push use ``learning_rate`` in each block whose rule has one."""
         for block, params in zip(self.layout.blocks, self._params, strict=True):
             if LEARNING_RATE in block.rule.hyper:
-                params[rules.LEARNING_RATE] = learning_rate
+                params[RATE] = learning_rate
 
 
-def _keep(*arrays: object) -> None:
-    """Runs after the table's memory is gone; its arguments lived until then."""
+def _release(table: int, kept: object) -> None:
+    """Releases a table's memory; ``kept`` holds the arrays that the state block consists of until then."""
+    life.close_table(table)

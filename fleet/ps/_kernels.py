@@ -19,14 +19,17 @@ interval of the index at any capacity: that is what makes walks safe while rows 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from fleet.ps._numba import cache_works
 from fleet.ps._reference import _M1, _M2
 
 # Words of the header.
@@ -52,8 +55,9 @@ LOW32, EMPTY, PENDING, PENDING_COUNT = 0xFFFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FF
 HAS_EMBEDX = 1 << 40
 HUGE_PAGE, FIRST_SLAB, LAST_SLAB = 1 << 21, 1 << 20, 1 << 26
 
-OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
-C_OPTIONS: dict[str, Any] = {"nopython": True, "cache": True, "error_model": "numpy"}
+CACHED = cache_works()
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": CACHED, "error_model": "numpy"}
+C_OPTIONS: dict[str, Any] = {"nopython": True, "cache": CACHED, "error_model": "numpy"}
 Compile = Callable[[Callable[..., Any]], Any]
 
 # numba's types, which are also its casts.
@@ -67,9 +71,27 @@ boolean: Any = types.boolean
 none: Any = types.void
 
 
+def _fingerprint() -> str:
+    """A checksum of the source of all kernels.
+
+    numba's cache looks at the file of a function alone and would run code compiled against another version of the
+    words below. With the checksum in their names, functions of different versions do not meet.
+    """
+    sources = sorted(Path(__file__).parent.glob("_kernels*.py"))
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
+
+
+FINGERPRINT = _fingerprint()
+
+
+def _stamped(function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__qualname__ = f"{function.__qualname__}_{FINGERPRINT}"
+    return function
+
+
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a function that Python calls: on first use, without the GIL, kept on disk between runs."""
-    return njit(**OPTIONS)(function)
+    """Compiles a function that Python calls: on first use, without the GIL, kept on disk where that is possible."""
+    return njit(**OPTIONS)(_stamped(function))
 
 
 def part(signature: Any) -> Compile:
@@ -78,12 +100,19 @@ def part(signature: Any) -> Compile:
     Without one numba makes a version for each literal argument; without wrappers it compiles twice as fast.
     """
     options = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(Compile, njit(signature, **options))
+    compile_ = njit(signature, **options)
+    return lambda function: compile_(_stamped(function))
+
+
+def small_part(function: Callable[..., Any]) -> Any:
+    """Compiles a function that only kernels call, and always with arguments of the same types, when one does."""
+    return njit(**OPTIONS)(_stamped(function))
 
 
 def c_function(signature: Any, **options: Any) -> Compile:
     """Compiles a function that is called by its ``address``."""
-    return cast(Compile, cfunc(signature, **{**C_OPTIONS, **options}))
+    compile_ = cfunc(signature, **{**C_OPTIONS, **options})
+    return lambda function: compile_(_stamped(function))
 
 
 def _intrinsic(function: Callable[..., Any]) -> Any:
@@ -115,10 +144,10 @@ def prefetch(typing_context, address):
     """Starts loading the cache line of ``address``."""
 
     def generate(context, builder, signature, arguments):
-        i32, octet = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [octet, i32, i32, i32])
+        word, octet = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [octet, word, word, word])
         load = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(load, [builder.inttoptr(arguments[0], octet), i32(1), i32(3), i32(1)])
+        builder.call(load, [builder.inttoptr(arguments[0], octet), word(0), word(3), word(1)])
         return context.get_dummy_value()
 
     return none(i64), generate
@@ -143,8 +172,8 @@ def _indirect(result: Any, *arguments: Any) -> Any:
 
 
 UPDATE_ARGUMENTS = (i64,) * 10
-GROUP_ARGUMENTS = (i64,) * 3
-FIND_ARGUMENTS = (i64,) * 11
+GROUP_ARGUMENTS = (i64,) * 4
+FIND_ARGUMENTS = (i64,) * 13
 ADMIT_ARGUMENTS = (i64, i64, i64, i64, i64, f64, i64)
 DRAW_ARGUMENTS = (i64, i64, i64)
 
@@ -156,13 +185,15 @@ def call_update(typing, function, rows, n, order, gradients, stride, shows, colu
 
 
 @_intrinsic
-def call_group(typing, function, keys, n, scratch):
+def call_group(typing, function, table, keys, n, scratch):
     """Calls :func:`fleet.ps._kernels_find.group_keys`."""
     return _indirect(none, *GROUP_ARGUMENTS)
 
 
 @_intrinsic
-def call_find(typing, function, table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes):
+def call_find(
+    typing, function, table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes, data, data_bytes
+):
     """Calls :func:`fleet.ps._kernels_find.find_rows`."""
     return _indirect(i64, *FIND_ARGUMENTS)
 

@@ -6,8 +6,12 @@ from __future__ import annotations
 from fleet.ps._kernels import (
     ADMIT,
     CAPACITY,
+    CHUNK_ROWS,
+    CHUNK_SHIFT,
+    CHUNKS,
     CLICK_COEFF,
     DAY,
+    EMPTY,
     FIND_ARGUMENTS,
     FLOATS,
     GROUP_ARGUMENTS,
@@ -16,6 +20,9 @@ from fleet.ps._kernels import (
     LOW32,
     NONCLK_COEFF,
     PENDING,
+    ROW_BYTES,
+    SUB_SHARDS,
+    SUB_WORDS,
     c_function,
     call_admit,
     doubles,
@@ -32,12 +39,10 @@ from fleet.ps._kernels import (
     sub_shard_of,
     words,
 )
-from fleet.ps._kernels_index import find
-from fleet.ps._kernels_rows import COUNT, FIND_ONLY, row_at
+from fleet.ps._kernels_rows import COUNT, FIND_ONLY
 
-_AHEAD = 12
+_AHEAD, SMALL_BATCH = 12, 4096
 _COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
-
 
 
 # [Note: Scratch]
@@ -71,8 +76,12 @@ def order_in(scratch, n):
 
 
 @c_function(none(*GROUP_ARGUMENTS))
-def group_keys(keys, n, scratch):
-    """Groups keys by sub-shard into ``scratch``, see [Note: Scratch]."""
+def group_keys(table, keys, n, scratch):
+    """Groups keys by sub-shard into ``scratch``, see [Note: Scratch].
+
+    A small batch has few keys per sub-shard, too few to hide how long each takes to load, so all their index lines
+    are asked for here. That reads where the index is without the lock: a wrong line is loaded at worst.
+    """
     source, edges, heads = words(keys), words(scratch), words(scratch + 8 * HEADS)
     grouped, mixed, places = words(scratch + 8 * HASHES), words(slots_in(scratch, n)), ints(order_in(scratch, n))
     for s in range(64):
@@ -92,6 +101,9 @@ def group_keys(keys, n, scratch):
         grouped[heads[s]] = mixed[i]
         places[heads[s]] = i32(i)
         heads[s] += 1
+        if n <= SMALL_BATCH:
+            shard = words(words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s)
+            prefetch(shard[INDEX] + 16 * ((place_of(mixed[i]) * shard[CAPACITY]) >> 32))
 
 
 @part(f64(i64, f64, f64))
@@ -102,9 +114,10 @@ def score_of(table, show, click):
 
 
 @c_function(i64(*FIND_ARGUMENTS))
-def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes):
-    """Writes the slots of ``n`` mixed bits (-1 for no row) and starts loading ``line_bytes`` of each row.
+def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes, data, data_bytes):
+    """Writes the slots of ``n`` mixed bits (-1 for no row).
 
+    Starts loading ``line_bytes`` of each row, and of each key's line of ``data`` (``data_bytes`` long, in input order).
     ``mode`` FIND_ONLY looks, CREATE creates missing rows, COUNT and ADD also count a push. Returns 1 without
     memory. The caller holds the sub-shard's lock.
     """
@@ -112,31 +125,41 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
     today = (header[DAY] & 0xFFFF) << 32
+    # The compiler cannot know that nothing below writes to these words; only an admission does.
+    index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_BYTES]
     for i in range(min(_AHEAD, n)):
-        prefetch(shard[INDEX] + 16 * ((place_of(wanted[i]) * shard[CAPACITY]) >> 32))
+        prefetch(index + 16 * ((place_of(wanted[i]) * capacity) >> 32))
     for i in range(n):
         if i + _AHEAD < n:
-            prefetch(shard[INDEX] + 16 * ((place_of(wanted[i + _AHEAD]) * shard[CAPACITY]) >> 32))
-        at, slot = find(sub, wanted[i]), i64(-1)
-        meta = words(at)[1] if at != 0 else i64(PENDING)
-        if meta & PENDING == 0:
-            slot = meta & LOW32
+            prefetch(index + 16 * ((place_of(wanted[i + _AHEAD]) * capacity) >> 32))
+        at, h = index + 16 * ((place_of(wanted[i]) * capacity) >> 32), wanted[i]
+        meta = words(at)[1]
+        while words(at)[0] != h and (meta & LOW32) != EMPTY:
+            at += 16
+            meta = words(at)[1]
+        slot = meta & LOW32
+        if slot & PENDING == 0:
+            if mode >= COUNT:
+                counted = meta + _COUNT_ONE if meta & _COUNT_MASK != _COUNT_MASK else meta
+                words(at)[1] = (counted & ~(0xFFFF << 32)) | today
+            row = chunks[slot >> CHUNK_SHIFT] + (slot & (CHUNK_ROWS - 1)) * row_bytes
+            for line in range(row, row + line_bytes, 64):
+                prefetch(line)
+            own = data + i64(places[i]) * data_bytes
+            for line in range(own, own + min(data_bytes, line_bytes), 64):
+                prefetch(line)
             if meta < 0:
                 slot |= HAS_EMBEDX
-            if mode >= COUNT:
-                if meta & _COUNT_MASK != _COUNT_MASK:
-                    meta += _COUNT_ONE
-                words(at)[1] = (meta & ~(0xFFFF << 32)) | today
-        elif mode != FIND_ONLY:
+        elif mode == FIND_ONLY:
+            slot = i64(-1)
+        else:
             if scored:
                 show = 1.0 if shows == 0 else f64(floats(shows)[places[i]])
                 score = score_of(table, show, 0.0 if clicks == 0 else f64(floats(clicks)[places[i]]))
-            slot = call_admit(header[ADMIT], table, sub, wanted[i], at, mode, score, nonce)
+            waiting = i64(0) if slot == EMPTY else at
+            slot = call_admit(header[ADMIT], table, sub, h, waiting, mode, score, nonce)
             if slot == -2:
                 return i64(1)
+            index, capacity, chunks = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS])
         found[i] = slot
-        if slot >= 0:
-            row = row_at(table, sub, slot & LOW32)
-            for line in range(row, row + line_bytes, 64):
-                prefetch(line)
     return i64(0)

@@ -18,7 +18,6 @@ from fleet.ps._kernels import (
     fill_bytes,
     i32,
     i64,
-    none,
     part,
     place_of,
     release,
@@ -94,22 +93,3 @@ def insert_entry(sub, h, meta):
         at = place_entry(shard[INDEX], shard[CAPACITY], shard[LENGTH], h, meta)
     shard[NUM_ENTRIES] += 1
     return at
-
-
-@part(none(i64, i64))
-def erase_entry(sub, at):
-    """Removes the entry at address ``at``; later entries of its run move towards their places."""
-    shard = words(sub)
-    hole, scan = at, at + 16
-    while True:
-        entry = words(scan)
-        if (entry[1] & LOW32) == EMPTY:
-            break
-        home = shard[INDEX] + 16 * ((place_of(entry[0]) * shard[CAPACITY]) >> 32)
-        if home <= hole:
-            words(hole)[0] = entry[0]
-            words(hole)[1] = entry[1]
-            hole = scan
-        scan += 16
-    words(hole)[1] = -1
-    shard[NUM_ENTRIES] -= 1

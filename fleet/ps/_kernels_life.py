@@ -35,7 +35,6 @@ from fleet.ps._kernels_index import grow
 FIRST_CAPACITY = 32
 
 
-
 @kernel
 def open_table(table):
     """Creates the locks and empty indexes of a table whose header is filled in; returns 1 without memory."""

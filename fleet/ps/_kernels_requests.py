@@ -43,19 +43,17 @@ from fleet.ps._kernels import (
     kernel,
     lock_mutex,
     none,
-    octets,
     part,
     uints,
     unlock_mutex,
     words,
 )
-from fleet.ps._kernels_find import HASHES, order_in, rows_in, score_of, slots_in
+from fleet.ps._kernels_find import HASHES, SMALL_BATCH, order_in, rows_in, score_of, slots_in
 from fleet.ps._kernels_index import find
-from fleet.ps._kernels_rows import ADD, COUNT, CREATE, FIND_ONLY, initialise_block, row_at, statistics_at
+from fleet.ps._kernels_rows import COUNT, CREATE, FIND_ONLY, initialise_block, row_at, statistics_at
 
-_LINES_BYTES = 512
+LINE_BYTES = 512
 _EMBEDX_BIT = -(2**63)
-
 
 
 @part(none(i64, i64, i64, i64, i64, i64))
@@ -78,24 +76,69 @@ def copy_out(table, sub, order, n, slots, out):
             target[j] = source[j]
 
 
+@part(i64(i64))
+def span_of(n):
+    """Returns how many sub-shards a request of ``n`` keys holds at a time.
+
+    A few keys each from one sub-shard after the other would wait for memory every time; eight at once overlap.
+    Locks are always taken upwards, so requests cannot wait for each other in a circle.
+    """
+    return i64(8) if n <= SMALL_BATCH else i64(1)
+
+
+@part(i64(i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64))
+def hold(table, scratch, n, first, mode, shows, clicks, nonce, line_bytes, data, data_bytes):
+    """Locks a span of sub-shards from ``first`` on and finds the rows of their keys; returns 1 without memory."""
+    header, bounds, status = words(table), words(scratch), i64(0)
+    hashes, order, slots = scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
+    for s in range(first, first + span_of(n)):
+        lo, m = bounds[s], bounds[s + 1] - bounds[s]
+        if m != 0:
+            sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+            lock_mutex(sub)
+            if status == 0:
+                status = call_find(
+                    header[FIND],
+                    table,
+                    sub,
+                    hashes + 8 * lo,
+                    order + 4 * lo,
+                    m,
+                    mode,
+                    shows,
+                    clicks,
+                    nonce,
+                    slots + 8 * lo,
+                    line_bytes,
+                    data,
+                    data_bytes,
+                )
+    return status
+
+
+@part(none(i64, i64, i64, i64))
+def let_go(table, scratch, n, first):
+    """Unlocks what :func:`hold` locked."""
+    for s in range(first, first + span_of(n)):
+        if words(scratch)[s + 1] != words(scratch)[s]:
+            unlock_mutex(words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s)
+
+
 @kernel
 def pull(table, keys, n, out, create, scratch):
     """Writes the pulled columns of each key to ``out``, zeros for a missing row."""
-    header, status = words(table), 0
+    header, bounds, status, first = words(table), words(scratch), 0, 0
     mode = i64(CREATE) if create != 0 and header[CREATE_ON_PULL] != 0 else i64(FIND_ONLY)
-    call_group(header[GROUP], keys, n, scratch)
-    bounds, hashes, order, slots = words(scratch), scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
-    line_bytes = min(4 * header[NUM_WEIGHTS], _LINES_BYTES)
-    for s in range(64):
-        lo, m = bounds[s], bounds[s + 1] - bounds[s]
-        if m != 0 and status == 0:
+    call_group(header[GROUP], table, keys, n, scratch)
+    line_bytes, out_bytes = min(4 * header[NUM_WEIGHTS], LINE_BYTES), 4 * (header[NUM_COUNTERS] + header[NUM_WEIGHTS])
+    while first < 64 and status == 0:
+        status = hold(table, scratch, n, first, mode, 0, 0, 0, line_bytes, out, out_bytes)
+        for s in range(first, first + span_of(n) if status == 0 else first):
+            lo, m = bounds[s], bounds[s + 1] - bounds[s]
             sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
-            lock_mutex(sub)
-            status = call_find(
-                header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, mode, 0, 0, 0, slots + 8 * lo, line_bytes)
-            if status == 0:
-                copy_out(table, sub, order + 4 * lo, m, slots + 8 * lo, out)
-            unlock_mutex(sub)
+            copy_out(table, sub, order_in(scratch, n) + 4 * lo, m, slots_in(scratch, n) + 8 * lo, out)
+        let_go(table, scratch, n, first)
+        first += span_of(n)
     return status
 
 
@@ -137,79 +180,45 @@ def update_block(table, sub, block, order, n, slots, rows, gradients, shows):
         present = slot >= 0 and (block == 0 or slot & HAS_EMBEDX != 0)
         words(rows)[i] = row_at(table, sub, slot & LOW32) if present else 0
     call_update(
-        place[UPDATE], rows, n, order, gradients, header[NUM_WEIGHTS],
-        shows if header[SCALES_BY_SHOW] != 0 else 0, place[COLUMN], place[WIDTH], place[STATE], place[PARAMS])
+        place[UPDATE],
+        rows,
+        n,
+        order,
+        gradients,
+        header[NUM_WEIGHTS],
+        shows if header[SCALES_BY_SHOW] != 0 else 0,
+        place[COLUMN],
+        place[WIDTH],
+        place[STATE],
+        place[PARAMS],
+    )
+
+
+@part(none(i64, i64, i64, i64, i64, i64, i64, i64))
+def push_shard(table, scratch, n, s, gradients, shows, clicks, features):
+    """Applies a push to the found rows of one sub-shard."""
+    header, lo = words(table), words(scratch)[s]
+    m, sub = words(scratch)[s + 1] - lo, header[SUB_SHARDS] + 8 * SUB_WORDS * s
+    order, slots = order_in(scratch, n) + 4 * lo, slots_in(scratch, n) + 8 * lo
+    if header[HAS_STATISTICS] != 0:
+        count_traffic(table, sub, order, m, slots, shows, clicks, features)
+    for block in range(header[NUM_BLOCKS]):
+        update_block(table, sub, block, order, m, slots, rows_in(scratch, n), gradients, shows)
+    if header[NUM_BLOCKS] == 2:
+        extend_rows(table, sub, scratch + 8 * (HASHES + lo), m, slots)
 
 
 @kernel
 def push(table, keys, n, gradients, shows, clicks, features, nonce, scratch):
     """Applies one gradient row per key."""
-    header, status = words(table), 0
-    call_group(header[GROUP], keys, n, scratch)
-    bounds, hashes, order, slots = words(scratch), scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
-    rows, line_bytes = rows_in(scratch, n), min(header[ROW_BYTES], _LINES_BYTES)
-    for s in range(64):
-        lo, m = bounds[s], bounds[s + 1] - bounds[s]
-        if m == 0 or status != 0:
-            continue
-        sub, places, group_slots = header[SUB_SHARDS] + 8 * SUB_WORDS * s, order + 4 * lo, slots + 8 * lo
-        lock_mutex(sub)
-        status = call_find(
-            header[FIND], table, sub, hashes + 8 * lo, places, m, COUNT, shows, clicks, nonce, group_slots, line_bytes)
-        if status == 0:
-            if header[HAS_STATISTICS] != 0:
-                count_traffic(table, sub, places, m, group_slots, shows, clicks, features)
-            for block in range(header[NUM_BLOCKS]):
-                update_block(table, sub, block, places, m, group_slots, rows, gradients, shows)
-            if header[NUM_BLOCKS] == 2:
-                extend_rows(table, sub, hashes + 8 * lo, m, group_slots)
-        unlock_mutex(sub)
+    header, status, first = words(table), 0, 0
+    call_group(header[GROUP], table, keys, n, scratch)
+    line_bytes, data_bytes = min(header[ROW_BYTES], LINE_BYTES), 4 * header[NUM_WEIGHTS]
+    while first < 64 and status == 0:
+        status = hold(table, scratch, n, first, COUNT, shows, clicks, nonce, line_bytes, gradients, data_bytes)
+        for s in range(first, first + span_of(n) if status == 0 else first):
+            if words(scratch)[s + 1] != words(scratch)[s]:
+                push_shard(table, scratch, n, s, gradients, shows, clicks, features)
+        let_go(table, scratch, n, first)
+        first += span_of(n)
     return status
-
-
-@kernel
-def add(table, keys, n, deltas, nonce, scratch):
-    """Adds one row of deltas per key to the weights."""
-    header, status = words(table), 0
-    width = header[NUM_WEIGHTS]
-    call_group(header[GROUP], keys, n, scratch)
-    bounds, hashes, order, slots = words(scratch), scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
-    for s in range(64):
-        lo, m = bounds[s], bounds[s + 1] - bounds[s]
-        if m == 0 or status != 0:
-            continue
-        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
-        lock_mutex(sub)
-        status = call_find(
-            header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, ADD, 0, 0, nonce, slots + 8 * lo,
-            min(4 * width, _LINES_BYTES))
-        for i in range(lo, lo + m if status == 0 else lo):
-            slot = words(slots)[i]
-            if slot >= 0:
-                weights = floats(row_at(table, sub, slot & LOW32))
-                delta = floats(deltas + 4 * i64(ints(order)[i]) * width)
-                for j in range(width):
-                    weights[j] += delta[j]
-                if slot & HAS_EMBEDX == 0:
-                    words(find(sub, words(hashes)[i]))[1] |= i64(_EMBEDX_BIT)
-        unlock_mutex(sub)
-    return status
-
-
-@kernel
-def contains(table, keys, n, out, scratch):
-    """Writes 1 for each key that has a row, 0 for the others."""
-    header = words(table)
-    call_group(header[GROUP], keys, n, scratch)
-    bounds, hashes, order, slots = words(scratch), scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
-    for s in range(64):
-        lo, m = bounds[s], bounds[s + 1] - bounds[s]
-        if m != 0:
-            sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
-            lock_mutex(sub)
-            call_find(
-                header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, FIND_ONLY, 0, 0, 0, slots + 8 * lo, 0)
-            unlock_mutex(sub)
-    for i in range(n):
-        octets(out)[ints(order)[i]] = words(slots)[i] >= 0
-    return 0

@@ -64,7 +64,6 @@ from fleet.ps._kernels import (
     none,
     part,
     release,
-    u32,
     uints,
     unlock_mutex,
     unmix,
@@ -159,15 +158,6 @@ def new_slot(table, sub):
     shard[NEXT_SLOT] += 1
     shard[NUM_ROWS] += 1
     return slot
-
-
-@part(none(i64, i64, i64))
-def free_slot(table, sub, slot):
-    """Gives the slot back."""
-    shard = words(sub)
-    uints(row_at(table, sub, slot))[0] = u32(shard[FREE_SLOT])
-    shard[FREE_SLOT] = slot + 1
-    shard[NUM_ROWS] -= 1
 
 
 @part(none(i64, i64, i64, i64))

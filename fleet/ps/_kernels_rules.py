@@ -4,7 +4,7 @@
 All arguments are int64. ``rows`` points to ``n`` row addresses (0 is skipped); row i takes the gradient at line
 ``order[i]`` of ``gradients`` (``stride`` floats a line) and columns ``column`` to ``column + width``; its state
 starts at float ``state``. ``shows`` points to float32 or is 0. ``params`` points to float64, see
-:func:`rule_parameters`. Formulas: :mod:`fleet.ps._rules`; twins: :mod:`fleet.ps._reference_rules`.
+:mod:`fleet.ps._rule_parameters`. Formulas: :mod:`fleet.ps._rules`; twins: :mod:`fleet.ps._reference_rules`.
 
 A rule is compiled when the first table uses it; kernels call it by address.
 """
@@ -14,50 +14,51 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
-from fleet.ps._kernels import UPDATE_ARGUMENTS, c_function, doubles, f32, f64, floats, i64, ints, none, part, words
+from fleet.ps._kernels import (
+    UPDATE_ARGUMENTS,
+    c_function,
+    doubles,
+    f32,
+    f64,
+    floats,
+    i64,
+    ints,
+    none,
+    small_part,
+    words,
+)
+from fleet.ps._rule_parameters import (
+    BETA_1,
+    BETA_2,
+    CORRECTIONS,
+    EPSILON,
+    INITIAL_G2SUM,
+    LEARNING_RATE,
+    LOWER,
+    NESTEROV,
+    NUM_CORRECTIONS,
+    SHOW_SCALE,
+    UPPER,
+    WEIGHT_DECAY,
+)
 from fleet.ps._rules import Rule
 
-LEARNING_RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, INITIAL_G2SUM = 0, 1, 2, 3, 4, 5
-LOWER, UPPER, SHOW_SCALE, NESTEROV, NUM_CORRECTIONS, CORRECTIONS = 6, 7, 8, 9, 10, 16
-# Adam's bias corrections stand ready for this many steps; later ones are worked out per row.
-CORRECTED_STEPS = 16384
 _SIGNATURE = none(*UPDATE_ARGUMENTS)
 _PLAIN: dict[str, Any] = {}
 # Sums over a row may be added in any order, or they would not be vectorised.
 _SUMMING: dict[str, Any] = {"fastmath": {"reassoc", "nsz"}}
 
 
-def rule_parameters(rule: Rule) -> npt.NDArray[np.float64]:
-    """Returns the numbers that the rule's kernel reads."""
-    adam = rule.name in ("adam", "shared_adam")
-    params = np.zeros(CORRECTIONS + (2 * (CORRECTED_STEPS + 1) if adam else 0))
-    params[LEARNING_RATE] = rule.get("learning_rate")
-    params[BETA_1], params[BETA_2] = rule.get("momentum", rule.get("beta1")), rule.get("beta2")
-    params[EPSILON], params[WEIGHT_DECAY] = rule.get("epsilon"), rule.get("weight_decay")
-    params[INITIAL_G2SUM], params[SHOW_SCALE] = rule.get("initial_g2sum"), rule.get("show_scale")
-    params[LOWER], params[UPPER] = rule.get("lower_bound", -np.inf), rule.get("upper_bound", np.inf)
-    params[NESTEROV] = rule.get("nesterov")
-    if adam:
-        steps = np.arange(1, CORRECTED_STEPS + 1, dtype=np.float64)
-        params[NUM_CORRECTIONS] = CORRECTED_STEPS
-        params[CORRECTIONS + 2 :: 2] = 1.0 / (1.0 - rule["beta1"] ** steps)
-        params[CORRECTIONS + 3 :: 2] = 1.0 / np.sqrt(1.0 - rule["beta2"] ** steps)
-    return params
-
-
-@part(f32(f32, f32, f32))
+@small_part
 def clamped(value, lower, upper):
     """Returns ``value`` inside the bounds; not-a-number stays."""
     value = lower if value < lower else value
     return upper if value > upper else value
 
 
-@part(f32(i64, i64, i64))
+@small_part
 def show_of(shows, place, params):
     """Returns what a gradient is divided by: its shows, or 1 where there are none or scaling is off."""
     if shows == 0 or doubles(params)[SHOW_SCALE] == 0.0:
@@ -66,7 +67,7 @@ def show_of(shows, place, params):
     return show if show > f32(0) else f32(1)
 
 
-@part(f32(i64, f32))
+@small_part
 def correction_1(params, step):
     """Returns lr / (1 - beta1^step)."""
     p = doubles(params)
@@ -75,7 +76,7 @@ def correction_1(params, step):
     return f32(p[LEARNING_RATE] / (1.0 - p[BETA_1] ** f64(step)))
 
 
-@part(f32(i64, f32))
+@small_part
 def correction_2(params, step):
     """Returns 1 / sqrt(1 - beta2^step)."""
     p = doubles(params)
@@ -262,6 +263,11 @@ _FUNCTIONS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 def _compiled(name: str) -> Any:
     function, options = _FUNCTIONS[name]
     return c_function(_SIGNATURE, **options)(function)
+
+
+def update_function(name: str) -> Callable[..., None]:
+    """Returns the rule's compiled function as one that Python can call, with ten whole numbers."""
+    return cast(Callable[..., None], _compiled(name).ctypes)
 
 
 def update_address(rule: Rule) -> int:

@@ -12,11 +12,14 @@ from fleet.ps._kernels import (
     DAY,
     EMPTY,
     FIND,
+    FREE_SLOT,
     GROUP,
     HAS_STATISTICS,
     INDEX,
     LENGTH,
     LOW32,
+    NUM_ENTRIES,
+    NUM_ROWS,
     PENDING,
     ROW_BYTES,
     STATISTICS_BYTES,
@@ -38,13 +41,43 @@ from fleet.ps._kernels import (
     none,
     part,
     place_of,
+    u32,
+    uints,
     unlock_mutex,
     unmix,
     words,
 )
 from fleet.ps._kernels_find import HASHES, order_in, score_of, slots_in
-from fleet.ps._kernels_index import erase_entry, find, insert_entry
-from fleet.ps._kernels_rows import FIND_ONLY, free_slot, new_slot, row_at, statistics_at
+from fleet.ps._kernels_index import find, insert_entry
+from fleet.ps._kernels_rows import FIND_ONLY, new_slot, row_at, statistics_at
+
+
+@part(none(i64, i64))
+def erase_entry(sub, at):
+    """Removes the entry at address ``at``; later entries of its run move towards their places."""
+    shard = words(sub)
+    hole, scan = at, at + 16
+    while True:
+        entry = words(scan)
+        if (entry[1] & LOW32) == EMPTY:
+            break
+        home = shard[INDEX] + 16 * ((place_of(entry[0]) * shard[CAPACITY]) >> 32)
+        if home <= hole:
+            words(hole)[0] = entry[0]
+            words(hole)[1] = entry[1]
+            hole = scan
+        scan += 16
+    words(hole)[1] = -1
+    shard[NUM_ENTRIES] -= 1
+
+
+@part(none(i64, i64, i64))
+def free_slot(table, sub, slot):
+    """Gives the slot back."""
+    shard = words(sub)
+    uints(row_at(table, sub, slot))[0] = u32(shard[FREE_SLOT])
+    shard[FREE_SLOT] = slot + 1
+    shard[NUM_ROWS] -= 1
 
 
 @part(none(i64, i64, i64))
@@ -117,7 +150,7 @@ def insert_row(table, sub, h, meta, values, statistics):
 def insert_rows(table, n, keys, metas, values, statistics, scratch):
     """Puts rows in, over those of the same keys; returns 1 without memory."""
     header = words(table)
-    call_group(header[GROUP], keys, n, scratch)
+    call_group(header[GROUP], table, keys, n, scratch)
     bounds, hashes, order = words(scratch), scratch + 8 * HASHES, order_in(scratch, n)
     for s in range(64):
         sub, status = header[SUB_SHARDS] + 8 * SUB_WORDS * s, 0
@@ -125,8 +158,13 @@ def insert_rows(table, n, keys, metas, values, statistics, scratch):
         for i in range(bounds[s], bounds[s + 1]):
             place = i64(ints(order)[i])
             status |= insert_row(
-                table, sub, words(hashes)[i], words(metas)[place], values + place * header[ROW_BYTES],
-                statistics + place * STATISTICS_BYTES)
+                table,
+                sub,
+                words(hashes)[i],
+                words(metas)[place],
+                values + place * header[ROW_BYTES],
+                statistics + place * STATISTICS_BYTES,
+            )
         unlock_mutex(sub)
         if status != 0:
             return i64(1)
@@ -173,13 +211,15 @@ def shrink_rows(table, s, first, last, least, max_unseen_days, decay):
 def settle_rows(table, keys, n, delta_scores, scratch):
     """Takes ``delta_scores`` off the rows that still exist."""
     header = words(table)
-    call_group(header[GROUP], keys, n, scratch)
+    call_group(header[GROUP], table, keys, n, scratch)
     bounds, hashes, order, slots = words(scratch), scratch + 8 * HASHES, order_in(scratch, n), slots_in(scratch, n)
     for s in range(64):
         sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
         lock_mutex(sub)
         lo, m = bounds[s], bounds[s + 1] - bounds[s]
-        call_find(header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, FIND_ONLY, 0, 0, 0, slots + 8 * lo, 0)
+        call_find(
+            header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, FIND_ONLY, 0, 0, 0, slots + 8 * lo, 0, 0, 0
+        )
         for i in range(lo, lo + m):
             slot = words(slots)[i]
             if slot >= 0:

@@ -6,12 +6,12 @@ Safe for any number of threads: a table is 64 sub-shards with a lock each, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, PSError
 from fleet.ps._gate import Gate
 from fleet.ps._layout import Float32s, Int64s, RowLayout, SparseTableConfig
 from fleet.ps._reference_store import ReferenceStore, Window
@@ -61,8 +61,10 @@ class SparseTable:
         if out is None:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
-            raise ConfigError(f"pull from table {self.config.name!r}: out is {out.dtype} {out.shape}; it takes a "
-                              f"writable C-contiguous float32 array of shape {shape}.")
+            raise ConfigError(
+                f"pull from table {self.config.name!r}: out is {out.dtype} {out.shape}; it takes a "
+                f"writable C-contiguous float32 array of shape {shape}."
+            )
         self._store.pull(keys, out, create)
         return out
 
@@ -115,8 +117,10 @@ class SparseTable:
         """
         accessor = self.config.accessor
         if accessor is None and threshold is None and max_unseen_days is None:
-            raise ConfigError(f"shrink of table {self.config.name!r}: no threshold and no max_unseen_days, and the "
-                              "table has no accessor to take them from. Give one of the two.")
+            raise ConfigError(
+                f"shrink of table {self.config.name!r}: no threshold and no max_unseen_days, and the "
+                "table has no accessor to take them from. Give one of the two."
+            )
         if accessor is not None:
             threshold = accessor.delete_threshold if threshold is None else threshold
             max_unseen_days = accessor.delete_after_unseen_days if max_unseen_days is None else max_unseen_days
@@ -134,8 +138,9 @@ class SparseTable:
         self._store.clear()
 
     def close(self) -> None:
-        """Releases the memory; no thread may be using the table."""
+        """Releases the memory; no thread may be using the table, and every later call raises PSError."""
         self._store.close()
+        self._store = cast(ReferenceStore, _Closed(self.config.name))
 
     # -- walks ---------------------------------------------------------------------------------------------------
 
@@ -170,8 +175,9 @@ class SparseTable:
         """Puts rows into the table as they are, over those of the same keys (loading)."""
         shape = (len(block), self.layout.row_floats)
         if block.values.shape != shape:
-            raise ConfigError(f"insert into table {self.config.name!r}: rows are {block.values.shape}; the table "
-                              f"takes {shape}.")
+            raise ConfigError(
+                f"insert into table {self.config.name!r}: rows are {block.values.shape}; the table takes {shape}."
+            )
         self._store.insert(block)
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
@@ -203,16 +209,31 @@ class SparseTable:
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         if not 0.0 <= value < float("inf"):
-            raise ConfigError(f"table {self.config.name!r}: learning_rate is {value!r}; it must be finite and not "
-                              "negative.")
+            raise ConfigError(
+                f"table {self.config.name!r}: learning_rate is {value!r}; it must be finite and not negative."
+            )
         self._store.set_learning_rate(float(value))
         self._learning_rate = float(value)
 
     def _check(self, what: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: type) -> npt.NDArray[Any]:
         if array.dtype != dtype or array.shape != shape:
-            raise ConfigError(f"table {self.config.name!r}: {what} are {array.dtype} {array.shape}; they take "
-                              f"{np.dtype(dtype)} {shape}.")
+            raise ConfigError(
+                f"table {self.config.name!r}: {what} are {array.dtype} {array.shape}; they take "
+                f"{np.dtype(dtype)} {shape}."
+            )
         return np.ascontiguousarray(array)
+
+
+class _Closed:
+    """Stands where the store of a closed table was."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "close":
+            return lambda: None
+        raise PSError(f"table {self._name!r} is closed; no call can follow.")
 
 
 def _check_keys(what: str, keys: Int64s) -> Int64s:

@@ -26,11 +26,12 @@ from fleet.ps import DenseTable, DenseTableConfig, Rule
     ],
     ids=["sgd", "momentum", "adagrad", "adam"],
 )
-def test_follows_torch(rule: Rule, make: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
+def test_follows_torch(use_kernels: bool, rule: Rule, make: Callable[..., torch.optim.Optimizer]) -> None:
     """001-10, G15, G16: the user's optimizer, betas and epsilon, with the right step from the first push on."""
     rng = np.random.default_rng(0)
     start = rng.normal(size=33).astype(np.float32)
-    table = DenseTable(DenseTableConfig("d", 33, rule))
+    table = DenseTable(DenseTableConfig("d", 33, rule), use_kernels=use_kernels)
     table.set_values(start)
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = make([parameter])
@@ -84,9 +85,10 @@ def test_threads_lose_nothing() -> None:
     assert (table.pull() == -800).all()
 
 
-def test_learning_rate_and_state() -> None:
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
+def test_learning_rate_and_state(use_kernels: bool) -> None:
     """The rate may change; state goes out and in."""
-    table = DenseTable(DenseTableConfig("d", 2, Rule("momentum", {"learning_rate": 1.0})))
+    table = DenseTable(DenseTableConfig("d", 2, Rule("momentum", {"learning_rate": 1.0})), use_kernels=use_kernels)
     table.push(np.ones(2, np.float32))
     table.learning_rate = 0.5
     values, state = table.read_state()

@@ -21,8 +21,14 @@ TABLE = (
 
 def _run(code: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin", **variables}, timeout=60,
-        capture_output=True, text=True, check=True)
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **variables},
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
 
 
@@ -45,12 +51,22 @@ def test_without_numba_the_twins_stand_in(tmp_path: Path) -> None:
     np.testing.assert_allclose(float(without.split()[1]), float(with_kernels.split()[1]), rtol=1e-6)
 
 
+def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """A read-only install without a home: the kernels compile in memory instead of failing."""
+    code = (
+        "import numba.core.caching as c\n"
+        "c.CacheImpl._locator_classes = []\n"
+        "from fleet.ps._numba import cache_works; print(cache_works())\n" + TABLE
+    )
+    first, second = _run(code).splitlines()
+    assert first == "False"
+    assert second.startswith("KernelStore")
+
+
 @pytest.mark.slow
 def test_first_use_compiles_in_seconds(tmp_path: Path) -> None:
     """Kernels compile once, in a few seconds of processor time, and load from disk afterwards."""
-    code = (
-        "import time, numba; start = time.process_time()\n" + TABLE
-        + "\nprint(time.process_time() - start)")
+    code = "import time, numba; start = time.process_time()\n" + TABLE + "\nprint(time.process_time() - start)"
     cold, warm = (float(_run(code, NUMBA_CACHE_DIR=str(tmp_path)).splitlines()[-1]) for _ in range(2))
     # 3 s on a quiet machine; others' load inflates processor time.
     assert cold < 6

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.ps import (
     Accessor,
     CountFilterEntry,
@@ -237,6 +237,10 @@ def test_clear_and_use_again(use_kernels: bool) -> None:
     table.push(keys[:3], _ones(table, 3))
     assert rows_of(table)[0][5][0] == 1
     table.close()
+    table.close()
+    for call in (lambda: table.pull(keys), lambda: table.num_rows, table.keys, table.advance_day):
+        with pytest.raises(PSError, match="closed"):
+            call()
 
 
 def test_wrong_arrays_change_nothing(use_kernels: bool) -> None:

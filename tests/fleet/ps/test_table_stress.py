@@ -19,8 +19,10 @@ from tests.fleet.ps._tables import key_with_bits, rows_of
 EXACT = Rule("sgd", {"learning_rate": 1.0})
 ZERO = Initializer("constant", 0.0)
 # Places of one sub-shard that fall on few homes, at the start, at a window's edge and at the very end of the index.
-CROWDED = [key_with_bits((5 << 46) | (place << 14)) for place in (
-    *range(20), *range(2**31 - 12, 2**31 + 12), *range(2**32 - 24, 2**32))]
+CROWDED = [
+    key_with_bits((5 << 46) | (place << 14))
+    for place in (*range(20), *range(2**31 - 12, 2**31 + 12), *range(2**32 - 24, 2**32))
+]
 KEYS = st.lists(st.one_of(st.sampled_from(CROWDED), st.integers(-3000, 3000)), min_size=1, max_size=60, unique=True)
 
 
@@ -81,7 +83,8 @@ class TableAgainstDictionary(RuleBasedStateMachine):
 
 TestTableAgainstDictionary = TableAgainstDictionary.TestCase
 TestTableAgainstDictionary.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def test_growth_keeps_the_load() -> None:
@@ -146,6 +149,26 @@ def test_four_threads_give_the_serial_result() -> None:
         assert found[key][4] == tuple(row.tolist())
     total = sum(len(keys) for batches in work for keys, _ in batches)
     assert sum(row[5][0] for row in found.values()) == total
+
+
+def test_threads_on_one_row_wait_for_each_other() -> None:
+    """Without the lock of the sub-shard this loses updates at once, and new ids find a half-written index."""
+    table = SparseTable(SparseTableConfig("t", 4, EXACT, initializer=ZERO), use_kernels=True)
+    repeated, gradients = np.full(4000, 7), np.ones((4000, 4), np.float32)
+
+    def push(seed: int) -> None:
+        for round_ in range(60):
+            table.push(repeated, gradients)
+            table.pull(np.arange(200) * 4 + seed + 1000 * round_)
+
+    threads = [threading.Thread(target=push, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert table.pull(np.array([7])).tolist() == [[-4.0 * 60 * 4000] * 4]
+    assert table.num_rows == len(table.keys()) == len(
+        {7, *(i * 4 + seed + 1000 * r for i in range(200) for seed in range(4) for r in range(60))})
 
 
 @pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
