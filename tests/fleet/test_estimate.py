@@ -96,7 +96,7 @@ def test_recompute_keeps_less() -> None:
     one = 4096 * 64 * 4
     assert whole.activations_bytes == 20 * one  # batch, 18 results of ReLU, one of Linear
     # The batch, at most three results of recomputed modules, six of ReLU, one of Linear.
-    assert again.activations_bytes <= 11 * one
+    assert 8 * one < again.activations_bytes <= 11 * one
     assert again.not_modelled == ()
 
 
