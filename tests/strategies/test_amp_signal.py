@@ -83,10 +83,14 @@ def test_one_model_feeds_another() -> None:
     optimizers = [fleet.distributed_optimizer(sgd(net)) for net in nets]
     models = [fleet.distributed_model(net) for net in nets]
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
-    models[1](models[0](x)).square().mean().backward()
+    made = models[0](x)
+    terms = models[1](made).square().mean() + made.square().mean()  # both models, and the first one's result by itself
+    (terms + nets[0][0].weight.square().sum()).backward()
     with torch.autocast("cpu", dtype=torch.float16):
-        out = plain[1](plain[0](y))
-    out.float().square().mean().backward()
+        made = plain[0](y)
+        out = plain[1](made)
+    terms = out.float().square().mean() + made.float().square().mean()
+    (terms + plain[0][0].weight.square().sum()).backward()
     torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=5e-3)
     for mine, theirs in zip([*nets[0].parameters(), *nets[1].parameters()],
                             [*plain[0].parameters(), *plain[1].parameters()], strict=True):  # fmt: skip
