@@ -29,7 +29,29 @@ USUAL_FUNCTION_LINES = 40
 MAX_LONG_FUNCTIONS = 8
 
 # Modules whose tests stand in another module's test file, and where.
-TESTED_ELSEWHERE: dict[str, str] = {}
+TESTED_ELSEWHERE: dict[str, str] = {
+    "fleet/_sharding_calls.py": "tests/strategies/test_sharding_company.py",
+    "fleet/group_sharded.py": "tests/strategies/test_sharding_company.py",
+    "fleet/ps/_ids.py": "tests/fleet/ps/test_partition.py",
+    "fleet/ps/_kernel_store.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_kernels_draws.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_kernels_find.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_kernels_ids.py": "tests/fleet/ps/test_partition.py",
+    "fleet/ps/_kernels_index.py": "tests/fleet/ps/test_table_stress.py",
+    "fleet/ps/_kernels_requests.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_kernels_rows.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_kernels_rules.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_kernels_walks.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_manifest.py": "tests/fleet/ps/test_files.py",
+    "fleet/ps/_numba.py": "tests/fleet/ps/test_kernels_cost.py",
+    "fleet/ps/_reference_rules.py": "tests/fleet/ps/test_rules.py",
+    "fleet/ps/_reference_store.py": "tests/fleet/ps/test_twins.py",
+    "fleet/ps/_row_file.py": "tests/fleet/ps/test_files.py",
+    "fleet/ps/_rows.py": "tests/fleet/ps/test_sparse_table.py",
+    "strategies/_merging.py": "tests/strategies/test_gradient_merge.py",
+    "strategies/_sharding_model.py": "tests/strategies/test_sharding.py",
+    "strategies/_sharding_optimizer.py": "tests/strategies/test_sharding.py",
+}
 
 # Python files that hold characters outside ASCII because they are the data.
 NOT_ASCII: set[str] = set()

@@ -12,7 +12,7 @@ from torch import nn
 
 import fleet
 from fleet.errors import OptionWarning
-from tests.helpers.workers import run_workers
+from tests.helpers.workers import free_ports, run_workers, worker_environment
 
 
 def queries(rank: int, world_size: int) -> dict[str, Any]:
@@ -150,56 +150,27 @@ def test_basic_form() -> None:
     assert first["names"] == ["weight", "bias"]
 
 
+def of_another_starter(starter: str, rank: int) -> dict[str, object]:
+    """Returns what ``starter`` tells worker ``rank`` of 2 on one node."""
+    if starter == "torch variables":
+        return {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    if starter == "mpirun":
+        mpi = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+        return {f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}
+    step = {"PROCID": rank, "LOCALID": rank, "NTASKS": 2, "JOB_ID": 7, "STEP_ID": 0}
+    step |= {"STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": 2}
+    return {**{f"SLURM_{name}": value for name, value in step.items()}, "SLURM_STEP_NODELIST": "localhost"}
+
+
 @pytest.mark.parametrize("starter", ["torch variables", "mpirun", "srun"])
 def test_other_starters(starter: str) -> None:
     """Issue part 2: the same script under torchrun-like variables, mpirun and srun."""
-    from tests.helpers.workers import free_ports
-
     (port,) = free_ports(1)
-    removed = {
-        name: None
-        for name in (
-            "PADDLE_TRAINER_ID",
-            "PADDLE_TRAINERS_NUM",
-            "PADDLE_TRAINER_ENDPOINTS",
-            "PADDLE_CURRENT_ENDPOINT",
-            "PADDLE_MASTER",
-            "PADDLE_RANK_IN_NODE",
-            "PADDLE_LOCAL_RANK",
-            "PADDLE_LOCAL_SIZE",
-            "PADDLE_GLOBAL_RANK",
-            "PADDLE_GLOBAL_SIZE",
-            "PADDLE_NNODES",
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-        )
-    }
+    removed = dict.fromkeys(name for name in worker_environment(0, 2, [1, 2, 3]) if not name.startswith("GLOO"))
 
     def variables(rank: int) -> dict[str, str | None]:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        own = {
-            "torch variables": {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2},
-            "mpirun": {
-                "OMPI_COMM_WORLD_RANK": rank,
-                "OMPI_COMM_WORLD_SIZE": 2,
-                "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-                "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
-            },
-            "srun": {
-                "SLURM_PROCID": rank,
-                "SLURM_NTASKS": 2,
-                "SLURM_LOCALID": rank,
-                "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_JOB_ID": 7,
-                "SLURM_STEP_ID": 0,
-                "SLURM_STEP_NUM_TASKS": 2,
-                "SLURM_STEP_TASKS_PER_NODE": "2",
-            },
-        }[starter]
-        return {**removed, **meeting, **{name: str(value) for name, value in own.items()}}
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **of_another_starter(starter, rank)}
+        return {**removed, **{name: str(value) for name, value in own.items()}}
 
     first, second = run_workers(queries, 2, backend=None, environment=variables)
     assert (first["rank"][0], second["rank"][0], first["rank"][2]) == (0, 1, 2)

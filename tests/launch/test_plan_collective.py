@@ -16,72 +16,45 @@ def test_two_workers_on_one_node() -> None:
     config = read("--gpus=0,1", num_gpus=2)
     first, second = plan(config)
     env = second.environment
-    assert {
-        k: env[k]
-        for k in (
-            "PADDLE_TRAINER_ENDPOINTS",
-            "FLAGS_selected_gpus",
-            "PADDLE_TRAINER_ID",
-            "PADDLE_TRAINERS_NUM",
-            "PADDLE_CURRENT_ENDPOINT",
-        )
-    } == {
-        "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:7000,127.0.0.1:7001",
-        "FLAGS_selected_gpus": "1",
-        "PADDLE_TRAINER_ID": "1",
-        "PADDLE_TRAINERS_NUM": "2",
-        "PADDLE_CURRENT_ENDPOINT": "127.0.0.1:7001",
-    }
-    assert {
-        k: env[k]
-        for k in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "TORCHELASTIC_RESTART_COUNT",
-        )
-    } == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "7900",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    assert {
-        k: env[k]
-        for k in (
-            "PADDLE_MASTER",
-            "PADDLE_GLOBAL_RANK",
-            "PADDLE_GLOBAL_SIZE",
-            "PADDLE_LOCAL_RANK",
-            "PADDLE_LOCAL_SIZE",
-            "PADDLE_RANK_IN_NODE",
-            "PADDLE_NNODES",
-            "PADDLE_DISTRI_BACKEND",
-            "PADDLE_AUTO_CLUSTER",
-            "PADDLE_LOCAL_DEVICE_IDS",
-            "PADDLE_WORLD_DEVICE_IDS",
-        )
-    } == {
-        "PADDLE_MASTER": "127.0.0.1:7900",
-        "PADDLE_GLOBAL_RANK": "1",
-        "PADDLE_GLOBAL_SIZE": "2",
-        "PADDLE_LOCAL_RANK": "1",
-        "PADDLE_LOCAL_SIZE": "2",
-        "PADDLE_RANK_IN_NODE": "1",
-        "PADDLE_NNODES": "1",
-        "PADDLE_DISTRI_BACKEND": "nccl",
-        "PADDLE_AUTO_CLUSTER": "0",
-        "PADDLE_LOCAL_DEVICE_IDS": "1",
-        "PADDLE_WORLD_DEVICE_IDS": "0,1",
-    }
+    assert (
+        env.items()
+        >= {
+            "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:7000,127.0.0.1:7001",
+            "FLAGS_selected_gpus": "1",
+            "PADDLE_TRAINER_ID": "1",
+            "PADDLE_TRAINERS_NUM": "2",
+            "PADDLE_CURRENT_ENDPOINT": "127.0.0.1:7001",
+        }.items()
+    )
+    assert (
+        env.items()
+        >= {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "7900",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }.items()
+    )
+    assert (
+        env.items()
+        >= {
+            "PADDLE_MASTER": "127.0.0.1:7900",
+            "PADDLE_GLOBAL_RANK": "1",
+            "PADDLE_GLOBAL_SIZE": "2",
+            "PADDLE_LOCAL_RANK": "1",
+            "PADDLE_LOCAL_SIZE": "2",
+            "PADDLE_RANK_IN_NODE": "1",
+            "PADDLE_NNODES": "1",
+            "PADDLE_DISTRI_BACKEND": "nccl",
+            "PADDLE_AUTO_CLUSTER": "0",
+            "PADDLE_LOCAL_DEVICE_IDS": "1",
+            "PADDLE_WORLD_DEVICE_IDS": "0,1",
+        }.items()
+    )
     assert (first.echo, second.echo) == (True, False)
     assert env["POD_NAME"] == config.pod_name
     for absent in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_USE_AGENT_STORE", "TRAINING_ROLE", "POD_IP"):
