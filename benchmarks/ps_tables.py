@@ -54,8 +54,10 @@ def main() -> None:
         for ids in ("zipf", "uniform"):
             _report(table, rows, ids, fill, arguments.rounds)
         table.close()
-    print(f"study, 10 M rows, zipf: pull {STUDY['pull']} and push {STUDY['push']} M rows/s beside a loop of "
-          f"{STUDY['loop']}, shares {STUDY['pull'] / STUDY['loop']:.2f} and {STUDY['push'] / STUDY['loop']:.2f}")
+    print(
+        f"study, 10 M rows, zipf: pull {STUDY['pull']} and push {STUDY['push']} M rows/s beside a loop of "
+        f"{STUDY['loop']}, shares {STUDY['pull'] / STUDY['loop']:.2f} and {STUDY['push'] / STUDY['loop']:.2f}"
+    )
 
 
 def _fill(table: SparseTable, rows: int) -> float:

@@ -85,15 +85,17 @@ class Accessor:
         if self.kind in _REFUSED:
             raise UnsupportedOptionError(f"the accessor {self.kind!r} is refused: {_REFUSED[self.kind]}.")
         if self.kind not in KINDS:
-            raise ConfigError(f"the accessor {self.kind!r} does not exist; one of {list(KINDS)}."
-                              + did_you_mean(self.kind, KINDS))
+            raise ConfigError(
+                f"the accessor {self.kind!r} does not exist; one of {list(KINDS)}." + did_you_mean(self.kind, KINDS)
+            )
         for name in DOCUMENTED:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"accessor: {name} is {value!r}; it takes a finite number.")
         if not 0.0 <= self.show_click_decay_rate <= 1.0:
-            raise ConfigError(f"accessor: show_click_decay_rate is {self.show_click_decay_rate!r}; it must lie in "
-                              "[0, 1].")
+            raise ConfigError(
+                f"accessor: show_click_decay_rate is {self.show_click_decay_rate!r}; it must lie in [0, 1]."
+            )
 
     @property
     def pulls_counters(self) -> bool:
@@ -111,8 +113,9 @@ class Accessor:
         if dim < least:
             raise ConfigError(f"dim is {dim!r}; {self.kind} pulls at least {least} columns.")
         if embedx_dim is not None and embedx_dim != dim - least:
-            raise ConfigError(f"embedx_dim is {embedx_dim!r}; {self.kind} with dim {dim} has {dim - least} embedx "
-                              "columns.")
+            raise ConfigError(
+                f"embedx_dim is {embedx_dim!r}; {self.kind} with dim {dim} has {dim - least} embedx columns."
+            )
 
 
 def documented_accessor(kind: str = "SparseAccessor", **parameters: Any) -> Accessor:
@@ -125,8 +128,9 @@ def documented_accessor(kind: str = "SparseAccessor", **parameters: Any) -> Acce
     known = [f.name for f in fields(Accessor) if f.name != "kind"]
     for name in parameters:
         if name not in known:
-            raise ConfigError(f"the accessor parameter {name!r} does not exist; one of {known}."
-                              + did_you_mean(name, known))
+            raise ConfigError(
+                f"the accessor parameter {name!r} does not exist; one of {known}." + did_you_mean(name, known)
+            )
     return Accessor(kind, **{**DOCUMENTED, **parameters})
 
 

@@ -136,7 +136,8 @@ class DenseTable:
         size, rows, order = self.config.size, np.array([_address(self._row)]), np.zeros(1, np.int32)
         # A C function called through ctypes runs without the GIL.
         update_function(self._rule.name)(
-            _address(rows), 1, _address(order), _address(gradient), size, 0, 0, size, size, _address(self._params))
+            _address(rows), 1, _address(order), _address(gradient), size, 0, 0, size, size, _address(self._params)
+        )
 
     def _push_d2sum(self, g: Float32s) -> None:
         velocity, squares, decay = self._state.reshape(3, -1)

@@ -57,16 +57,26 @@ class Saved:
 def check_save_mode(mode: int, config: SparseTableConfig | None = None) -> None:
     """Raises ConfigError unless ``mode`` is 0 to 3 and the table keeps what the mode selects by."""
     if mode not in SAVE_MODES or isinstance(mode, bool):
-        raise ConfigError(f"save mode {mode!r} is not offered; 0 all, 1 delta, 2 base or 3 batch model. (4 and 5 "
-                          "belong to the cache of GPU tables.)")
+        raise ConfigError(
+            f"save mode {mode!r} is not offered; 0 all, 1 delta, 2 base or 3 batch model. (4 and 5 "
+            "belong to the cache of GPU tables.)"
+        )
     if config is not None and mode in (1, 2) and config.accessor is None:
-        raise ConfigError(f"save mode {mode} selects rows of table {config.name!r} by their score, and the table has "
-                          "no accessor to keep one. Use mode 0, or give the table an accessor.")
+        raise ConfigError(
+            f"save mode {mode} selects rows of table {config.name!r} by their score, and the table has "
+            "no accessor to keep one. Use mode 0, or give the table an accessor."
+        )
 
 
 def save_table(
-    table: SparseTable, dirname: str | Path, *, mode: int = 0, server: int = 0, num_servers: int = 1,
-    save_id: str = "", stamp: Callable[[], int] | None = None,
+    table: SparseTable,
+    dirname: str | Path,
+    *,
+    mode: int = 0,
+    server: int = 0,
+    num_servers: int = 1,
+    save_id: str = "",
+    stamp: Callable[[], int] | None = None,
 ) -> Saved:
     """Writes this server's part of a sparse table; pulls and pushes may go on meanwhile.
 
@@ -92,8 +102,9 @@ def save_table(
         for block in table.blocks(stamp=stamp):
             writer.add(_selected(table.config, block, mode))
         extents, rows, num_bytes = writer.finish()
-    manifest = Manifest("sparse", dict(table.config.as_dict()), server, num_servers, save_id, mode, path.name,
-                        num_bytes, rows, extents)
+    manifest = Manifest(
+        "sparse", dict(table.config.as_dict()), server, num_servers, save_id, mode, path.name, num_bytes, rows, extents
+    )
     _publish_part(folder, manifest)
     if mode in (1, 2):
         for block in _blocks_of(folder, manifest, None):
@@ -221,8 +232,10 @@ def _blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None) -> 
                 rows += len(block)
                 yield block
             if rows != extent.rows:
-                raise CheckpointError(f"{path}: {rows} rows at byte {extent.offset}; the manifest says {extent.rows}. "
-                                      "The file is damaged; load another checkpoint.")
+                raise CheckpointError(
+                    f"{path}: {rows} rows at byte {extent.offset}; the manifest says {extent.rows}. "
+                    "The file is damaged; load another checkpoint."
+                )
 
 
 def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
@@ -234,16 +247,26 @@ def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
         if key != "dim":
             have, want = (have or {}).get("name"), (want or {}).get("name")
         if have != want:
-            raise CheckpointError(f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
-                                  "another shape cannot be loaded.")
+            raise CheckpointError(
+                f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
+                "another shape cannot be loaded."
+            )
     if (part.config.get("accessor") or {}).get("kind") != (wanted["accessor"] or {}).get("kind"):
-        raise CheckpointError(f"{path}: saved with accessor {part.config.get('accessor')!r}; table {config.name!r} "
-                              f"has {wanted['accessor']!r}.")
+        raise CheckpointError(
+            f"{path}: saved with accessor {part.config.get('accessor')!r}; table {config.name!r} "
+            f"has {wanted['accessor']!r}."
+        )
 
 
 def save_dense(
-    table: DenseTable, dirname: str | Path, *, start: int = 0, total: int | None = None, server: int = 0,
-    num_servers: int = 1, save_id: str = "",
+    table: DenseTable,
+    dirname: str | Path,
+    *,
+    start: int = 0,
+    total: int | None = None,
+    server: int = 0,
+    num_servers: int = 1,
+    save_id: str = "",
 ) -> Saved:
     """Writes this server's elements ``start`` on of ``total``, with the state of their rule, as one moment saw them."""
     values, state = table.read_state()
@@ -252,8 +275,13 @@ def save_dense(
     data = values.astype("<f4").tobytes() + state.astype("<f4").tobytes()
     with temporary_file(path) as file:
         file.write(data)
-    config = {"name": table.config.name, "rule": table.config.rule.name, "start": start, "crc32": zlib.crc32(data),
-              "total": table.config.size if total is None else total}
+    config = {
+        "name": table.config.name,
+        "rule": table.config.rule.name,
+        "start": start,
+        "crc32": zlib.crc32(data),
+        "total": table.config.size if total is None else total,
+    }
     _publish_part(folder, Manifest("dense", config, server, num_servers, save_id, 0, path.name, len(data), len(values)))
     return Saved(len(values), len(data), path)
 
@@ -275,7 +303,8 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
         if part.kind != "dense" or part.config["rule"] != rule.name or part.config["total"] != total:
             raise CheckpointError(
                 f"{manifest_path(folder, part.server)}: a {part.kind} table of {part.config.get('total')} elements "
-                f"under rule {part.config.get('rule')!r}; {table.config.name!r} has {total} under {rule.name!r}.")
+                f"under rule {part.config.get('rule')!r}; {table.config.name!r} has {total} under {rule.name!r}."
+            )
         saved, extra = _dense_of(folder, part, per_dim, len(state))
         first = max(start, part.config["start"])
         last = min(start + size, part.config["start"] + part.rows)
@@ -289,8 +318,9 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
 def _dense_of(folder: Path, part: Manifest, per_dim: int, per_row: int) -> tuple[Float32s, Float32s]:
     data = (folder / part.data).read_bytes()
     if zlib.crc32(data) != part.config["crc32"] or len(data) != 4 * ((1 + per_dim) * part.rows + per_row):
-        raise CheckpointError(f"{folder / part.data}: the checksum or the size is wrong. The file is damaged; load "
-                              "another checkpoint.")
+        raise CheckpointError(
+            f"{folder / part.data}: the checksum or the size is wrong. The file is damaged; load another checkpoint."
+        )
     array = np.frombuffer(data, "<f4").astype(np.float32)
     split = (1 + per_dim) * part.rows
     return array[:split].reshape(1 + per_dim, part.rows), array[split:]

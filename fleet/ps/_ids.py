@@ -52,7 +52,8 @@ class UniqueKeys:
         keys = np.ascontiguousarray(keys)
         unique, inverse = np.empty(n, np.int64), np.empty(n, np.int32)
         count = kernels.unique_keys(
-            _address(keys), n, _address(self._seen), self._bits, self._generation, _address(unique), _address(inverse))
+            _address(keys), n, _address(self._seen), self._bits, self._generation, _address(unique), _address(inverse)
+        )
         return unique[:count], inverse
 
 
@@ -75,7 +76,8 @@ def merge_gradients(
     gradients, inverse = np.ascontiguousarray(gradients), np.ascontiguousarray(inverse)
     out = np.empty((num_unique, gradients.shape[1]), np.float32)
     kernels.merge_rows(
-        _address(gradients), _address(inverse), len(gradients), gradients.shape[1], _address(out), num_unique)
+        _address(gradients), _address(inverse), len(gradients), gradients.shape[1], _address(out), num_unique
+    )
     return out
 
 
@@ -119,8 +121,14 @@ def split_keys(
     servers, order = np.empty(len(keys), np.int32), np.empty(len(keys), np.int32)
     bounds = np.empty(num_servers + 1, np.int64)
     kernels.split_keys(
-        _address(keys), len(keys), num_servers, int(routing == "modulo"), _address(servers), _address(order),
-        _address(bounds))
+        _address(keys),
+        len(keys),
+        num_servers,
+        int(routing == "modulo"),
+        _address(servers),
+        _address(order),
+        _address(bounds),
+    )
     return order, bounds
 
 
@@ -130,8 +138,10 @@ def _address(array: npt.NDArray[np.generic]) -> int:
 
 def _check_array(what: str, array: npt.NDArray[np.generic], dtype: type[np.generic], ndim: int) -> None:
     if array.dtype != dtype or array.ndim != ndim:
-        raise ConfigError(f"{what} are {array.dtype} {array.shape}; they take {np.dtype(dtype)} of {ndim} "
-                          f"dimension{'s' if ndim > 1 else ''}.")
+        raise ConfigError(
+            f"{what} are {array.dtype} {array.shape}; they take {np.dtype(dtype)} of {ndim} "
+            f"dimension{'s' if ndim > 1 else ''}."
+        )
 
 
 def _check_inverse(inverse: Int32s, n: int, num_unique: int) -> None:
@@ -139,5 +149,6 @@ def _check_inverse(inverse: Int32s, n: int, num_unique: int) -> None:
     if inverse.dtype != np.int32 or inverse.shape != (n,):
         raise ConfigError(f"inverse is {inverse.dtype} {inverse.shape}; it takes int32 ({n},).")
     if n and not (int(inverse.min()) >= 0 and int(inverse.max()) < num_unique):
-        raise ConfigError(f"inverse reaches from {inverse.min()} to {inverse.max()}; it takes places below "
-                          f"{num_unique}.")
+        raise ConfigError(
+            f"inverse reaches from {inverse.min()} to {inverse.max()}; it takes places below {num_unique}."
+        )

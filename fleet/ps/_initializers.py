@@ -33,8 +33,10 @@ class Initializer:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"the initializer {self.kind!r} does not exist; one of {sorted(KINDS)}."
-                              + did_you_mean(self.kind, KINDS))
+            raise ConfigError(
+                f"the initializer {self.kind!r} does not exist; one of {sorted(KINDS)}."
+                + did_you_mean(self.kind, KINDS)
+            )
         if not (math.isfinite(self.a) and math.isfinite(self.b)):
             raise ConfigError(f"initializer {self.kind!r}: the values are {self.a!r}, {self.b!r}; they must be finite.")
         if self.kind == "uniform" and self.a > self.b:
@@ -64,8 +66,9 @@ def initializer_from_paddle(text: str) -> tuple[Initializer, int]:
     """
     name, *parts = re.split("[&:]", text)
     if name not in _SPECS:
-        raise ConfigError(f"the initializer {text!r} does not exist; one of {sorted(_SPECS)}."
-                          + did_you_mean(name, _SPECS))
+        raise ConfigError(
+            f"the initializer {text!r} does not exist; one of {sorted(_SPECS)}." + did_you_mean(name, _SPECS)
+        )
     kind, places = _SPECS[name]
     try:
         values = [float(part) for part in parts]

@@ -113,6 +113,20 @@ def score_of(table, show, click):
     return (show - click) * numbers[NONCLK_COEFF] + click * numbers[CLICK_COEFF]
 
 
+@part(f64(i64, i64, i64, i64))
+def pushed_score(table, shows, clicks, place):
+    """Returns the score that a key brings along."""
+    show = 1.0 if shows == 0 else f64(floats(shows)[place])
+    return score_of(table, show, 0.0 if clicks == 0 else f64(floats(clicks)[place]))
+
+
+@part(none(i64, i64))
+def start_loading(address, num_bytes):
+    """Asks for the cache lines of so many bytes."""
+    for line in range(address, address + num_bytes, 64):
+        prefetch(line)
+
+
 @c_function(i64(*FIND_ARGUMENTS))
 def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes, data, data_bytes):
     """Writes the slots of ``n`` mixed bits (-1 for no row).
@@ -143,19 +157,15 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 counted = meta + _COUNT_ONE if meta & _COUNT_MASK != _COUNT_MASK else meta
                 words(at)[1] = (counted & ~(0xFFFF << 32)) | today
             row = chunks[slot >> CHUNK_SHIFT] + (slot & (CHUNK_ROWS - 1)) * row_bytes
-            for line in range(row, row + line_bytes, 64):
-                prefetch(line)
-            own = data + i64(places[i]) * data_bytes
-            for line in range(own, own + min(data_bytes, line_bytes), 64):
-                prefetch(line)
+            start_loading(row, line_bytes)
+            start_loading(data + i64(places[i]) * data_bytes, min(data_bytes, line_bytes))
             if meta < 0:
                 slot |= HAS_EMBEDX
         elif mode == FIND_ONLY:
             slot = i64(-1)
         else:
             if scored:
-                show = 1.0 if shows == 0 else f64(floats(shows)[places[i]])
-                score = score_of(table, show, 0.0 if clicks == 0 else f64(floats(clicks)[places[i]]))
+                score = pushed_score(table, shows, clicks, i64(places[i]))
             waiting = i64(0) if slot == EMPTY else at
             slot = call_admit(header[ADMIT], table, sub, h, waiting, mode, score, nonce)
             if slot == -2:

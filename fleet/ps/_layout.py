@@ -62,8 +62,10 @@ class SparseTableConfig:
             if rule is not None and not rule.spec.sparse:
                 raise ConfigError(f"table {self.name!r}: rule {rule.name!r} is for dense tables only.")
         if self.accessor is None and self.embed_rule is not None:
-            raise ConfigError(f"table {self.name!r}: embed_rule is set; only a table with an accessor has an embed "
-                              "column of its own. Set an accessor, or leave embed_rule away.")
+            raise ConfigError(
+                f"table {self.name!r}: embed_rule is set; only a table with an accessor has an embed "
+                "column of its own. Set an accessor, or leave embed_rule away."
+            )
         if self.accessor is not None:
             self.accessor.check_dim(self.dim)
 
@@ -72,7 +74,11 @@ class SparseTableConfig:
         entry = self.entry.to_attr() if self.entry is not None else "none"
         embed = self.embed_rule or self.rule
         return {
-            "name": self.name, "dim": self.dim, "seed": self.seed, "create_on": self.create_on, "entry": entry,
+            "name": self.name,
+            "dim": self.dim,
+            "seed": self.seed,
+            "create_on": self.create_on,
+            "entry": entry,
             "rule": {"name": self.rule.name, **self.rule.hyper},
             "embed_rule": {"name": embed.name, **embed.hyper} if self.accessor is not None else None,
             "initializer": [self.initializer.kind, self.initializer.a, self.initializer.b],

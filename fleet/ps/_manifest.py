@@ -108,8 +108,10 @@ def read_parts(folder: Path) -> list[Manifest]:
     parts = [read_manifest(found[server]) for server in sorted(found)]
     saves = sorted({(part.num_servers, part.save_id, part.kind) for part in parts})
     if len(saves) > 1:
-        raise CheckpointError(f"{folder}: the parts are of different saves: {saves}. A later save was not finished; "
-                              "save again, or load another checkpoint.")
+        raise CheckpointError(
+            f"{folder}: the parts are of different saves: {saves}. A later save was not finished; "
+            "save again, or load another checkpoint."
+        )
     wanted = parts[0].num_servers
     absent = [f"part-{server:03d}.json" for server in range(wanted) if server not in found]
     if absent:
@@ -118,8 +120,10 @@ def read_parts(folder: Path) -> list[Manifest]:
         data = folder / part.data
         size = data.stat().st_size if data.is_file() else -1
         if size != part.num_bytes:
-            raise CheckpointError(f"{data}: {'absent' if size < 0 else f'{size} bytes'}; the manifest says "
-                                  f"{part.num_bytes} bytes. The file is damaged; load another checkpoint.")
+            raise CheckpointError(
+                f"{data}: {'absent' if size < 0 else f'{size} bytes'}; the manifest says "
+                f"{part.num_bytes} bytes. The file is damaged; load another checkpoint."
+            )
     return parts
 
 

@@ -83,23 +83,38 @@ class ReferenceStore:
                 out[found, :counters] = self._traffic[lines]
 
     def push(
-        self, keys: Int64s, gradients: Float32s, shows: Float32s | None, clicks: Float32s | None,
+        self,
+        keys: Int64s,
+        gradients: Float32s,
+        shows: Float32s | None,
+        clicks: Float32s | None,
         slots: npt.NDArray[np.uint32] | None,
     ) -> None:
         """Applies one gradient row per key."""
         with self._lock:
             self._pushes += 1
             for i, key in enumerate(keys.tolist()):
-                score = accessor_score(self._accessor, 1.0 if shows is None else float(shows[i]),
-                                       0.0 if clicks is None else float(clicks[i]))
+                score = accessor_score(
+                    self._accessor,
+                    1.0 if shows is None else float(shows[i]),
+                    0.0 if clicks is None else float(clicks[i]),
+                )
                 self._count(key, score)
             for places in _rounds(keys):
                 self._push_distinct(
-                    keys[places], gradients[places], None if shows is None else shows[places],
-                    None if clicks is None else clicks[places], None if slots is None else slots[places])
+                    keys[places],
+                    gradients[places],
+                    None if shows is None else shows[places],
+                    None if clicks is None else clicks[places],
+                    None if slots is None else slots[places],
+                )
 
     def _push_distinct(
-        self, keys: Int64s, gradients: Float32s, shows: Float32s | None, clicks: Float32s | None,
+        self,
+        keys: Int64s,
+        gradients: Float32s,
+        shows: Float32s | None,
+        clicks: Float32s | None,
         slots: npt.NDArray[np.uint32] | None,
     ) -> None:
         lines, found = self._lines(keys)
@@ -109,7 +124,8 @@ class ReferenceStore:
             self._traffic[lines, 0] += shows[found]
             self._traffic[lines, 1] += clicks[found]
             self._delta_scores[lines] += accessor_score(
-                self._accessor, shows[found].astype(np.float64), clicks[found].astype(np.float64)).astype(np.float32)
+                self._accessor, shows[found].astype(np.float64), clicks[found].astype(np.float64)
+            ).astype(np.float32)
             if slots is not None:
                 self._slots[lines] = slots[found]
         scales = self.config.accessor is None or self._accessor.scales_by_show
@@ -197,7 +213,8 @@ class ReferenceStore:
         stop = block.column + block.width
         if not (block.column == 0 and self.config.accessor is not None and self._accessor.zero_init):
             self._values[lines, block.column : stop] = twins.initial_values(
-                drawn.code, drawn.a, drawn.b, self.config.seed, keys, block.column, stop)
+                drawn.code, drawn.a, drawn.b, self.config.seed, keys, block.column, stop
+            )
         self._values[lines, block.state : block.state + block.state_width] = block.rule.initial_state
 
     def _extend(self, keys: Int64s, lines: Int64s, reached: npt.NDArray[np.bool_]) -> None:
@@ -229,16 +246,20 @@ class ReferenceStore:
             pending = np.array([self._pending[key] for key in waiting.tolist()], np.int64).reshape(m, 2)
             last_seen = np.concatenate((self._last_seen[lines], pending[:, 1]))
             block = RowBlock(
-                np.concatenate((rows, waiting)), np.minimum(self.day - last_seen, MAX_UNSEEN_DAYS),
-                np.concatenate((self._counts[lines], pending[:, 0])), np.arange(n + m) < n,
+                np.concatenate((rows, waiting)),
+                np.minimum(self.day - last_seen, MAX_UNSEEN_DAYS),
+                np.concatenate((self._counts[lines], pending[:, 0])),
+                np.arange(n + m) < n,
                 np.concatenate((self._has_embedx[lines], np.zeros(m, bool))),
-                np.concatenate((self._values[lines], np.zeros((m, self.layout.row_floats), np.float32))))
+                np.concatenate((self._values[lines], np.zeros((m, self.layout.row_floats), np.float32))),
+            )
             if self.layout.has_statistics:
                 block.statistics = Statistics(
                     np.concatenate((self._traffic[lines, 0], np.zeros(m))),
                     np.concatenate((self._traffic[lines, 1], np.zeros(m))),
                     np.concatenate((self._delta_scores[lines], np.zeros(m, np.float32))),
-                    np.concatenate((self._slots[lines], np.zeros(m, np.uint32))))
+                    np.concatenate((self._slots[lines], np.zeros(m, np.uint32))),
+                )
             return block
 
     def insert(self, block: RowBlock) -> None:
@@ -274,8 +295,11 @@ class ReferenceStore:
             if self.layout.has_statistics:
                 level = accessor_score(self._accessor, self._traffic[lines, 0], self._traffic[lines, 1])
             doomed = rows[(level < least) | (self.day - self._last_seen[lines] > max_unseen_days)].tolist()
-            doomed += [key for key in self._keys_of(window, [*self._pending]).tolist()
-                       if self.day - self._pending[key][1] > max_unseen_days]
+            doomed += [
+                key
+                for key in self._keys_of(window, [*self._pending]).tolist()
+                if self.day - self._pending[key][1] > max_unseen_days
+            ]
             for key in doomed:
                 self._erase(key)
             return len(doomed)
@@ -308,8 +332,12 @@ class ReferenceStore:
         """Makes every later push use ``learning_rate`` in each block whose rule has one."""
         with self._lock:
             self._blocks = [
-                Block(b.rule.with_learning_rate(learning_rate) if LEARNING_RATE in b.rule.hyper else b.rule,
-                      b.column, b.width, b.state)
+                Block(
+                    b.rule.with_learning_rate(learning_rate) if LEARNING_RATE in b.rule.hyper else b.rule,
+                    b.column,
+                    b.width,
+                    b.state,
+                )
                 for b in self._blocks
             ]
 

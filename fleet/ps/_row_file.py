@@ -31,17 +31,34 @@ def encode_block(block: RowBlock) -> bytes:
     """Returns the block in the form it has in a file."""
     flags = block.admitted.astype(np.uint8) | (block.has_embedx.astype(np.uint8) << 1)
     arrays: list[npt.NDArray[np.generic]] = [
-        block.keys.astype("<i8"), block.unseen_days.astype("<u2"), block.counts.astype("<u4"), flags,
-        block.values.astype("<f4")]
+        block.keys.astype("<i8"),
+        block.unseen_days.astype("<u2"),
+        block.counts.astype("<u4"),
+        flags,
+        block.values.astype("<f4"),
+    ]
     if block.statistics is not None:
         kept = block.statistics
-        arrays += [kept.shows.astype("<f8"), kept.clicks.astype("<f8"), kept.delta_scores.astype("<f4"),
-                   kept.slots.astype("<u4")]
+        arrays += [
+            kept.shows.astype("<f8"),
+            kept.clicks.astype("<f8"),
+            kept.delta_scores.astype("<f4"),
+            kept.slots.astype("<u4"),
+        ]
     payload = b"".join(array.tobytes() for array in arrays)
     ranges = range_of(mix(block.keys))
     fields = (
-        _MAGIC, _VERSION, _HAS_STATISTICS * (block.statistics is not None), len(block), block.values.shape[1],
-        zlib.crc32(payload), int(ranges.min(initial=4095)), int(ranges.max(initial=0)), block.stamp, len(payload))
+        _MAGIC,
+        _VERSION,
+        _HAS_STATISTICS * (block.statistics is not None),
+        len(block),
+        block.values.shape[1],
+        zlib.crc32(payload),
+        int(ranges.min(initial=4095)),
+        int(ranges.max(initial=0)),
+        block.stamp,
+        len(payload),
+    )
     head = _HEADER.pack(*fields, 0, 0)[:-8]
     return head + struct.pack("<II", zlib.crc32(head), 0) + payload
 
@@ -55,12 +72,16 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
     where = f"{path} at byte {file.tell()}"
     head = file.read(HEADER_BYTES)
     if len(head) < HEADER_BYTES:
-        raise CheckpointError(f"{where}: the file ends inside a block header ({len(head)} of {HEADER_BYTES} bytes). "
-                              "The file is damaged; restore it or load another checkpoint.")
+        raise CheckpointError(
+            f"{where}: the file ends inside a block header ({len(head)} of {HEADER_BYTES} bytes). "
+            "The file is damaged; restore it or load another checkpoint."
+        )
     magic, version, flags, rows, width, crc, _, _, stamp, size, head_crc, zero = _HEADER.unpack(head)
     if magic != _MAGIC or zlib.crc32(head[:-8]) != head_crc or zero:
-        raise CheckpointError(f"{where}: no block header here (magic {magic!r}, or a wrong header checksum). The file "
-                              "is damaged; restore it or load another checkpoint.")
+        raise CheckpointError(
+            f"{where}: no block header here (magic {magic!r}, or a wrong header checksum). The file "
+            "is damaged; restore it or load another checkpoint."
+        )
     if version != _VERSION:
         raise CheckpointError(f"{where}: blocks of version {version}; this release reads version {_VERSION}.")
     dtypes = _dtypes(width, bool(flags & _HAS_STATISTICS))
@@ -68,11 +89,15 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
         raise CheckpointError(f"{where}: {rows} rows of {width} floats do not make {size} bytes. The file is damaged.")
     payload = file.read(size)
     if len(payload) < size:
-        raise CheckpointError(f"{where}: the file ends inside a block ({len(payload)} of {size} bytes). The file is "
-                              "damaged; restore it or load another checkpoint.")
+        raise CheckpointError(
+            f"{where}: the file ends inside a block ({len(payload)} of {size} bytes). The file is "
+            "damaged; restore it or load another checkpoint."
+        )
     if zlib.crc32(payload) != crc:
-        raise CheckpointError(f"{where}: the checksum of {rows} rows is wrong. The file is damaged; restore it or "
-                              "load another checkpoint.")
+        raise CheckpointError(
+            f"{where}: the checksum of {rows} rows is wrong. The file is damaged; restore it or "
+            "load another checkpoint."
+        )
     return _decode(payload, rows, dtypes, stamp)
 
 
@@ -93,12 +118,22 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
     keys, unseen_days, counts, flags, values, *rest = arrays
     kept = None
     if rest:
-        kept = Statistics(rest[0].astype(np.float64), rest[1].astype(np.float64), rest[2].astype(np.float32),
-                          rest[3].astype(np.uint32))
+        kept = Statistics(
+            rest[0].astype(np.float64),
+            rest[1].astype(np.float64),
+            rest[2].astype(np.float32),
+            rest[3].astype(np.uint32),
+        )
     return RowBlock(
-        keys.astype(np.int64), unseen_days.astype(np.int64), counts.astype(np.int64), flags & 1 > 0, flags & 2 > 0,
+        keys.astype(np.int64),
+        unseen_days.astype(np.int64),
+        counts.astype(np.int64),
+        flags & 1 > 0,
+        flags & 2 > 0,
         values.astype(np.float32).reshape(rows, -1) if rows else np.empty((0, dtypes[4].shape[0]), np.float32),
-        kept, stamp)
+        kept,
+        stamp,
+    )
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -59,9 +59,14 @@ class RowBlock:
     def take(self, select: Select) -> RowBlock:
         """Returns the rows that ``select`` (a mask, or places) picks."""
         return RowBlock(
-            self.keys[select], self.unseen_days[select], self.counts[select], self.admitted[select],
-            self.has_embedx[select], self.values[select],
-            None if self.statistics is None else self.statistics.take(select), self.stamp,
+            self.keys[select],
+            self.unseen_days[select],
+            self.counts[select],
+            self.admitted[select],
+            self.has_embedx[select],
+            self.values[select],
+            None if self.statistics is None else self.statistics.take(select),
+            self.stamp,
         )
 
 
@@ -73,10 +78,18 @@ def join_blocks(blocks: Sequence[RowBlock]) -> RowBlock:
     statistics = None
     if kept:
         statistics = Statistics(
-            np.concatenate([part.shows for part in kept]), np.concatenate([part.clicks for part in kept]),
-            np.concatenate([part.delta_scores for part in kept]), np.concatenate([part.slots for part in kept]))
+            np.concatenate([part.shows for part in kept]),
+            np.concatenate([part.clicks for part in kept]),
+            np.concatenate([part.delta_scores for part in kept]),
+            np.concatenate([part.slots for part in kept]),
+        )
     return RowBlock(
-        np.concatenate([block.keys for block in blocks]), np.concatenate([block.unseen_days for block in blocks]),
-        np.concatenate([block.counts for block in blocks]), np.concatenate([block.admitted for block in blocks]),
-        np.concatenate([block.has_embedx for block in blocks]), np.concatenate([block.values for block in blocks]),
-        statistics, blocks[0].stamp)
+        np.concatenate([block.keys for block in blocks]),
+        np.concatenate([block.unseen_days for block in blocks]),
+        np.concatenate([block.counts for block in blocks]),
+        np.concatenate([block.admitted for block in blocks]),
+        np.concatenate([block.has_embedx for block in blocks]),
+        np.concatenate([block.values for block in blocks]),
+        statistics,
+        blocks[0].stamp,
+    )

@@ -128,18 +128,23 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.name not in RULES:
-            raise ConfigError(f"the rule {self.name!r} does not exist; one of {sorted(RULES)}."
-                              + did_you_mean(self.name, RULES))
+            raise ConfigError(
+                f"the rule {self.name!r} does not exist; one of {sorted(RULES)}." + did_you_mean(self.name, RULES)
+            )
         defaults = RULES[self.name].defaults
         for key, value in self.hyper.items():
             if key not in defaults:
-                raise ConfigError(f"rule {self.name!r} does not read {key!r}; it reads {sorted(defaults)}."
-                                  + did_you_mean(key, defaults))
+                raise ConfigError(
+                    f"rule {self.name!r} does not read {key!r}; it reads {sorted(defaults)}."
+                    + did_you_mean(key, defaults)
+                )
             _check_hyper(self.name, key, value)
         merged = {key: float(self.hyper.get(key, value)) for key, value in defaults.items()}
         if merged.get("lower_bound", 0.0) > merged.get("upper_bound", 0.0):
-            raise ConfigError(f"rule {self.name!r}: the weight bounds are [{merged['lower_bound']!r}, "
-                              f"{merged['upper_bound']!r}]; the lower one must not exceed the upper one.")
+            raise ConfigError(
+                f"rule {self.name!r}: the weight bounds are [{merged['lower_bound']!r}, "
+                f"{merged['upper_bound']!r}]; the lower one must not exceed the upper one."
+            )
         object.__setattr__(self, "hyper", merged)
 
     def __getitem__(self, key: str) -> float:
@@ -201,7 +206,9 @@ def rule_from_paddle(name: str, hyper: Mapping[str, float] | None = None) -> Rul
         'shared_adagrad'
     """
     if name not in PADDLE_RULES:
-        raise ConfigError(f"the sparse rule {name!r} does not exist; one of {sorted(PADDLE_RULES)}."
-                          + did_you_mean(name, PADDLE_RULES))
+        raise ConfigError(
+            f"the sparse rule {name!r} does not exist; one of {sorted(PADDLE_RULES)}."
+            + did_you_mean(name, PADDLE_RULES)
+        )
     kind = PADDLE_RULES[name]
     return Rule(kind, {"lower_bound": -10.0, "upper_bound": 10.0, **(hyper or {})})

@@ -81,9 +81,7 @@ class _TextRow:
         values[:, self.parts[part]] = numbers
 
 
-def _steps_of(
-    power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], rule: Rule
-) -> npt.NDArray[np.float64]:
+def _steps_of(power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], rule: Rule) -> npt.NDArray[np.float64]:
     """Returns the t behind beta1^(t+1) and beta2^(t+1): from the slower power while it is above zero."""
     steps = np.zeros(len(power1))
     for power, beta in ((power1, rule["beta1"]), (power2, rule["beta2"])):
@@ -93,9 +91,7 @@ def _steps_of(
     return steps
 
 
-def export_text(
-    table: SparseTable, dirname: str | Path, *, server: int = 0, compress: bool = False
-) -> Saved:
+def export_text(table: SparseTable, dirname: str | Path, *, server: int = 0, compress: bool = False) -> Saved:
     """Writes this server's rows as text; rows that wait for admission are left out. Training may go on meanwhile."""
     folder = table_folder(dirname, table.config.name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +120,16 @@ def _lines_of(row: _TextRow, block: RowBlock) -> Iterator[bytes]:
     deltas = zeros if kept is None else kept.delta_scores
     parts = [row.numbers(block.values, part) for part in range(len(row.parts))]
     formats = [" %.9g" * numbers.shape[1] for numbers in parts]
-    heads = zip(block.keys.tolist(), slots.tolist(), block.unseen_days.tolist(), deltas.tolist(), shows.tolist(),
-                clicks.tolist(), block.has_embedx.tolist(), strict=True)
+    heads = zip(
+        block.keys.tolist(),
+        slots.tolist(),
+        block.unseen_days.tolist(),
+        deltas.tolist(),
+        shows.tolist(),
+        clicks.tolist(),
+        block.has_embedx.tolist(),
+        strict=True,
+    )
     for i, (key, slot, unseen, delta, show, click, has_embedx) in enumerate(heads):
         line = "%d %d %d %.9g %.17g %.17g" % (key, slot, unseen, delta, show, click)  # noqa: UP031
         for numbers, form in zip(parts[: 2 if has_embedx else 1], formats, strict=False):
@@ -187,8 +191,9 @@ def _check_line(where: str, tokens: list[str], row: _TextRow) -> None:
     short = _HEAD + len(row.parts[0])
     allowed = {short, short + sum(map(len, row.parts[1:]))}
     if len(tokens) not in allowed:
-        raise CheckpointError(f"{where}: {len(tokens)} numbers; a row of this table has "
-                              f"{' or '.join(map(str, sorted(allowed)))}.")
+        raise CheckpointError(
+            f"{where}: {len(tokens)} numbers; a row of this table has {' or '.join(map(str, sorted(allowed)))}."
+        )
 
 
 def _block_of(where: str, lines: list[list[str]], row: _TextRow, table: SparseTable) -> RowBlock:

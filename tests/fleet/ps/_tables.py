@@ -20,12 +20,20 @@ def rows_of(table: SparseTable, rows_per_window: int = 300) -> dict[int, tuple[A
         for i, key in enumerate(block.keys.tolist()):
             assert key not in found
             kept = block.statistics
-            traffic = () if kept is None else (
-                float(kept.shows[i]), float(kept.clicks[i]), float(kept.delta_scores[i]), int(kept.slots[i]))
+            traffic = (
+                ()
+                if kept is None
+                else (float(kept.shows[i]), float(kept.clicks[i]), float(kept.delta_scores[i]), int(kept.slots[i]))
+            )
             admitted = bool(block.admitted[i])
             found[key] = (
-                int(block.unseen_days[i]), int(block.counts[i]), admitted, admitted and bool(block.has_embedx[i]),
-                tuple(block.values[i].tolist()), traffic)
+                int(block.unseen_days[i]),
+                int(block.counts[i]),
+                admitted,
+                admitted and bool(block.has_embedx[i]),
+                tuple(block.values[i].tolist()),
+                traffic,
+            )
     return found
 
 

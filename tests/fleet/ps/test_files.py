@@ -34,7 +34,8 @@ from tests.fleet.ps._tables import rows_of
 CONFIGS = {
     "plain adam": SparseTableConfig("t", 4, Rule("adam"), initializer=Initializer("normal", 0, 1)),
     "accessor": SparseTableConfig(
-        "t", 6, Rule("adam"), Rule("std_adagrad"), Initializer("normal", 0, 1), Accessor(embedx_threshold=0.15)),
+        "t", 6, Rule("adam"), Rule("std_adagrad"), Initializer("normal", 0, 1), Accessor(embedx_threshold=0.15)
+    ),
     "counted": SparseTableConfig("t", 4, Rule("sgd"), entry=CountFilterEntry(2)),
 }
 

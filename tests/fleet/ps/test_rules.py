@@ -101,7 +101,8 @@ def test_recorded_paddle_tables(use_kernels: bool, name: str, paddle_rule: str, 
     batch_size = recorded["ids"].shape[1]
     rule = rule_from_paddle(paddle_rule, {"learning_rate": float(recorded["lr"])})
     config = SparseTableConfig(
-        "emb", 4, rule, accessor=Accessor(), initializer=Initializer("constant", 0.0), create_on="push")
+        "emb", 4, rule, accessor=Accessor(), initializer=Initializer("constant", 0.0), create_on="push"
+    )
     table = SparseTable(config, use_kernels=use_kernels)
     steps = len(recorded["ids"])
     for step in range(steps):
@@ -124,7 +125,8 @@ def test_recorded_paddle_tables(use_kernels: bool, name: str, paddle_rule: str, 
     for line in theirs:
         # Six digits are recorded; second moments carry Paddle's float32 1 - 0.999, which is 1.3e-5 off.
         np.testing.assert_allclose(
-            np.array(ours[line[0]], float), np.array(line, float), rtol=3e-5, atol=2e-6, err_msg=line[0])
+            np.array(ours[line[0]], float), np.array(line, float), rtol=3e-5, atol=2e-6, err_msg=line[0]
+        )
 
 
 @pytest.mark.parametrize("use_kernels", BACKENDS)

@@ -167,8 +167,43 @@ def test_threads_on_one_row_wait_for_each_other() -> None:
     for thread in threads:
         thread.join(60)
     assert table.pull(np.array([7])).tolist() == [[-4.0 * 60 * 4000] * 4]
-    assert table.num_rows == len(table.keys()) == len(
-        {7, *(i * 4 + seed + 1000 * r for i in range(200) for seed in range(4) for r in range(60))})
+    assert (
+        table.num_rows
+        == len(table.keys())
+        == len({7, *(i * 4 + seed + 1000 * r for i in range(200) for seed in range(4) for r in range(60))})
+    )
+
+
+Log = list[tuple[np.ndarray, np.ndarray]]
+
+
+def _push_until(stop: threading.Event, table: SparseTable, log: Log, order: threading.Lock, seed: int) -> None:
+    """Pushes integers, each written to the log first, as a server with a journal does."""
+    rng = np.random.default_rng(seed)
+    while not stop.is_set():
+        keys = np.unique(rng.integers(0, 4000, 300))
+        gradients = rng.integers(-3, 4, (len(keys), 3)).astype(np.float32)
+        with table.gate.shared():
+            with order:
+                log.append((keys, gradients))
+            table.push(keys, gradients)
+
+
+def _save_under_load(table: SparseTable, folder: Path, windows: int) -> Log:
+    log: Log = []
+    order, stop = threading.Lock(), threading.Event()
+    threads = [threading.Thread(target=_push_until, args=(stop, table, log, order, seed)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        plan = table.plan_windows
+        table.plan_windows = lambda n=0: plan(windows)  # type: ignore[method-assign, assignment]
+        save_table(table, folder, stamp=lambda: len(log))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    return log
 
 
 @pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
@@ -178,54 +213,25 @@ def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
     Replaying the later ones of a log on the saved rows gives the live table, row for row, without a stop.
     """
     config = SparseTableConfig("t", 3, Rule("sgd", {"learning_rate": 1.0}), initializer=Initializer("uniform", -1, 1))
-    table = SparseTable(config, use_kernels=use_kernels)
-    log: list[tuple[np.ndarray, np.ndarray]] = []
-    order, stop, rng = threading.Lock(), threading.Event(), np.random.default_rng(0)
-    size = 1500 if use_kernels else 300
-
-    def push(seed: int) -> None:
-        own = np.random.default_rng(seed)
-        while not stop.is_set():
-            keys = np.unique(own.integers(0, size * 4, size // 4))
-            gradients = own.integers(-3, 4, (len(keys), 3)).astype(np.float32)
-            with table.gate.shared():
-                with order:
-                    log.append((keys, gradients))
-                table.push(keys, gradients)
-
-    for _ in range(4):
-        keys = np.unique(rng.integers(0, size * 4, size))
-        table.push(keys, np.ones((len(keys), 3), np.float32))
-    start = {int(k): row for block in table.blocks() for k, row in zip(block.keys, block.values.copy(), strict=True)}
-    threads = [threading.Thread(target=push, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        table_rows = table.plan_windows
-        table.plan_windows = lambda n=0: table_rows(size // 30)  # type: ignore[method-assign, assignment]
-        save_table(table, tmp_path, stamp=lambda: len(log))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-    stamps = set()
-    restored, known_until = dict.fromkeys(start), {}
+    table, fresh = (SparseTable(config, use_kernels=use_kernels) for _ in range(2))
+    table.push(np.arange(0, 2000), np.ones((2000, 3), np.float32))
+    log = _save_under_load(table, tmp_path, 40 if use_kernels else 10)
+    rows: dict[int, np.ndarray] = {}
+    known_until: dict[int, int] = {}
     for block in saved_blocks(tmp_path, "t"):
-        stamps.add(block.stamp)
         for key, row in zip(block.keys.tolist(), block.values, strict=True):
             assert key not in known_until
-            restored[key], known_until[key] = row.copy(), block.stamp
-    assert len(stamps) > 3, "pushes went on between the blocks"
-    fresh = SparseTable(config, use_kernels=use_kernels)
+            rows[key], known_until[key] = row.copy(), block.stamp
+    assert len(set(known_until.values())) > 3, "pushes went on between the blocks"
     for number, (keys, gradients) in enumerate(log, 1):
         for key, gradient in zip(keys.tolist(), gradients, strict=True):
             if number > known_until.get(key, 0):
-                if restored.get(key) is None:
-                    restored[key] = fresh.pull(np.array([key]))[0].copy()
-                restored[key] -= gradient
-    for block in table.blocks():
-        for key, row in zip(block.keys.tolist(), block.values, strict=True):
-            np.testing.assert_allclose(restored[key], row, atol=1e-4, err_msg=str(key))
+                rows.setdefault(key, fresh.pull(np.array([key]))[0].copy())
+                rows[key] -= gradient
+    live = {key: row for block in table.blocks() for key, row in zip(block.keys.tolist(), block.values, strict=True)}
+    assert rows.keys() == live.keys()
+    for key, row in live.items():
+        np.testing.assert_allclose(rows[key], row, atol=1e-4, err_msg=str(key))
 
 
 def test_walk_meets_every_row_once_while_others_come_and_go() -> None:

@@ -42,7 +42,8 @@ def test_round_trip_over_servers(rule: str, accessor: Accessor | None, compress:
             table.push(own, rng.normal(size=(len(own), 5)).astype(np.float32), slots=np.full(len(own), 7, np.uint32))
     written = [export_text(table, tmp_path, server=i, compress=compress).rows for i, table in enumerate(tables)]
     assert sorted(path.name for path in (tmp_path / "t").iterdir()) == [
-        f"part-00{i}-00000{'.gz' if compress else ''}" for i in range(2)]
+        f"part-00{i}-00000{'.gz' if compress else ''}" for i in range(2)
+    ]
     whole = rows_of(tables[0]) | rows_of(tables[1])
     assert sum(written) == len(whole) == 40
     for use_kernels in (True, False):

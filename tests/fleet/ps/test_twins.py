@@ -45,9 +45,15 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
     draw = data.draw
     kind = draw(st.sampled_from(["constant", "uniform", "normal", "truncated_normal"]))
     config = SparseTableConfig(
-        "t", draw(st.integers(3, 20)), Rule(rule), accessor=draw(st.sampled_from(ACCESSORS)),
-        entry=draw(st.sampled_from(ENTRIES)), create_on=draw(st.sampled_from(["pull", "push"])),
-        initializer=Initializer(kind, -0.5, 0.5), seed=draw(st.integers(-(2**63), 2**63 - 1)))
+        "t",
+        draw(st.integers(3, 20)),
+        Rule(rule),
+        accessor=draw(st.sampled_from(ACCESSORS)),
+        entry=draw(st.sampled_from(ENTRIES)),
+        create_on=draw(st.sampled_from(["pull", "push"])),
+        initializer=Initializer(kind, -0.5, 0.5),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+    )
     tables = [SparseTable(config, use_kernels=use) for use in (True, False)]
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     actions = st.sampled_from(["pull", "push", "push", "bare", "add", "day", "shrink"])
@@ -81,8 +87,11 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(
-    keys=st.lists(KEYS, max_size=200), dim=st.integers(1, 33), servers=st.integers(1, 100),
-    routing=st.sampled_from(["range", "modulo"]))
+    keys=st.lists(KEYS, max_size=200),
+    dim=st.integers(1, 33),
+    servers=st.integers(1, 100),
+    routing=st.sampled_from(["range", "modulo"]),
+)
 def test_same_batches(keys: list[int], dim: int, servers: int, routing: str) -> None:
     """Distinct keys, merged gradients, expanded rows and groups of servers."""
     array = np.array(keys, np.int64)

@@ -1,0 +1,34 @@
+"""The rarer requests: add (geo) and contains, in batches of every size of span."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig
+from fleet.ps import _kernels_add as rare
+
+
+@pytest.mark.parametrize("n", [1, 63, 4096, 4097, 30_000])
+def test_add_and_contains(n: int) -> None:
+    """Small batches hold eight sub-shards at a time, large ones one; both reach every key once."""
+    config = SparseTableConfig("t", 3, Rule("sgd"), initializer=Initializer("constant", 0.25))
+    table = SparseTable(config, use_kernels=True)
+    keys = np.random.default_rng(n).permutation(2 * n) - n
+    present = keys[:n]
+    table.pull(present)
+    deltas = np.arange(3 * n, dtype=np.float32).reshape(n, 3)
+    table.add(present, deltas)
+    np.testing.assert_array_equal(table.pull(present, create=False), deltas + np.float32(0.25))
+    assert table.contains(keys).tolist() == [True] * n + [False] * n
+    assert rare.contains.signatures, "the kernels did it"
+
+
+def test_add_reaches_columns_that_did_not_exist() -> None:
+    """Geo: what was pulled as zeros becomes the delta, and counts as present from then on."""
+    config = SparseTableConfig("t", 3, Rule("sgd"), accessor=Accessor(embedx_threshold=100))
+    table, key = SparseTable(config, use_kernels=True), np.array([5])
+    table.pull(key)
+    table.add(key, np.array([[1, 2, 3]], np.float32))
+    assert table.pull(key).tolist() == [[1, 2, 3]]
+    assert next(iter(table.blocks())).has_embedx.tolist() == [True]
