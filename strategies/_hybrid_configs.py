@@ -80,13 +80,15 @@ class HybridShardingConfig(Config, option="hybrid_configs['sharding_configs']"):
     """Settings of the sharding axis; they act when sharding_degree is above 1."""
 
     tensor_fusion: bool = setting(False, "keep parameters and gradients in flat buffers", no_meaning=_FUSED)
-    accumulate_steps: int = setting(1, "batches per exchange", at_least=1)
-    comm_overlap: bool = setting(False, "exchange while backward runs")
-    split_param: bool = setting(False, "True divides inside each tensor, False gives whole tensors to workers")
+    accumulate_steps: int = setting(1, "backward passes per exchange, and per step()", at_least=1)
+    comm_overlap: bool = setting(False, "exchange while backward runs; always so here")
+    split_param: bool = setting(
+        False, "True divides inside each tensor, as stage 2 does; False in stage 1 gives whole tensors to workers"
+    )
     fuse_optimizer: bool = setting(True, "update all parameters in one kernel", no_meaning=_FUSED)
     enable_fuse_optimizer_states: bool = setting(False, "keep the states in one buffer", no_meaning=_FUSED)
     use_reduce_avg: bool = setting(True, "average in the reduction; False sums and divides afterwards")
-    comm_buffer_size_MB: int = setting(256, "largest bucket, in MiB", at_least=1)
+    comm_buffer_size_MB: int = setting(256, "largest unit or buffer, in MiB", at_least=1)
     release_gradients: bool = setting(
         False, "free gradient buffers after the exchange", no_meaning="zero_grad() frees the gradients already"
     )

@@ -52,7 +52,9 @@ class ShardingConfig(Config, option="sharding_configs"):
     hybrid_dp: bool = setting(
         False, "data parallelism around the shards", no_meaning="it is the old name of dp_degree > 1; set dp_degree"
     )
-    optimize_offload: bool = setting(False, "keep the optimizer state in host memory")
+    optimize_offload: bool = setting(
+        False, "keep the optimizer state in host memory; in stages 2 and 3 the parts and their gradients too"
+    )
     optimize_cast: bool = setting(False, "keep casts on the optimizer's side", no_meaning=_NO_PROGRAM)
     pp_allreduce_in_optimize: bool = setting(
         False, "exchange gradients once per step and not once per micro-batch; torch's schedules always do"
@@ -228,6 +230,9 @@ class Sharding(Strategy):
         self._replaced.update(replaced)
         for optimizer in self._optimizers:
             optimizer.repoint(replaced)
+        for old in replaced:
+            # Kept only to recognise them in an optimizer that comes later; the whole weights must not stay with them.
+            old.data = old.data.new_empty(0)
         self._count_batches(divided)
         return divided
 
