@@ -49,9 +49,7 @@ def plan(options: Values, world_size: int, *, collective: bool = True) -> Plan:
     return Plan(steps, tuple(remarks(options, steps, world_size, collective=collective)), world_size)
 
 
-def remarks(
-    options: Values, steps: Sequence[type[Strategy]], world_size: int, *, collective: bool = True
-) -> list[str]:
+def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *, collective: bool = True) -> list[str]:
     """Returns what the user should know: settings that change nothing with this plan, each with its reason."""
     names = [step.name for step in steps]
     found = [note for step in steps for note in step.notes(options, world_size)]

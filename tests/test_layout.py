@@ -30,8 +30,6 @@ MAX_LONG_FUNCTIONS = 8
 
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
-    "fleet/_sharding_calls.py": "tests/strategies/test_sharding_company.py",
-    "fleet/group_sharded.py": "tests/strategies/test_sharding_company.py",
     "fleet/ps/_ids.py": "tests/fleet/ps/test_partition.py",
     "fleet/ps/_kernel_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/_kernels_draws.py": "tests/fleet/ps/test_twins.py",
@@ -48,9 +46,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/ps/_reference_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/_row_file.py": "tests/fleet/ps/test_files.py",
     "fleet/ps/_rows.py": "tests/fleet/ps/test_sparse_table.py",
-    "strategies/_merging.py": "tests/strategies/test_gradient_merge.py",
-    "strategies/_sharding_model.py": "tests/strategies/test_sharding.py",
-    "strategies/_sharding_optimizer.py": "tests/strategies/test_sharding.py",
 }
 
 # Python files that hold characters outside ASCII because they are the data.

@@ -78,7 +78,10 @@ class Client:
         """
         config = self.config
         wait_for_servers(
-            config.endpoints, self._transport, notify=self._notify, timeout_s=config.start_timeout_s,
+            config.endpoints,
+            self._transport,
+            notify=self._notify,
+            timeout_s=config.start_timeout_s,
             interval_s=config.retry_interval_s,
         )
         welcomes = [link.open() for link in self._links]
@@ -197,9 +200,7 @@ class Client:
         for link, share in zip(self._links, shares, strict=True):
             if share:
                 parts = [part for part, _ in share]
-                request = Request(
-                    Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=fill(share)
-                )
+                request = Request(Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=fill(share))
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 
@@ -332,17 +333,16 @@ class Client:
         ids = table.check_ids(ids)
         rows = np.empty((len(ids), table.dim), np.float32) if out is None else out
         if rows.dtype != np.float32 or rows.shape != (len(ids), table.dim):
-            raise ConfigError(f"table {table_id}: out is {rows.dtype} {rows.shape}; it must be float32 "
-                              f"{(len(ids), table.dim)}.")
+            raise ConfigError(
+                f"table {table_id}: out is {rows.dtype} {rows.shape}; it must be float32 {(len(ids), table.dim)}."
+            )
         ticket.result[table_id] = rows
         for share, places in zip(shares, table.split(ids), strict=True):
             own = np.ascontiguousarray(ids[places])
             if len(own) or len(shares) == 1:
                 share.append((Part(table_id, len(own), table.dim, own), (rows, places)))
 
-    def _change(
-        self, op: Op, values: Mapping[int, Gradient | Rows], step: int, everywhere: bool = False
-    ) -> Ticket:
+    def _change(self, op: Op, values: Mapping[int, Gradient | Rows], step: int, everywhere: bool = False) -> Ticket:
         shares: list[list[Part]] = [[] for _ in self._links]
         for table_id, value in values.items():
             table = self._table(table_id)

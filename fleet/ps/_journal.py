@@ -132,8 +132,18 @@ class Journal:
         lsn = self.last_lsn + 1
         if self.level:
             head = _RECORD.pack(
-                _RECORD_MAGIC, record.kind, record.flags, lsn, record.rank, record.channel, record.seq, record.step,
-                record.n_tables, len(record.body), block_checksum(record.body), 0,
+                _RECORD_MAGIC,
+                record.kind,
+                record.flags,
+                lsn,
+                record.rank,
+                record.channel,
+                record.seq,
+                record.step,
+                record.n_tables,
+                len(record.body),
+                block_checksum(record.body),
+                0,
             )
             head = head[:_CRC_END] + struct.pack("<I", zlib.crc32(head[:_CRC_END])) + head[_CRC_END + 4 :]
             self._write([head, record.body])

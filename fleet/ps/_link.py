@@ -112,8 +112,10 @@ class Link:
         """
         with self.lock:
             if request.body_bytes > self._config.max_body_bytes:
-                raise PSError(f"{self.name}: a message of {request.body_bytes} bytes; at most "
-                              f"{self._config.max_body_bytes} are allowed. Send fewer rows at a time.")
+                raise PSError(
+                    f"{self.name}: a message of {request.body_bytes} bytes; at most "
+                    f"{self._config.max_body_bytes} are allowed. Send fewer rows at a time."
+                )
             while any(waiting.op in _LARGE_ANSWERS for waiting in self._pending):
                 self._ensure()
                 self._take_answer()  # or both sides might wait for the other to read
@@ -202,8 +204,16 @@ class Link:
         if self._config.checksum:
             flags, checksum = flags | Flag.CHECKSUM, body_checksum(request.buffers)
         header = Header(
-            request.op, flags, self._client_id, request.seq, request.step, request.n_tables, Status.OK,
-            request.body_bytes, checksum, request.tag,
+            request.op,
+            flags,
+            self._client_id,
+            request.seq,
+            request.step,
+            request.n_tables,
+            Status.OK,
+            request.body_bytes,
+            checksum,
+            request.tag,
         )
         self._connection.send([encode_header(header), *request.buffers], self._config.answer_timeout_s)
         self.last_used = time.monotonic()
@@ -286,8 +296,10 @@ class Link:
             self._away_since = time.monotonic()
             self._said = self._away_since
         if self._dead is None and time.monotonic() - self._away_since > self._config.deadline_s:
-            raise PSError(f"{self.name} did not answer for {self._config.deadline_s:g} s; the last failure: {error} "
-                          "Look at its log and restart it; its folder holds its state.")
+            raise PSError(
+                f"{self.name} did not answer for {self._config.deadline_s:g} s; the last failure: {error} "
+                "Look at its log and restart it; its folder holds its state."
+            )
 
     def _ensure(self) -> None:
         """Returns with a connection that has sent all that is pending."""

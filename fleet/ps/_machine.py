@@ -144,12 +144,17 @@ class Machine:
                 part.rows = from_bfloat16(part.rows)
         return parts
 
-    def _apply_now(
-        self, worker: Worker, number: int, header: Header, parts: list[Part], body: memoryview
-    ) -> Status:
+    def _apply_now(self, worker: Worker, number: int, header: Header, parts: list[Part], body: memoryview) -> Status:
         record = Record(
-            _KIND_OF_OP[header.op], 0, worker.rank, number, header.seq, header.step, header.n_tables,
-            int(header.flags & Flag.BFLOAT16), body,
+            _KIND_OF_OP[header.op],
+            0,
+            worker.rank,
+            number,
+            header.seq,
+            header.step,
+            header.n_tables,
+            int(header.flags & Flag.BFLOAT16),
+            body,
         )
         with self._held([part.table_id for part in parts]):
             with self.session.changed:
@@ -358,7 +363,10 @@ def _missing(parts: Sequence[Part], stamps: dict[int, Stamps], lsn: int) -> list
             places = np.flatnonzero(keep)
             missing.append(
                 Part(
-                    part.table_id, len(places), part.dim, part.ids[places],
+                    part.table_id,
+                    len(places),
+                    part.dim,
+                    part.ids[places],
                     None if part.rows is None else part.rows[places],
                     None if part.shows is None else part.shows[places],
                     None if part.clicks is None else part.clicks[places],

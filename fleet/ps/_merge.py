@@ -43,9 +43,7 @@ def sum_by_id(ids: Keys, rows: Rows) -> tuple[Keys, Rows]:
     return distinct, total
 
 
-def _add_rest(
-    total: Rows, rows: Rows, order: Keys, starts: Keys, counts: Keys, places: Keys, done: int
-) -> None:
+def _add_rest(total: Rows, rows: Rows, order: Keys, starts: Keys, counts: Keys, places: Keys, done: int) -> None:
     for start, count, place in zip(starts.tolist(), counts.tolist(), places.tolist(), strict=True):
         rest = rows[order[start + done : start + count]]
         if len(rest):
@@ -118,7 +116,9 @@ def merge_gradients(gradients: Sequence[Gradient], with_shows: bool = False) -> 
     clicks = np.concatenate([_or_constant(item.clicks, len(item.ids), 0) for item in gradients])
     distinct, total = sum_by_id(ids, np.concatenate((rows, shows[:, None], clicks[:, None]), axis=1))
     merged = Gradient(
-        distinct, np.ascontiguousarray(total[:, :-2]), np.ascontiguousarray(total[:, -2]),
+        distinct,
+        np.ascontiguousarray(total[:, :-2]),
+        np.ascontiguousarray(total[:, -2]),
         np.ascontiguousarray(total[:, -1]),
     )
     slots = _slots(gradients)
@@ -133,9 +133,9 @@ def _or_constant(values: Rows | None, n: int, constant: float) -> Rows:
 def _slots(gradients: Sequence[Gradient]) -> NDArray[np.uint32] | None:
     if all(item.slots is None for item in gradients):
         return None
-    return np.concatenate([
-        np.zeros(len(item.ids), np.uint32) if item.slots is None else item.slots for item in gradients
-    ])
+    return np.concatenate(
+        [np.zeros(len(item.ids), np.uint32) if item.slots is None else item.slots for item in gradients]
+    )
 
 
 def _last_of(ids: Keys, values: NDArray[np.uint32], distinct: Keys) -> NDArray[np.uint32]:

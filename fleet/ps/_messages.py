@@ -187,9 +187,7 @@ def decode_header(data: Buffer, max_body_bytes: int = MAX_BODY_BYTES) -> Header:
         raise MessageError(f"{n_tables} tables in one message; at most {MAX_TABLES} are allowed.")
     if body > max_body_bytes:
         raise MessageError(f"a body of {body} bytes; at most {max_body_bytes} are allowed.")
-    return Header(
-        _OPS[op], flags, client_id, seq, step, n_tables, _STATUSES[status], body, checksum, tag
-    )
+    return Header(_OPS[op], flags, client_id, seq, step, n_tables, _STATUSES[status], body, checksum, tag)
 
 
 _OPS = {int(op): op for op in Op}

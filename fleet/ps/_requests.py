@@ -139,8 +139,9 @@ class Requests:
         rank, number = _whole(fields, "rank"), _whole(fields, "channel")
         num_workers, session = _whole(fields, "num_workers"), self._session
         if num_workers != session.num_workers:
-            raise Refused(f"the worker belongs to a job of {num_workers} workers, the server to one of "
-                          f"{session.num_workers}.")
+            raise Refused(
+                f"the worker belongs to a job of {num_workers} workers, the server to one of {session.num_workers}."
+            )
         if not 0 <= rank < session.num_workers or not 0 <= number < MAX_CHANNEL or not header.client_id:
             raise Refused(f"worker rank {rank}, channel {number}: ranks are 0 to {session.num_workers - 1}.")
         if fields.get("job", session.job) != session.job:
@@ -209,8 +210,9 @@ class Requests:
             shapes.append(table.pull_shape(part))
         size = sum(n * dim for n, dim in shapes)
         if 4 * size + 64 * len(parts) > self._config.max_body_bytes:
-            raise Refused(f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less "
-                          "at a time.")
+            raise Refused(
+                f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less at a time."
+            )
         if not header.flags & Flag.NO_WAIT and not self._fresh_enough(header.step):
             self._wait(worker, lambda: self._fresh_enough(header.step), beat, header.step)
         out, start, answers = peer.rows(size), 0, []
@@ -287,9 +289,7 @@ class Requests:
         session = self._session
         worker.busy += 1
         try:
-            session.wait_for(
-                predicate, lambda: beat({"step": step, "waiting_for": session.slower_than(step)}), BEAT_S
-            )
+            session.wait_for(predicate, lambda: beat({"step": step, "waiting_for": session.slower_than(step)}), BEAT_S)
         finally:
             worker.busy -= 1
             worker.seen = time.monotonic()

@@ -51,7 +51,10 @@ class SenderConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "max_merge_var_num", "send_queue_size", "send_wait_times", "thread_pool_size",
+            "max_merge_var_num",
+            "send_queue_size",
+            "send_wait_times",
+            "thread_pool_size",
             "min_send_grad_num_before_recv",
         ):
             value = getattr(self, name)

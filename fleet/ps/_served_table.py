@@ -27,7 +27,6 @@ from fleet.ps._table_spec import config_of_spec
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table"]
 
 
-
 class Stamps:
     """Up to which record each restored row is known; rows that were not in the snapshot are known up to none."""
 

@@ -108,7 +108,9 @@ class Server:
         session = Session(config.num_workers, journal.lock, config.lease_s, config.job)
         self.machine = Machine(session, journal, make_table, sync=config.mode == "sync")
         self._requests = Requests(
-            config, self.machine, self.snapshot,
+            config,
+            self.machine,
+            self.snapshot,
             lambda fields: save_tables(self.machine, config, fields),
             lambda fields: load_tables(self.machine, config, fields),
         )
@@ -317,8 +319,16 @@ class Server:
             flags |= Flag.CHECKSUM
             checksum = body_checksum(answer.buffers)
         head = Header(
-            header.op, flags, header.client_id, durable, machine.session.applied_step, answer.n_tables, answer.status,
-            sum(map(len, answer.buffers)), checksum, header.tag,
+            header.op,
+            flags,
+            header.client_id,
+            durable,
+            machine.session.applied_step,
+            answer.n_tables,
+            answer.status,
+            sum(map(len, answer.buffers)),
+            checksum,
+            header.tag,
         )
         peer.connection.send([encode_header(head), *answer.buffers], 10 * self.config.lease_s)
 

@@ -52,13 +52,16 @@ def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, 
     count = spec.get("num_servers", 1)
     if isinstance(table, ServedDense):
         return save_dense(
-            table.table, dirname, start=spec.get("start", 0), total=spec.get("total"), server=config.index,
-            num_servers=count, save_id=save_id,
+            table.table,
+            dirname,
+            start=spec.get("start", 0),
+            total=spec.get("total"),
+            server=config.index,
+            num_servers=count,
+            save_id=save_id,
         ).rows
     assert isinstance(table, ServedSparse)
-    return save_table(
-        table.table, dirname, mode=mode, server=config.index, num_servers=count, save_id=save_id
-    ).rows
+    return save_table(table.table, dirname, mode=mode, server=config.index, num_servers=count, save_id=save_id).rows
 
 
 def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +87,9 @@ def _load_sparse(table: ServedSparse, dirname: Path, index: int, spec: dict[str,
         return load_table(table.table, dirname)
     bounds = range_bounds(count)
     return load_table(
-        table.table, dirname, mine=lambda keys: servers_of_keys(keys, count, routing) == index,
+        table.table,
+        dirname,
+        mine=lambda keys: servers_of_keys(keys, count, routing) == index,
         ranges=(bounds[index], bounds[index + 1]) if routing == "range" else None,
     )
 

@@ -226,9 +226,7 @@ class Session:
         for place in [p for p in self.arrived if p[0] == name and p[1] <= self.barriers[name]]:
             del self.arrived[place]
 
-    def wait_for(
-        self, predicate: Callable[[], bool], beat: Callable[[], None], beat_s: float = 2.0
-    ) -> None:
+    def wait_for(self, predicate: Callable[[], bool], beat: Callable[[], None], beat_s: float = 2.0) -> None:
         """Waits until ``predicate`` holds, calling ``beat`` outside the lock every ``beat_s`` seconds.
 
         Raises:

@@ -43,11 +43,15 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
             raise ConfigError(f"a table of kind {spec['kind']!r}; kinds are 'sparse' and 'dense'.")
         accessor = spec["accessor"]
         return SparseTableConfig(
-            name=spec["name"], dim=spec["dim"], rule=rule,
+            name=spec["name"],
+            dim=spec["dim"],
+            rule=rule,
             embed_rule=None if spec["embed_rule"] is None else _rule(spec["embed_rule"]),
             initializer=Initializer(*spec["initializer"]),
             accessor=None if accessor is None else Accessor(**accessor),
-            entry=entry_from_attr(spec["entry"]), seed=spec["seed"], create_on=spec["create_on"],
+            entry=entry_from_attr(spec["entry"]),
+            seed=spec["seed"],
+            create_on=spec["create_on"],
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"a table specification that cannot be read: {error!r}.") from None

@@ -29,7 +29,10 @@ class ServerProcess:
         self.lines: list[str] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.ps_server_process", json.dumps(config)],
-            stdout=subprocess.PIPE, text=True, cwd=_ROOT, env={**os.environ, **(environment or {})},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_ROOT,
+            env={**os.environ, **(environment or {})},
         )
         deadline = time.monotonic() + 40
         while True:

@@ -73,13 +73,19 @@ class Service:
     def client(self, rank: int = 0, *, tables: Any = None, client_id: int | None = None, **config: Any) -> Client:
         """Returns a client of all servers, with tables 0 (sparse) and 1 (dense)."""
         settings = {
-            "deadline_s": 10.0, "answer_timeout_s": 5.0, "heartbeat": False, "retry_interval_s": 0.5,
-            "start_timeout_s": 5.0, **config,
+            "deadline_s": 10.0,
+            "answer_timeout_s": 5.0,
+            "heartbeat": False,
+            "retry_interval_s": 0.5,
+            "start_timeout_s": 5.0,
+            **config,
         }
         endpoints = [server.endpoint for server in self.servers]
         client = Client(
             ClientConfig(endpoints=endpoints, rank=rank, num_workers=self.num_workers, **settings),
-            transport=self.transport, notify=silent, client_id=client_id,
+            transport=self.transport,
+            notify=silent,
+            client_id=client_id,
         )
         self.clients.append(client)
         client.open()

@@ -163,8 +163,12 @@ def test_each_wrong_request_is_refused_and_the_line_stays(service):
         (Op.PUSH, b"".join(bytes(b) for b in encode_parts([part(dim=3)])), {"seq": 1, "n_tables": 1}, "dim 2"),
         (Op.PUSH, good, {"seq": 1, "n_tables": 2}, "inside the head"),
         (Op.PUSH, good, {"seq": 1, "n_tables": 0}, "fill 0"),
-        (Op.PUSH, b"".join(bytes(b) for b in encode_parts([Part(0, 2, 2, ids(1, 2))])), {"seq": 1, "n_tables": 1},
-         "no rows"),
+        (
+            Op.PUSH,
+            b"".join(bytes(b) for b in encode_parts([Part(0, 2, 2, ids(1, 2))])),
+            {"seq": 1, "n_tables": 1},
+            "no rows",
+        ),
         (Op.SET_DENSE, good, {"seq": 1, "n_tables": 1}, "dense tables only"),
         (Op.BARRIER, control_body({"name": 5}), {"step": 1}, "name"),
         (Op.BARRIER, control_body({"name": "x"}), {"step": 0}, "number from 1"),
@@ -185,8 +189,15 @@ def test_each_wrong_request_is_refused_and_the_line_stays(service):
 
 def test_a_hello_that_does_not_fit_is_refused(service):
     for fields in (
-        {}, {"rank": 5}, {"rank": -1}, {"rank": "0"}, {"rank": True}, {"channel": -1}, {"channel": 1 << 20},
-        {"num_workers": 3}, {"job": "x"},
+        {},
+        {"rank": 5},
+        {"rank": -1},
+        {"rank": "0"},
+        {"rank": True},
+        {"channel": -1},
+        {"channel": 1 << 20},
+        {"num_workers": 3},
+        {"job": "x"},
     ):
         connection = proven(service, rank=None)
         good = {"rank": 1, "channel": 0, "num_workers": 2}

@@ -39,8 +39,13 @@ def test_statistics_are_summed_where_gradients_are_averaged():
 
 def test_merging_sums_statistics():
     one = Gradient(ids(1, 2), np.ones((2, 2), np.float32), slots=np.array([5, 6], np.uint32))
-    two = Gradient(ids(2, 9), np.full((2, 2), 3, np.float32), np.array([4, 1], np.float32), np.ones(2, np.float32),
-                   np.array([7, 8], np.uint32))
+    two = Gradient(
+        ids(2, 9),
+        np.full((2, 2), 3, np.float32),
+        np.array([4, 1], np.float32),
+        np.ones(2, np.float32),
+        np.array([7, 8], np.uint32),
+    )
     merged = merge_gradients([one, two], with_shows=True)
     assert merged.ids.tolist() == [1, 2, 9]
     assert merged.rows[:, 0].tolist() == [1, 4, 3]

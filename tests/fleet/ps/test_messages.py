@@ -50,8 +50,15 @@ def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> Part:
 
 
 @given(
-    st.sampled_from(Op), st.integers(0, 31), U64, U64, U64, st.integers(0, 1024), st.sampled_from(Status),
-    st.integers(0, MAX_BODY_BYTES), st.integers(0, 2**32 - 1),
+    st.sampled_from(Op),
+    st.integers(0, 31),
+    U64,
+    U64,
+    U64,
+    st.integers(0, 1024),
+    st.sampled_from(Status),
+    st.integers(0, MAX_BODY_BYTES),
+    st.integers(0, 2**32 - 1),
 )
 def test_a_header_comes_back(op, flags, client_id, seq, step, tables, status, body, tag):
     header = Header(op, flags, client_id, seq, step, tables, status, body, tag ^ 5, tag)
@@ -94,7 +101,10 @@ def test_parts_of_many_tables_come_back():
     assert len(body) % 8 == 0
     for sent, received in zip(parts, decode_parts(body, 4), strict=True):
         assert (sent.table_id, sent.n, sent.dim, sent.offset) == (
-            received.table_id, received.n, received.dim, received.offset,
+            received.table_id,
+            received.n,
+            received.dim,
+            received.offset,
         )
         for name in ("ids", "rows", "shows", "clicks", "slots"):
             a, b = getattr(sent, name), getattr(received, name)

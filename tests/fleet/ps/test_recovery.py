@@ -33,11 +33,13 @@ def train(client, steps, seed):
         keys, others = np.unique(rng.integers(0, 60, 30)), np.unique(rng.integers(0, 60, 30))
         shows = np.ones(len(others), np.float32)
         client.wait(
-            client.push({
-                0: Gradient(keys, rng.standard_normal((len(keys), 3)).astype(np.float32)),
-                1: rng.standard_normal(7).astype(np.float32),
-                2: Gradient(others, rng.standard_normal((len(others), 3)).astype(np.float32), shows, shows / 2),
-            })
+            client.push(
+                {
+                    0: Gradient(keys, rng.standard_normal((len(keys), 3)).astype(np.float32)),
+                    1: rng.standard_normal(7).astype(np.float32),
+                    2: Gradient(others, rng.standard_normal((len(others), 3)).astype(np.float32), shows, shows / 2),
+                }
+            )
         )
 
 
@@ -51,15 +53,22 @@ def state_of(server):
         rows_ = {}
         for block in served.table.blocks():
             for i, key in enumerate(block.keys.tolist()):
-                counts = None if block.statistics is None else (
-                    block.statistics.shows[i], block.statistics.clicks[i], block.statistics.delta_scores[i],
+                counts = (
+                    None
+                    if block.statistics is None
+                    else (
+                        block.statistics.shows[i],
+                        block.statistics.clicks[i],
+                        block.statistics.delta_scores[i],
+                    )
                 )
                 rows_[key] = (int(block.counts[i]), bool(block.admitted[i]), block.values[i].tobytes(), counts)
         state[number] = rows_
         state[number, "lr"] = served.learning_rate
     session = machine.session
     state["session"] = (
-        session.applied_step, session.barriers,
+        session.applied_step,
+        session.barriers,
         [(w.clock, dict(w.steps), {n: c.last for n, c in w.channels.items()}) for w in session.workers],
         {step: {rank: item.body for rank, item in ranks.items()} for step, ranks in session.held.items()},
     )

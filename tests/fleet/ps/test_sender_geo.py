@@ -21,14 +21,20 @@ TWO = {0: SPARSE, 1: DENSE, 2: SparseTableConfig("b", 2, SGD, initializer=ZEROS)
 def shared_clients(service, count, **settings):
     """Clients of one worker process: the same client id, a channel each."""
     first = service.client(0, tables=TWO, channel=1, **settings)
-    return [first, *(service.client(0, tables=TWO, channel=n + 2, client_id=first.client_id, **settings)
-                     for n in range(count - 1))]
+    return [
+        first,
+        *(
+            service.client(0, tables=TWO, channel=n + 2, client_id=first.client_id, **settings)
+            for n in range(count - 1)
+        ),
+    ]
 
 
 def sending(service, config, receive=None, **settings):
     count = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
     clients, pushes = shared_clients(service, count, **settings), []
     for number, client in enumerate(clients):
+
         def push(gradients, *, step=None, number=number, push=client.push):
             pushes.append((number, step, sorted(gradients)))
             return push(gradients, step=step)
@@ -191,9 +197,16 @@ def test_half_async_sums_batches_and_waits():
         assert seen == [-4, -8, -10]
 
 
-@pytest.mark.parametrize("name", [
-    "max_merge_var_num", "send_queue_size", "send_wait_times", "thread_pool_size", "min_send_grad_num_before_recv",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_merge_var_num",
+        "send_queue_size",
+        "send_wait_times",
+        "thread_pool_size",
+        "min_send_grad_num_before_recv",
+    ],
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
 def test_wrong_values_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):

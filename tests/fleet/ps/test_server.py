@@ -46,20 +46,31 @@ def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("fields", "word"), [
-    ({"mode": "geo"}, "mode"), ({"num_workers": 0}, "num_workers"), ({"staleness": -1}, "staleness"),
-    ({"lease_s": 0}, "lease_s"), ({"transfer_timeout_s": -1.0}, "transfer_timeout_s"),
-    ({"max_body_bytes": 1 << 32}, "max_body_bytes"),
-])
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"mode": "geo"}, "mode"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"staleness": -1}, "staleness"),
+        ({"lease_s": 0}, "lease_s"),
+        ({"transfer_timeout_s": -1.0}, "transfer_timeout_s"),
+        ({"max_body_bytes": 1 << 32}, "max_body_bytes"),
+    ],
+)
 def test_wrong_values_of_a_server_are_named(fields, word):
     with pytest.raises(ConfigError, match=word):
         ServerConfig(**fields)
 
 
-@pytest.mark.parametrize(("fields", "word"), [
-    ({"endpoints": []}, "endpoints"), ({"endpoints": ["a:1", "a:1"]}, "once"), ({"rank": 1}, "rank"),
-    ({"deadline_s": 0}, "deadline_s"),
-])
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"endpoints": []}, "endpoints"),
+        ({"endpoints": ["a:1", "a:1"]}, "once"),
+        ({"rank": 1}, "rank"),
+        ({"deadline_s": 0}, "deadline_s"),
+    ],
+)
 def test_wrong_values_of_a_client_are_named(fields, word):
     with pytest.raises(ConfigError, match=word):
         ClientConfig(**{"endpoints": ["a:1"], **fields})

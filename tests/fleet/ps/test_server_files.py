@@ -47,9 +47,18 @@ def test_a_save_whose_answer_is_lost_is_not_done_again(tmp_path):
             client.save(str(tmp_path / "m"), mode=7)
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"dirname": ""}, {"dirname": 3}, {"mode": "0"}, {"save_id": 1}, {"tables": [7]}, {"tables": "0"},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"dirname": ""},
+        {"dirname": 3},
+        {"mode": "0"},
+        {"save_id": 1},
+        {"tables": [7]},
+        {"tables": "0"},
+    ],
+)
 def test_a_request_that_cannot_be_read_writes_nothing(tmp_path, fields):
     good = {"dirname": str(tmp_path / "m"), "mode": 0, "save_id": "x", "tables": [0]}
     with serving() as service:

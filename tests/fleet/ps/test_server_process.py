@@ -30,8 +30,14 @@ def process_client(endpoints, rank=0, num_workers=1, **config):
 def test_kill_9_in_mid_push_and_restart_gives_the_exact_sum(tmp_path):
     """3 workers push integers while one of 2 servers is killed three times: the sum is exact, nothing hangs."""
     configs = [
-        {"endpoint": "127.0.0.1:0", "num_workers": 3, "folder": str(tmp_path / str(n)), "index": n,
-         "snapshot_bytes": 3_000_000} for n in range(2)
+        {
+            "endpoint": "127.0.0.1:0",
+            "num_workers": 3,
+            "folder": str(tmp_path / str(n)),
+            "index": n,
+            "snapshot_bytes": 3_000_000,
+        }
+        for n in range(2)
     ]
     servers = [ServerProcess(config) for config in configs]
     try:

@@ -122,9 +122,7 @@ def test_sync_continues_when_a_worker_says_goodbye():
 def test_sync_continues_when_a_worker_dies_and_takes_it_back():
     with serving(mode="sync", num_workers=2, lease_s=0.3) as service:
         a, b = service.client(0, heartbeat=True), service.client(1)
-        in_threads(
-            lambda: a.wait(a.push({0: gradient([1], 2.0)})), lambda: b.wait(b.push({0: gradient([1], 2.0)}))
-        )
+        in_threads(lambda: a.wait(a.push({0: gradient([1], 2.0)})), lambda: b.wait(b.push({0: gradient([1], 2.0)})))
         checkpoint = b.state_dict()
         b.close()
         a.wait(a.push({0: gradient([1], 2.0)}))

@@ -58,10 +58,15 @@ def test_answers_are_put_in_their_places():
     assert values[:, 0].tolist() == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("parts", [
-    [], [Part(0, 3, 1, rows=np.zeros((3, 1), np.float32))], [Part(5, 4, 1, rows=np.zeros((4, 1), np.float32))],
-    [Part(0, 4, 1)],
-])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [Part(0, 3, 1, rows=np.zeros((3, 1), np.float32))],
+        [Part(5, 4, 1, rows=np.zeros((4, 1), np.float32))],
+        [Part(0, 4, 1)],
+    ],
+)
 def test_an_answer_of_another_shape_is_refused(parts):
     target = np.zeros((2, 2), np.float32)
     with pytest.raises(MessageError):
