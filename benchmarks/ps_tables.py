@@ -1,13 +1,13 @@
 """Rates of one sparse table in one thread: pull and push of dim 16 Adagrad, beside what the memory allows.
 
-Every round measures, one after the other on the same requests, two bare gathers of rows at random places (no ids, no
-lookup: numpy.take on packed rows, and a plain loop over rows as far apart as the table's), then the table's pull and
-push, so that other load on the machine meets all of them. Rates are per second of this thread's processor time
-(median over requests) and, in brackets, the best request by the clock. The shares are of the plain loop.
+Every round measures, one after the other: a bare gather (numpy.take of packed 64-byte rows at random places: no ids,
+no lookup), the table's pull of the same rows, and a push of rows that were last used half a cycle ago, so that other
+load on the machine meets all of them and no caches are warm. Rates are per second of this thread's processor time
+(median over requests) and, in brackets, the best request by the clock. The shares are of the gather.
 
     python benchmarks/ps_tables.py --rows 1000000 10000000
 
-The study this design comes from measured, on its machine at 10 million rows and zipf ids: plain loop 33.7, pull 12.5,
+The study this design comes from measured, on its machine at 10 million rows and zipf ids: gather 33.7, pull 12.5,
 push 10.4 million rows a second.
 """
 
@@ -16,22 +16,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from fleet.ps import Accessor, Rule, SparseTable, SparseTableConfig
 
 DIM, SPREAD, REQUESTS = 16, 7919, 48
-STUDY = {"loop": 33.7, "pull": 12.5, "push": 10.4}
+STUDY = {"gather": 33.7, "pull": 12.5, "push": 10.4}
 Keys = npt.NDArray[np.int64]
-
-
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _gather(flat: npt.NDArray[np.float32], places: Keys, out: npt.NDArray[np.float32]) -> None:
-    for i in range(len(places)):
-        out[i, :] = flat[places[i], : out.shape[1]]
 
 
 def main() -> None:
@@ -43,8 +37,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     print(
-        f"{'rows':>10} {'ids':>8} {'B/row':>6} {'fill':>6} | {'gather M rows/s':>16} {'pull':>14} {'push':>14} |"
-        f" {'pull/gather':>11} {'push/gather':>11} | {'300 ids us':>10}"
+        f"{'rows':>9} {'ids':>8} {'B/row':>6} {'fill':>6} | {'gather':>14} {'pull':>14} {'push':>14}"
+        f" M rows/s | {'pull/gather':>11} {'push/gather':>11} | {'300 ids us':>10}"
     )
     for rows in arguments.rows:
         accessor = Accessor() if arguments.accessor else None
@@ -55,8 +49,8 @@ def main() -> None:
             _report(table, rows, ids, fill, arguments.rounds)
         table.close()
     print(
-        f"study, 10 M rows, zipf: pull {STUDY['pull']} and push {STUDY['push']} M rows/s beside a loop of "
-        f"{STUDY['loop']}, shares {STUDY['pull'] / STUDY['loop']:.2f} and {STUDY['push'] / STUDY['loop']:.2f}"
+        f"study, 10 M rows, zipf: pull {STUDY['pull']} and push {STUDY['push']} M rows/s beside a gather of "
+        f"{STUDY['gather']}, shares {STUDY['pull'] / STUDY['gather']:.2f} and {STUDY['push'] / STUDY['gather']:.2f}"
     )
 
 
@@ -81,33 +75,31 @@ def _requests(rows: int, ids: str) -> list[Keys]:
 
 def _report(table: SparseTable, rows: int, ids: str, fill: float, rounds: int) -> None:
     requests = _requests(rows, ids)
-    flat = np.zeros((rows, 2 * DIM), np.float32)
     longest = max(map(len, requests))
     out, gradients = np.empty((longest, DIM), np.float32), np.full((longest, DIM), 1e-3, np.float32)
-    packed = np.zeros((rows, DIM), np.float32)
-    spent: dict[str, list[tuple[float, float]]] = {"take": [], "loop": [], "pull": [], "push": []}
-    for _ in range(rounds):
-        for places in requests:
-            n, keys = len(places), places * SPREAD
-            target = out[:n]
-            for name, run in (
-                ("take", lambda: np.take(packed, places, axis=0, out=target, mode="clip")),  # noqa: B023
-                ("loop", lambda: _gather(flat, places, target)),  # noqa: B023
-                ("pull", lambda: table.pull(keys, target)),  # noqa: B023
-                ("push", lambda: table.push(keys, gradients[:n])),  # noqa: B023
-            ):
-                cpu, wall = _seconds(run)
-                spent[name].append((cpu / n, wall / n))
+    packed = np.ones((rows, DIM), np.float32)
+    spent: dict[str, list[tuple[float, float]]] = {"gather": [], "pull": [], "push": []}
+    for number in range(rounds * REQUESTS):
+        places = requests[number % REQUESTS]
+        keys, older = places * SPREAD, requests[(number + REQUESTS // 2) % REQUESTS] * SPREAD
+        _add(spent["gather"], len(keys), partial(np.take, packed, places, 0, out[: len(keys)], "clip"))
+        _add(spent["pull"], len(keys), partial(table.pull, keys, out[: len(keys)]))
+        _add(spent["push"], len(older), partial(table.push, older, gradients[: len(older)]))
     rate = {name: 1e-6 / float(np.median([cpu for cpu, _ in values])) for name, values in spent.items()}
     best = {name: 1e-6 / min(wall for _, wall in values) for name, values in spent.items()}
     few = [(places[:300] * SPREAD).copy() for places in requests]
     step, _ = _seconds(lambda: [(table.pull(keys, out[:300]), table.push(keys, gradients[:300])) for keys in few])
     cells = [f"{rate[name]:6.1f} ({best[name]:5.1f})" for name in spent]
     print(
-        f"{rows:>10} {ids:>8} {table.memory_bytes / table.num_rows:6.0f} {fill:6.2f} | {cells[0]:>16} {cells[1]:>14}"
-        f" {cells[2]:>14} | {rate['pull'] / rate['gather']:11.2f} {rate['push'] / rate['gather']:11.2f} |"
-        f" {step / len(few) * 1e6:10.1f}"
+        f"{rows:>9} {ids:>8} {table.memory_bytes / table.num_rows:6.0f} {fill:6.2f} |"
+        f" {' '.join(f'{cell:>14}' for cell in cells)} M rows/s"
+        f" | {rate['pull'] / rate['gather']:11.2f} {rate['push'] / rate['gather']:11.2f} | {step / len(few) * 1e6:10.1f}"
     )
+
+
+def _add(spent: list[tuple[float, float]], n: int, run: Callable[[], object]) -> None:
+    cpu, wall = _seconds(run)
+    spent.append((cpu / n, wall / n))
 
 
 def _seconds(run: Callable[[], object]) -> tuple[float, float]:

@@ -147,16 +147,25 @@ def _wait_for_ranks(
 ) -> None:
     report_at = time.monotonic() + _REPORT_EVERY_S
     pause_s = 0.002
-    while not store.check(names):
-        now = time.monotonic()
-        if now >= report_at or now >= deadline:
-            absent = [rank for rank, name in enumerate(names) if not store.check([name])]
-            if absent and now >= deadline:
-                raise RendezvousError(
-                    f"[rank {meeting.global_rank} of {meeting.world_size}] absent ranks after {meeting.wait_s:g} s: "
-                    f"{absent}. Look at their logs; FLAGS_stop_check_timeout sets the time to wait, in seconds."
-                )
-            say(f"waiting for {len(absent)} of {meeting.world_size} ranks: not ready ranks {absent}")
-            report_at = now + _REPORT_EVERY_S
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.1)
+    who = f"[rank {meeting.global_rank} of {meeting.world_size}]"
+    absent = list(range(meeting.world_size))
+    try:
+        while not store.check(names):
+            now = time.monotonic()
+            if now >= report_at or now >= deadline:
+                absent = [rank for rank, name in enumerate(names) if not store.check([name])]
+                if absent and now >= deadline:
+                    raise RendezvousError(
+                        f"{who} absent ranks after {meeting.wait_s:g} s: {absent}. Look at their logs; "
+                        "FLAGS_stop_check_timeout sets the time to wait, in seconds."
+                    )
+                say(f"waiting for {len(absent)} of {meeting.world_size} ranks: not ready ranks {absent}")
+                report_at = now + _REPORT_EVERY_S
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.1)
+    except dist.DistError as error:
+        # Rank 0 serves the meeting point, and has given up first.
+        raise RendezvousError(
+            f"{who} rank 0 left the meeting point before every rank had come; absent ranks when last seen: {absent}. "
+            "Its log says more."
+        ) from error

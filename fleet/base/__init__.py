@@ -1,1 +1,14 @@
-"""Fleet's place for role makers: ``fleet.base.role_maker``."""
+"""The path under which older scripts find the role makers: ``fleet.base.role_maker``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["role_maker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f"fleet.base.{name}")
+    raise AttributeError(f"fleet.base has no {name!r}")

@@ -16,11 +16,13 @@ from fleet.ps._kernels import (
     FLOATS,
     GROUP_ARGUMENTS,
     HAS_EMBEDX,
+    HAS_STATISTICS,
     INDEX,
     LOW32,
     NONCLK_COEFF,
     PENDING,
     ROW_BYTES,
+    STATISTICS_BYTES,
     SUB_SHARDS,
     SUB_WORDS,
     c_function,
@@ -136,6 +138,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     memory. The caller holds the sub-shard's lock.
     """
     header, shard, wanted, found, places = words(table), words(sub), words(hashes), words(slots), ints(order)
+    counts_traffic = header[HAS_STATISTICS] != 0 and mode == COUNT
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
     today = (header[DAY] & 0xFFFF) << 32
@@ -156,8 +159,10 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
             if mode >= COUNT:
                 counted = meta + _COUNT_ONE if meta & _COUNT_MASK != _COUNT_MASK else meta
                 words(at)[1] = (counted & ~(0xFFFF << 32)) | today
-            row = chunks[slot >> CHUNK_SHIFT] + (slot & (CHUNK_ROWS - 1)) * row_bytes
-            start_loading(row, line_bytes)
+            chunk, place = chunks[slot >> CHUNK_SHIFT], slot & (CHUNK_ROWS - 1)
+            start_loading(chunk + place * row_bytes, line_bytes)
+            if counts_traffic:
+                start_loading(chunk + CHUNK_ROWS * row_bytes + place * STATISTICS_BYTES, STATISTICS_BYTES)
             start_loading(data + i64(places[i]) * data_bytes, min(data_bytes, line_bytes))
             if meta < 0:
                 slot |= HAS_EMBEDX

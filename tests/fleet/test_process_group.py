@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from datetime import timedelta
@@ -37,7 +38,8 @@ def test_absent_ranks_are_listed() -> None:
     """003-36, 002-27: after the timeout the error lists who did not come; meanwhile a line says who is waited for."""
     (port,) = free_ports(1)
     for result in run_workers(wait_alone, 2, port, 4.0, backend=None):
-        assert "absent ranks after 4 s: [2]" in result["error"]
+        # Rank 0 serves the meeting point and may give up a moment before rank 1 does.
+        assert re.search(r"absent ranks (after 4 s|when last seen): \[2\]", result["error"]), result["error"]
         assert "not ready ranks [2]" in result["said"]
         assert result["took_s"] < 10
 

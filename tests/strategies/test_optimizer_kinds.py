@@ -15,7 +15,8 @@ PARAMETERS = [torch.nn.Parameter(torch.zeros(2))]
 
 def check(name: str, optimizer: torch.optim.Optimizer) -> None:
     session: Any = None
-    REGISTRY[name](None, session).check_optimizer(optimizer)
+    config = REGISTRY[name].Config
+    REGISTRY[name](config() if config else None, session).check_optimizer(optimizer)
 
 
 SGD = torch.optim.SGD(PARAMETERS, lr=0.1)
