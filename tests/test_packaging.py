@@ -119,6 +119,7 @@ def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(archives: Path) -> None:
+    """003-38: the wheel is for any machine, and holds no shared library that one could lack."""
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
         assert {name for name in names if ".dist-info/" not in name} == PACKAGE_FILES

@@ -259,3 +259,11 @@ def test_the_strategy_of_the_guide_is_in_style(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml"), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_readme_maps_what_a_paddle_script_writes(name: str) -> None:
+    """002-07: the words of a Fleet script that have no call here are explained."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for written in ("label.stop_gradient = True", "paddle.DataParallel", "paddle.save", "L2Decay"):
+        assert written in text, written

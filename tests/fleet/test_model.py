@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +175,11 @@ def test_eval_does_not_stop_the_graph(model: FleetModel) -> None:
     assert model(x).requires_grad
     with torch.no_grad():
         assert not model(x).requires_grad
+
+
+def test_exported_module_is_the_users(net: Net, model: FleetModel, tmp_path: Path) -> None:
+    """003-31: what is exported and loaded again computes what the wrapped model does, without this package in it."""
+    x = torch.randn(3, 4)
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(model.module.eval(), (x,)), path)
+    torch.testing.assert_close(torch.export.load(path).module()(x), net(x))
