@@ -93,7 +93,8 @@ def _report(table: SparseTable, rows: int, ids: str, fill: float, rounds: int) -
     print(
         f"{rows:>9} {ids:>8} {table.memory_bytes / table.num_rows:6.0f} {fill:6.2f} |"
         f" {' '.join(f'{cell:>14}' for cell in cells)} M rows/s"
-        f" | {rate['pull'] / rate['gather']:11.2f} {rate['push'] / rate['gather']:11.2f} | {step / len(few) * 1e6:10.1f}"
+        f" | {rate['pull'] / rate['gather']:11.2f} {rate['push'] / rate['gather']:11.2f}"
+        f" | {step / len(few) * 1e6:10.1f}"
     )
 
 
