@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.errors import ConfigError
@@ -20,6 +19,7 @@ from fleet.strategies._amp_signal import Signal
 from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in, exchange_of
+from fleet.strategies._parts import is_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class Amp(Strategy):
         self._treat(root, treatments)  # the same for its parts
         own = self._watch_gathered(root, treatments.get(""), self._signal)
         if self._signal is not None:
-            self._signal.watch(p for p in root.parameters() if not isinstance(p, DTensor))
+            self._signal.watch(p for p in root.parameters() if not is_part(p))
             if data_parallel_in(model) is not None:
                 exchange_of(model).wire_factor = lambda: self.scale.factor
         return AmpModel(
@@ -250,7 +250,7 @@ class Amp(Strategy):
         Returns the treatment that is left to apply around the whole model.
         """
         for module in root.modules():
-            if any(isinstance(p, DTensor) for p in module._parameters.values()):
+            if any(is_part(p) for p in module._parameters.values()):
                 treated = self._treated(module, (own if module is root else None) or Treatment())
                 treated.watch = signal.watch if signal is not None else None
                 own = None if module is root else own
