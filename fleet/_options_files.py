@@ -111,7 +111,7 @@ def read_yaml(path: PathLike) -> Entries:
 
 def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
     """Replaces ``path`` by a YAML file of ``values``, in their order."""
-    write_text(path, yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=None, allow_unicode=True))
+    write_text(path, yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=None, allow_unicode=False))
 
 
 # ---- protobuf text format -------------------------------------------------------------------------------------------
