@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# In CI the same examples each time: a new one that fails is found on a developer's machine, where it can be looked at,
+# and not in a change that has nothing to do with it. Slow machines get the time they need.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 _ALLOWED = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
 
