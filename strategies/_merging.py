@@ -4,8 +4,7 @@
 Between two updates the sum is not in ``.grad`` but aside: code that stands between ``backward()`` and ``step()`` in the
 user's loop (clipping, above all) would change a sum that is not complete, and ``zero_grad()`` would lose it. Each
 gradient is set aside the moment it has been accumulated; before the backward pass that completes the window it is put
-back, so that pass exchanges, and clipping then sees, the whole merged gradient. In the meantime the smallest parameter
-has a gradient of zeros: torch's ``clip_grad_value_`` raises where no parameter has any.
+back, so that pass exchanges, and clipping then sees, the whole merged gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Window:
         self.sums: dict[Tensor, Tensor] = {}
         self.has_new_gradients = False
         self._watched: dict[Tensor, None] = {}
-        self._smallest: Tensor | None = None
 
     @property
     def is_last(self) -> bool:
@@ -47,7 +45,6 @@ class Window:
                 self._watched[parameter] = None
                 parameter.register_hook(self._scale)
                 parameter.register_post_accumulate_grad_hook(self._set_aside)
-        self._smallest = min(self._watched, key=Tensor.numel, default=None)
 
     def restore(self) -> None:
         """Puts the sums back into ``.grad`` when the next backward pass completes the window."""
@@ -66,7 +63,7 @@ class Window:
         # Without a wrapped model nothing restores before backward; step() does then.
         kept = self.sums.get(parameter)
         self.sums[parameter] = parameter.grad if kept is None else kept.add_(parameter.grad)
-        parameter.grad = torch.zeros_like(parameter) if parameter is self._smallest else None
+        parameter.grad = None
 
 
 class MergingOptimizer(OptimizerWrapper):
