@@ -7,7 +7,7 @@ the same number without the snapshot's memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fleet.strategies._base import Values, Workers
 from fleet.strategies._flat import average, broadcast_from_rank_0
 from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer_kinds import check_sgd
 
 
 def local_training_notes(option: str, options: Values, world_size: int) -> tuple[str, ...]:
@@ -33,6 +34,27 @@ def start_from_rank_0(model: nn.Module, session: Workers) -> None:
     """Makes parameters and buffers of ``model`` equal rank 0's."""
     if session.process_group is not None:
         broadcast_from_rank_0([*model.parameters(), *model.buffers()], session.process_group)
+
+
+class TrainsLocally:
+    """What both strategies do in the same way: a mixin of ``Strategy``, which registers each of its subclasses."""
+
+    name: ClassVar[str]
+    session: Workers
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns remarks on settings that have nothing to act on while gradients stay local."""
+        return local_training_notes(cls.name, options, world_size)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError unless the optimizer is SGD."""
+        check_sgd(self.name, optimizer)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``, which starts from rank 0's parameters and buffers."""
+        start_from_rank_0(model, self.session)
+        return model
 
 
 class LocalOptimizer(OptimizerWrapper):

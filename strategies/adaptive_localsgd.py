@@ -8,19 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import Guide, Stage, Strategy, Values
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
-from fleet.strategies._local_training import (
-    LocalOptimizer,
-    local_training_notes,
-    mean_over_workers,
-    start_from_rank_0,
-)
+from fleet.strategies._local_training import LocalOptimizer, TrainsLocally, mean_over_workers
 from fleet.strategies._loss import watch_losses
-from fleet.strategies._optimizer_kinds import check_sgd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +25,7 @@ class AdaptiveLocalsgdConfig(Config, option="adaptive_localsgd_configs"):
     begin_step: int = setting(1, "last step of the start, in which every step averages", at_least=0)
 
 
-class AdaptiveLocalsgd(Strategy):
+class AdaptiveLocalsgd(TrainsLocally, Strategy):
     """Averages parameters at intervals of 1 to 16 steps, longer while the loss is high for its learning rate."""
 
     name = "adaptive_localsgd"
@@ -54,20 +48,6 @@ class AdaptiveLocalsgd(Strategy):
         source="Wang and Joshi, 2019, arXiv 1810.08313",
         example={"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 2}},
     )
-
-    @classmethod
-    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
-        """Returns remarks on settings that have nothing to act on while gradients stay local."""
-        return local_training_notes(cls.name, options, world_size)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigError unless the optimizer is SGD."""
-        check_sgd(self.name, optimizer)
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Returns ``model``, which starts from rank 0's parameters and buffers."""
-        start_from_rank_0(model, self.session)
-        return model
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that averages the parameters at intervals it computes."""

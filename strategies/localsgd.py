@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from fleet.strategies._base import Guide, Stage, Strategy, Values
+from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
-from fleet.strategies._local_training import LocalOptimizer, local_training_notes, start_from_rank_0
-from fleet.strategies._optimizer_kinds import check_sgd
+from fleet.strategies._local_training import LocalOptimizer, TrainsLocally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,7 @@ class LocalsgdConfig(Config, option="localsgd_configs"):
     begin_step: int = setting(1, "last step of the start, in which every step averages", at_least=0)
 
 
-class Localsgd(Strategy):
+class Localsgd(TrainsLocally, Strategy):
     """Averages parameters every k steps; gradients are not exchanged."""
 
     name = "localsgd"
@@ -45,20 +43,6 @@ class Localsgd(Strategy):
         source="Stich, 2019, arXiv 1805.09767",
         example={"localsgd": True, "localsgd_configs": {"k_steps": 2}},
     )
-
-    @classmethod
-    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
-        """Returns remarks on settings that have nothing to act on while gradients stay local."""
-        return local_training_notes(cls.name, options, world_size)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigError unless the optimizer is SGD."""
-        check_sgd(self.name, optimizer)
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Returns ``model``, which starts from rank 0's parameters and buffers."""
-        start_from_rank_0(model, self.session)
-        return model
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that averages the parameters every ``k_steps`` steps."""

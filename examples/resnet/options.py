@@ -33,8 +33,8 @@ def shown_default(name: str) -> str:
     return f"(default: {DIGITS_DEFAULTS[name]} for digits, {FOLDER_DEFAULTS[name]} as published for a folder)"
 
 
-def training_options(description: str) -> argparse.ArgumentParser:
-    """Returns the parser of the shared options."""
+def training_options(description: str, optimizers: Sequence[str] = ("sgd", "adam")) -> argparse.ArgumentParser:
+    """Returns the parser of the shared options; ``optimizers`` are those that the script can train with."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--data",
@@ -60,7 +60,7 @@ def training_options(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--optimizer",
-        choices=("sgd", "adam"),
+        choices=optimizers,
         default="sgd",
         help="update rule; adam takes no --momentum and no --weight-decay (default: %(default)s)",
     )

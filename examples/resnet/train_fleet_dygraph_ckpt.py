@@ -14,7 +14,7 @@ import torch
 from data import open_data
 from evaluation import find_hits
 from model import ResNet
-from options import parse, training_options
+from options import make_optimizer, parse, training_options
 from report import Report
 from schedule import warmup_cosine
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from fleet import fleet
 
 def main() -> None:
     """Trains, and prints the accuracy on the test images after each epoch and at the end."""
-    parser = training_options(__doc__)
+    parser = training_options(__doc__, optimizers=("sgd",))
     parser.add_argument("--checkpoint", metavar="FILE", default="output/resnet.pdparams", help="(default: %(default)s)")
     args = parse(parser)
     fleet.init(is_collective=True)
@@ -42,7 +42,7 @@ def main() -> None:
     test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
 
     model = ResNet(args.depth, len(class_names), stem=args.stem, width=args.width).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    optimizer = make_optimizer(args, model.parameters())
     start_epoch = load_checkpoint(args.checkpoint, model, optimizer)
     optimizer = fleet.distributed_optimizer(optimizer)
     model = fleet.distributed_model(model)  # parameters and buffers now are rank 0's everywhere

@@ -12,7 +12,7 @@ import torch
 from data import open_data
 from evaluation import find_hits
 from model import ResNet
-from options import parse, training_options
+from options import make_optimizer, parse, training_options
 from report import Report
 from schedule import warmup_cosine
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def main() -> None:
     test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
 
     model = ResNet(args.depth, len(class_names), stem=args.stem, width=args.width).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    optimizer = make_optimizer(args, model.parameters())
     optimizer = fleet.distributed_optimizer(optimizer)
     model = fleet.distributed_model(model)
 

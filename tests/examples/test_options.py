@@ -54,3 +54,11 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert "None" not in text
     assert "(default: 32 for digits, 64 as published for a folder)" in text
+
+
+def test_a_script_offers_only_the_optimizers_it_can_train_with(capsys: pytest.CaptureFixture[str]) -> None:
+    """Never ignored: checkpoints carry SGD's momentum, so that script refuses --optimizer adam."""
+    assert options.parse(options.training_options("d"), ["--optimizer", "adam"]).optimizer == "adam"
+    with pytest.raises(SystemExit):
+        options.parse(options.training_options("d", optimizers=("sgd",)), ["--optimizer", "adam"])
+    assert "invalid choice: 'adam'" in capsys.readouterr().err
