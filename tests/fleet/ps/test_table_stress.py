@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, save_table, saved_blocks
 from fleet.ps._kernels import CAPACITY, LENGTH, NUM_ENTRIES
 from fleet.ps._kernels_life import FIRST_CAPACITY
+from fleet.ps._rows import RowBlock
 from tests.fleet.ps._tables import key_with_bits, rows_of
 
 EXACT = Rule("sgd", {"learning_rate": 1.0})
@@ -195,11 +199,22 @@ def _save_under_load(table: SparseTable, folder: Path, windows: int) -> Log:
     threads = [threading.Thread(target=_push_until, args=(stop, table, log, order, seed)) for seed in range(3)]
     for thread in threads:
         thread.start()
+    plan, walk = table.plan_windows, table.blocks
+    table.plan_windows = lambda n=0: plan(windows)  # type: ignore[method-assign, assignment]
+
+    def blocks(**options: Any) -> Iterator[RowBlock]:
+        """Lets a push in after some blocks, so that the save is under load however the threads are scheduled."""
+        for number, block in enumerate(walk(**options)):
+            yield block
+            known, deadline = len(log), time.monotonic() + 10
+            while number in (5, 10, 20, 40) and len(log) == known and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    table.blocks = blocks  # type: ignore[method-assign, assignment]
     try:
-        plan = table.plan_windows
-        table.plan_windows = lambda n=0: plan(windows)  # type: ignore[method-assign, assignment]
         save_table(table, folder, stamp=lambda: len(log))
     finally:
+        table.blocks = walk  # type: ignore[method-assign]
         stop.set()
         for thread in threads:
             thread.join(60)
@@ -226,7 +241,8 @@ def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
     for number, (keys, gradients) in enumerate(log, 1):
         for key, gradient in zip(keys.tolist(), gradients, strict=True):
             if number > known_until.get(key, 0):
-                rows.setdefault(key, fresh.pull(np.array([key]))[0].copy())
+                if key not in rows:
+                    rows[key] = fresh.pull(np.array([key]))[0].copy()
                 rows[key] -= gradient
     live = {key: row for block in table.blocks() for key, row in zip(block.keys.tolist(), block.values, strict=True)}
     assert rows.keys() == live.keys()
