@@ -9,6 +9,19 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "SparseEmbedding": "_embedding",
+    "Client": "_client",
+    "ClientConfig": "_client_config",
+    "Gradient": "_shards",
+    "Server": "_server",
+    "ServerConfig": "_server_config",
+    "run_server": "_server",
+    "AsyncSender": "_sender",
+    "HalfAsyncSender": "_sender",
+    "SenderConfig": "_sender",
+    "GeoCommunicator": "_geo",
+    "LocalTransport": "_local",
+    "SocketTransport": "_transport",
     "Accessor": "_accessor",
     "documented_accessor": "_accessor",
     "DenseTable": "_dense_table",

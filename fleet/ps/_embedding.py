@@ -1,0 +1,194 @@
+"""SparseEmbedding: an embedding whose rows live in a table of the parameter servers, for ids without bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fleet.errors import ConfigError
+from fleet.ps._accessor import Accessor
+from fleet.ps._entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig, plan_layout
+from fleet.ps._lookup import LocalRows, RowLookup
+from fleet.ps._rules import Rule
+from fleet.ps._slots import Bags, bags_of, keys_of_slots
+
+__all__ = ["COMBINERS", "SparseEmbedding"]
+
+COMBINERS = ("none", "sum", "mean")
+Ids = Tensor | Sequence[Any]
+
+
+class SparseEmbedding(nn.Module):
+    """Maps int64 ids, any 64-bit number, to rows of a table that grows with the ids it meets.
+
+    The rows live on the parameter servers once ``fleet.init_worker()`` has run; before it the module shows the same
+    initial rows from this process, for trying it out. Each step pulls every distinct id of the batch once, and
+    ``optimizer.step()`` pushes the sum of its gradients. The servers update the rows by the rule of the optimizer
+    group that holds ``weight``, an empty parameter which stands for the table.
+
+    Args:
+        dim: columns of a row (with the two counters of a Ctr accessor).
+        name: name of the table; modules with the same name share it. By default the module's name in the model.
+        combiner: ``"none"`` gives a row per id, ``"sum"`` and ``"mean"`` one per sample.
+        num_slots: how many features stand side by side in the ids; all share the table.
+        separate_slots: an id in one slot has another row than the same id in another slot.
+        padding_idx: an id that reads as zeros, counts for nothing in a combiner, and is not trained.
+        entry: which ids are worth a row, ``fleet.CountFilterEntry`` and its siblings; ``None`` is all.
+        initializer: weights of a new row; uniform in [-1e-4, 1e-4) by default.
+        accessor: statistics of each row, see :class:`fleet.ps.Accessor`; ``None`` keeps none.
+        rule: the servers' update rule; ``None`` takes that of the optimizer.
+        seed: initial rows are a pure function of (seed, id, column).
+        slot: the number that rows of an accessor remember as their feature slot.
+
+    Shapes (``s`` = num_slots, absent when it is 1):
+        ids [...] with combiner none -> [..., dim]; ids [batch, length] or [batch, s, length] with a combiner ->
+        [batch, dim] or [batch, s, dim]; flat ids with ``offsets`` (as ``nn.EmbeddingBag``), or a list of one list
+        (or tensor) of ids per sample and slot, with a combiner -> [batch, dim] or [batch, s, dim]. A list without a
+        combiner gives the rows one after the other, [n, dim].
+
+    Raises:
+        ConfigError: an argument is wrong, or ids are not whole numbers of a fitting shape.
+
+    Example:
+        >>> embedding = SparseEmbedding(4, name="ads", combiner="sum")
+        >>> embedding([[7, 10**15], []]).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        name: str | None = None,
+        *,
+        combiner: str = "none",
+        num_slots: int = 1,
+        separate_slots: bool = False,
+        padding_idx: int | None = None,
+        entry: Entry | None = None,
+        initializer: Initializer | None = None,
+        accessor: Accessor | None = None,
+        rule: Rule | None = None,
+        seed: int = 0,
+        slot: int | None = None,
+    ) -> None:
+        super().__init__()
+        if combiner not in COMBINERS:
+            raise ConfigError(f"SparseEmbedding(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
+        if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+            raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes a whole number of 1 or more.")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ConfigError(f"SparseEmbedding(name={name!r}) takes a text, or None for the module's name.")
+        if entry is not None and not isinstance(entry, CountFilterEntry | ProbabilityEntry | ShowClickEntry):
+            raise ConfigError(f"SparseEmbedding(entry={entry!r}) takes fleet.CountFilterEntry or one of its siblings.")
+        if isinstance(entry, ShowClickEntry) and accessor is None:
+            accessor = Accessor()
+        self.dim, self.name, self.combiner, self.num_slots = dim, name, combiner, num_slots
+        self.separate_slots, self.padding_idx, self.entry = separate_slots, padding_idx, entry
+        self.slot, self.rule, self._accessor = slot, rule, accessor
+        self._initializer, self._seed = initializer or Initializer(), seed
+        self.weight = nn.Parameter(torch.empty(0, self.table_config(Rule("sgd")).dim))
+        self.lookup = self._new_lookup()
+
+    def table_config(self, rule: Rule, name: str | None = None, accessor: Accessor | None = None) -> SparseTableConfig:
+        """Returns the table this module needs.
+
+        Args:
+            rule: the update rule where the module has none of its own.
+            name: the table's name where the module has none of its own.
+            accessor: statistics where the module asks for none.
+        """
+        return SparseTableConfig(
+            self.name or name or "embedding",
+            self.dim,
+            self.rule or rule,
+            initializer=self._initializer,
+            accessor=self._accessor or accessor,
+            entry=self.entry,
+            seed=self._seed,
+        )
+
+    def use_table(self, config: SparseTableConfig) -> None:
+        """Makes the module one of a table that was configured elsewhere, for example by ``sparse_table_configs``."""
+        self._accessor = config.accessor
+        self.lookup = self._new_lookup(config)
+
+    def forward(
+        self,
+        ids: Ids,
+        offsets: Tensor | None = None,
+        *,
+        show: Tensor | None = None,
+        click: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the rows of ``ids``, or their sum or mean per sample.
+
+        Args:
+            ids: int64 tensor, or a list of one list or tensor of ids per sample (and slot).
+            offsets: where each sample (and slot) begins in flat ids.
+            show, click: one number per sample, which the rows of an accessor add up; needed with ShowClickEntry.
+        """
+        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
+        keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
+        shows, clicks = self._counts(bags, show, click)
+        return self._combined(bags, keys, shows, clicks)
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that matter."""
+        return f"{self.dim}, name={self.name!r}, combiner={self.combiner!r}, num_slots={self.num_slots}"
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new_lookup(self, config: SparseTableConfig | None = None) -> RowLookup:
+        config = config or self.table_config(Rule("sgd"))
+        counters = plan_layout(config).num_counters
+        return RowLookup(
+            f"SparseEmbedding {config.name!r}",
+            num_counters=counters,
+            keeps_shows=config.accessor is not None,
+            slot=self.slot,
+        )
+
+    def _combined(self, bags: Bags, keys: np.ndarray, shows: Any, clicks: Any) -> Tensor:
+        device, present = self.weight.device, None
+        if self.padding_idx is not None:
+            padding = bags.ids == self.padding_idx
+            if padding.any():
+                present = np.flatnonzero(~padding)
+                keys = keys[present]
+                shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
+        if self.lookup.source is None:
+            self.lookup.source = LocalRows(self.table_config(Rule("sgd")))
+        rows, places = self.lookup.find(np.ascontiguousarray(keys), device, shows, clicks)
+        if bags.offsets is None:
+            found = F.embedding(places, rows)
+            if present is not None:
+                spread = rows.new_zeros(len(bags.ids), rows.shape[1])
+                found = spread.index_copy(0, torch.from_numpy(present).to(device), found)
+            return found.view(*bags.shape, rows.shape[1])
+        starts = bags.offsets
+        if present is not None:  # what is left of each bag begins after what is left of those before it
+            starts = np.searchsorted(present, bags.offsets)
+        if not len(rows):  # embedding_bag refuses a table without rows
+            return rows.new_zeros(len(starts), rows.shape[1]).view(*bags.shape, rows.shape[1])
+        found = F.embedding_bag(places, rows, torch.from_numpy(starts).to(device), mode=self.combiner)
+        return found.view(*bags.shape, rows.shape[1])
+
+    def _counts(self, bags: Bags, show: Tensor | None, click: Tensor | None) -> tuple[Any, Any]:
+        if isinstance(self.entry, ShowClickEntry) and (show is None or click is None):
+            raise ConfigError(
+                f"SparseEmbedding {self.name!r} has {self.entry.to_attr()!r}; call it with show= and click=, one "
+                "number per sample."
+            )
+        if (show is not None or click is not None) and self._accessor is None:
+            raise ConfigError(
+                f"SparseEmbedding {self.name!r} was called with show= or click=, and its rows keep neither. Give it "
+                "an accessor or a ShowClickEntry."
+            )
+        return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]

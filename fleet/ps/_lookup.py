@@ -1,0 +1,164 @@
+"""RowLookup: the rows of one module's ids as a leaf tensor, and the gradients that backward left on such tensors.
+
+Forward asks for each distinct id once. Backward leaves the sum over all its places in the gradient of the leaf; only
+then is the leaf kept, so that a forward without backward costs and pushes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fleet.errors import NotInitializedError
+from fleet.ps._ids import UniqueKeys
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._merge import merge_gradients
+from fleet.ps._shards import Gradient, Keys, Rows
+from fleet.ps._sparse_table import SparseTable
+
+__all__ = ["LocalRows", "RowLookup", "RowSource"]
+
+Counts = NDArray[np.float32]
+
+
+class RowSource(Protocol):
+    """Where rows come from."""
+
+    trains: bool  # whether gradients find their way back
+
+    def rows(self, keys: Keys) -> Rows:
+        """Returns a fresh float32 [n, dim] array of the rows of distinct ``keys``."""
+
+
+class LocalRows:
+    """Rows of a table in this process: what a module shows before it is connected to servers.
+
+    Example:
+        >>> LocalRows(SparseTableConfig("ads", 4)).rows(np.array([7])).shape
+        (1, 4)
+    """
+
+    trains = False
+
+    def __init__(self, config: SparseTableConfig) -> None:
+        self.table = SparseTable(config)
+
+    def rows(self, keys: Keys) -> Rows:
+        """Returns the rows of ``keys``; new ids get the initial weights that servers would give them."""
+        return self.table.pull(keys)
+
+
+class RowLookup:
+    """Finds the rows of ids for one module.
+
+    Args:
+        label: how messages name the module.
+        num_counters: columns at the start of a row that are statistics and take no gradient.
+        keeps_shows: the table counts shows and clicks.
+        skipped: an id whose row is never trained.
+        slot: the feature slot that rows of an accessor remember.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        num_counters: int = 0,
+        keeps_shows: bool = False,
+        skipped: int | None = None,
+        slot: int | None = None,
+    ) -> None:
+        self.label, self.source = label, None
+        self._num_counters, self._keeps_shows, self._skipped, self._slot = num_counters, keeps_shows, skipped, slot
+        self._unique = UniqueKeys()
+        self._ready: list[tuple[Tensor, Gradient]] = []
+
+    source: RowSource | None
+
+    def find(
+        self, ids: Keys, device: torch.device, shows: Counts | None = None, clicks: Counts | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the distinct ids, float32 [u, dim], and the place of each id among them, int64 [n].
+
+        Args:
+            ids: int64 [n].
+            device: where both results live.
+            shows, clicks: float32 [n], what each id's sample counts for; 1 and 0 by default.
+        """
+        assert self.source is not None
+        keys, inverse = self._unique(ids)
+        keys = keys.copy()  # the memory is used again for the next batch
+        rows = torch.from_numpy(self.source.rows(keys)).to(device)
+        if torch.is_grad_enabled():
+            self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
+        return rows, torch.from_numpy(inverse.astype(np.int64)).to(device)
+
+    def take(self) -> Gradient | None:
+        """Returns the gradients since the last call, one row per distinct id, or ``None`` without any."""
+        found = []
+        for leaf, gradient in self._ready:
+            if leaf.grad is None:
+                continue
+            gradient.rows = np.ascontiguousarray(leaf.grad.detach()[:, self._num_counters :].cpu().numpy())
+            found.append(self._without_skipped(gradient))
+        self._ready = []
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else merge_gradients(found, self._keeps_shows)
+
+    def drop(self) -> None:
+        """Forgets the gradients, as ``zero_grad`` does."""
+        for leaf, _ in self._ready:
+            leaf.grad = None
+        self._ready = []
+
+    def has_gradients(self) -> bool:
+        """Returns whether a backward has left gradients since the last :meth:`take`."""
+        return any(leaf.grad is not None for leaf, _ in self._ready)
+
+    def _gradient_of(
+        self, keys: Keys, inverse: NDArray[np.int32], shows: Counts | None, clicks: Counts | None
+    ) -> Gradient:
+        gradient = Gradient(keys, np.empty((0, 0), np.float32))
+        if self._keeps_shows:
+            n = len(keys)
+            gradient.shows = np.bincount(inverse, shows, n).astype(np.float32)
+            if clicks is not None:
+                gradient.clicks = np.bincount(inverse, clicks, n).astype(np.float32)
+            if self._slot is not None:
+                gradient.slots = np.full(n, self._slot, np.uint32)
+        return gradient
+
+    def _watch(self, rows: Tensor, gradient: Gradient, source: RowSource) -> None:
+        def keep(leaf: Tensor) -> None:
+            if not source.trains:
+                raise NotInitializedError(
+                    f"{self.label}: backward came before fleet.init_worker(), so nobody would train its rows. Call "
+                    "fleet.init_worker() before training, or run the forward under torch.no_grad()."
+                )
+            if not any(kept is leaf for kept, _ in self._ready):
+                self._ready.append((leaf, gradient))
+
+        rows.requires_grad_()
+        rows.register_post_accumulate_grad_hook(keep)
+
+    def _without_skipped(self, gradient: Gradient) -> Gradient:
+        if self._skipped is None:
+            return gradient
+        keep = np.flatnonzero(gradient.ids != self._skipped)
+        if len(keep) == len(gradient.ids):
+            return gradient
+        picked = [None if a is None else a[keep] for a in (gradient.shows, gradient.clicks, gradient.slots)]
+        return Gradient(gradient.ids[keep], np.ascontiguousarray(gradient.rows[keep]), *picked)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RowLookup:
+        made = RowLookup(
+            self.label, num_counters=self._num_counters, keeps_shows=self._keeps_shows, skipped=self._skipped,
+            slot=self._slot,
+        )  # fmt: skip
+        made.source = self.source  # two modules of one table
+        return made

@@ -1,0 +1,144 @@
+"""Bags: the ids of a batch laid out flat, whatever form they came in, and how they belong to samples and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fleet.errors import ConfigError
+
+__all__ = ["Bags", "bags_of", "keys_of_slots"]
+
+Keys = NDArray[np.int64]
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# An odd factor keeps the ids of one slot apart modulo 2**64, and those of small ids over slots as well.
+_SLOT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(slots=True)
+class Bags:
+    """Flat ids, int64 [n]; ``offsets``, where each bag begins, when bags are combined; the shape of the result."""
+
+    ids: Keys
+    offsets: Keys | None
+    shape: tuple[int, ...]
+    lengths: Keys  # ids per bag
+
+    def spread(self, values: Tensor, num_slots: int) -> NDArray[np.float32]:
+        """Returns one number per id from one number per sample.
+
+        Raises:
+            ConfigError: there are not as many numbers as samples.
+        """
+        numbers = torch.as_tensor(values).detach().cpu().reshape(-1).to(torch.float32).numpy()
+        samples = len(self.lengths) // num_slots
+        if len(numbers) != samples:
+            raise ConfigError(f"show and click have {len(numbers)} numbers for {samples} samples; give one for each.")
+        counts: NDArray[np.float32] = np.repeat(np.repeat(numbers, num_slots), self.lengths)
+        return counts
+
+
+def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, num_slots: int) -> Bags:
+    """Returns ``ids`` flat.
+
+    Args:
+        ids: tensor of any shape, or a list of one list or tensor per sample and slot, sample by sample.
+        offsets: where each sample and slot begins in flat ids.
+        combiner: "none", "sum" or "mean".
+        num_slots: slots per sample.
+
+    Raises:
+        ConfigError: ids are not whole numbers, or shape, offsets, combiner and slots do not fit.
+
+    Example:
+        >>> bags_of([[1, 2], [], [3]], None, "sum", 1).offsets.tolist()
+        [0, 2, 2]
+    """
+    if offsets is not None and combiner == "none":
+        raise ConfigError("SparseEmbedding: offsets say which ids are combined, and combiner is 'none'.")
+    if not isinstance(ids, Tensor):
+        return _of_lists(ids, combiner, num_slots, offsets)
+    flat = _flat(ids)
+    if offsets is not None:
+        starts = _flat(offsets)
+        if ids.ndim != 1 or len(starts) % num_slots or _bad(starts, len(flat)):
+            raise ConfigError(
+                f"SparseEmbedding: offsets {starts.tolist()[:8]} of ids {tuple(ids.shape)}; they begin with 0, do not "
+                f"fall, end at most at the number of flat ids, and there is one for each of {num_slots} slots."
+            )
+        return _bags(flat, starts, num_slots)
+    if combiner == "none":
+        if num_slots > 1 and (ids.ndim < 2 or ids.shape[-1] != num_slots):
+            raise ConfigError(f"SparseEmbedding: ids are {tuple(ids.shape)}; the last dim holds the {num_slots} slots.")
+        return Bags(flat, None, tuple(ids.shape), np.ones(len(flat), np.int64))
+    wanted = 2 if num_slots == 1 else 3
+    if ids.ndim != wanted or (num_slots > 1 and ids.shape[1] != num_slots):
+        form = "[batch, length]" if num_slots == 1 else f"[batch, {num_slots}, length]"
+        raise ConfigError(
+            f"SparseEmbedding: ids are {tuple(ids.shape)}; with combiner {combiner!r} they are {form}, or flat with "
+            "offsets."
+        )
+    count, length = len(flat) // max(ids.shape[-1], 1), ids.shape[-1]
+    if not length:
+        count = int(np.prod(ids.shape[:-1]))
+    return _bags(flat, np.arange(count, dtype=np.int64) * length, num_slots)
+
+
+def keys_of_slots(bags: Bags, num_slots: int) -> Keys:
+    """Returns a key per id that differs where ids or slots differ; 64-bit hashes may meet by chance."""
+    if bags.offsets is None:
+        slots = np.arange(len(bags.ids), dtype=np.uint64) % np.uint64(num_slots)
+    else:
+        slots = np.repeat(np.arange(len(bags.lengths), dtype=np.uint64) % np.uint64(num_slots), bags.lengths)
+    keys: Keys = (bags.ids.view(np.uint64) + slots * _SLOT_FACTOR).view(np.int64)
+    return keys
+
+
+def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor | None) -> Bags:
+    if offsets is not None or not isinstance(ids, list | tuple):
+        raise ConfigError(f"SparseEmbedding takes a tensor, or a list of ids per sample; got {type(ids).__name__}.")
+    parts = [_flat(part if isinstance(part, Tensor) else _as_tensor(part)) for part in ids]
+    if len(parts) % num_slots:
+        raise ConfigError(
+            f"SparseEmbedding: {len(parts)} lists of ids; there is one per sample and each {num_slots} slots."
+        )
+    flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    starts = np.cumsum([0, *(len(part) for part in parts)])[: len(parts)].astype(np.int64)
+    bags = _bags(flat, starts, num_slots)
+    if combiner == "none":
+        if num_slots > 1:
+            raise ConfigError("SparseEmbedding: lists of ids in several slots need a combiner, 'sum' or 'mean'.")
+        return Bags(flat, None, (len(flat),), np.ones(len(flat), np.int64))
+    return bags
+
+
+def _bags(flat: Keys, starts: Keys, num_slots: int) -> Bags:
+    lengths = np.diff(starts, append=len(flat))
+    shape = (len(starts),) if num_slots == 1 else (len(starts) // num_slots, num_slots)
+    return Bags(flat, starts, shape, lengths)
+
+
+def _as_tensor(part: Any) -> Tensor:
+    try:
+        return torch.as_tensor(part, dtype=None if len(part) else torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"SparseEmbedding: {part!r} is not a list of ids.") from None
+
+
+def _flat(ids: Tensor) -> Keys:
+    if ids.dtype not in _WHOLE:
+        raise ConfigError(f"SparseEmbedding: ids are {ids.dtype}; they are whole numbers (torch.int64).")
+    flat: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+    return flat
+
+
+def _bad(starts: Keys, n: int) -> bool:
+    return bool(len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > n)) or bool(
+        n and not len(starts)
+    )

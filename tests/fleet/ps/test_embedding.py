@@ -1,0 +1,141 @@
+"""SparseEmbedding on its own: forms of ids, combiners, padding, slots, against plain torch (D.2, D.6)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fleet
+from fleet.errors import ConfigError, NotInitializedError
+from fleet.ps._initializers import Initializer
+from fleet.ps._lookup import LocalRows
+from fleet.ps._rules import Rule
+
+WIDE = Initializer("uniform", -1.0, 1.0)
+BIG = 10**15
+
+
+class Trained(LocalRows):
+    """Local rows whose gradients are wanted."""
+
+    trains = True
+
+
+def make(**settings) -> fleet.SparseEmbedding:
+    embedding = fleet.SparseEmbedding(3, "ads", initializer=WIDE, **settings)
+    embedding.lookup.source = Trained(embedding.table_config(Rule("sgd")))
+    return embedding
+
+
+def rows(embedding: fleet.SparseEmbedding, *ids: int) -> torch.Tensor:
+    return torch.from_numpy(embedding.lookup.source.rows(np.array(ids, np.int64)))
+
+
+def test_each_id_has_a_row_and_repeated_ids_share_its_gradient() -> None:
+    embedding = make()
+    found = embedding(torch.tensor([[7, BIG], [7, -3]]))
+    assert torch.equal(found[0, 0], found[1, 0])
+    assert torch.equal(found.detach()[:, 1], rows(embedding, BIG, -3))
+    (found * torch.tensor([[[1.0], [2.0]], [[10.0], [3.0]]])).sum().backward()
+    gradient = embedding.lookup.take()
+    assert dict(zip(gradient.ids.tolist(), gradient.rows[:, 0].tolist(), strict=True)) == {7: 11.0, BIG: 2.0, -3: 3.0}
+    assert embedding.lookup.take() is None
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_combiners_equal_embedding_bag_in_every_form_of_ids(combiner) -> None:
+    embedding = make(combiner=combiner)
+    weight = rows(embedding, *range(6))
+    flat, offsets = torch.tensor([1, 2, 2, 5, 0]), torch.tensor([0, 3, 3])
+    expected = F.embedding_bag(flat, weight, offsets, mode=combiner)
+    torch.testing.assert_close(embedding(flat, offsets), expected)
+    torch.testing.assert_close(embedding([[1, 2, 2], [], torch.tensor([5, 0])]), expected)
+    square = torch.tensor([[1, 2], [3, 3]])
+    torch.testing.assert_close(embedding(square), F.embedding_bag(square, weight, mode=combiner))
+    assert embedding([[], []]).tolist() == [[0.0] * 3] * 2
+    assert embedding(torch.empty(2, 0, dtype=torch.int64)).tolist() == [[0.0] * 3] * 2
+
+
+def test_padding_reads_as_zeros_counts_for_nothing_and_is_not_trained() -> None:
+    plain, mean = make(padding_idx=0), make(padding_idx=0, combiner="mean")
+    found = plain(torch.tensor([[0, 4], [4, 0]]))
+    assert found[0, 0].tolist() == [0.0] * 3
+    assert torch.equal(found[1, 0], rows(plain, 4)[0])
+    found.sum().backward()
+    assert plain.lookup.take().ids.tolist() == [4]
+    torch.testing.assert_close(mean(torch.tensor([[4, 0], [0, 0]])), torch.stack([rows(mean, 4)[0], torch.zeros(3)]))
+    assert not mean([[0], [0]]).any()
+
+
+def test_slots_share_the_table_or_have_rows_of_their_own() -> None:
+    ids = torch.tensor([[5, 5], [6, 5]])
+    shared, apart = make(num_slots=2), make(num_slots=2, separate_slots=True)
+    assert torch.equal(shared(ids)[0, 0], shared(ids)[0, 1])
+    found = apart(ids)
+    assert not torch.equal(found[0, 0], found[0, 1])
+    assert torch.equal(found[0, 1], found[1, 1])
+    both = make(num_slots=2, separate_slots=True, combiner="sum")
+    assert torch.equal(both([[5], [5], [6], [5]]), found)
+    assert torch.equal(both(ids[:, :, None]), found)
+
+
+def test_a_forward_without_backward_keeps_nothing() -> None:
+    embedding = make()
+    embedding(torch.tensor([1])).sum()
+    with torch.no_grad():
+        embedding(torch.tensor([1]))
+    assert not embedding.lookup.has_gradients()
+    assert embedding.lookup.take() is None
+    embedding(torch.tensor([1])).sum().backward()
+    embedding(torch.tensor([1, 2])).sum().backward()  # a second micro-batch
+    assert embedding.lookup.has_gradients()
+    gradient = embedding.lookup.take()
+    assert gradient.rows[:, 0].tolist() == [2.0, 1.0]
+    embedding(torch.tensor([1])).sum().backward()
+    embedding.lookup.drop()
+    assert embedding.lookup.take() is None
+
+
+def test_shows_and_clicks_are_added_up_by_id() -> None:
+    """D.6: ShowClickEntry names what each sample counts for; without it an appearance is one show."""
+    embedding = make(entry=fleet.ShowClickEntry("show", "click"), combiner="sum", slot=4)
+    with pytest.raises(ConfigError, match="show= and click="):
+        embedding([[1]])
+    embedding([[1, 2], [1]], show=torch.tensor([3, 5]), click=torch.tensor([1, 0])).sum().backward()
+    gradient = embedding.lookup.take()
+    assert gradient.ids.tolist() == [1, 2]
+    assert gradient.shows.tolist() == [8, 3]
+    assert gradient.clicks.tolist() == [1, 1]
+    assert gradient.slots.tolist() == [4, 4]
+    counted = make(accessor=fleet.ps.Accessor())
+    counted(torch.tensor([1, 1, 2])).sum().backward()
+    assert counted.lookup.take().shows.tolist() == [2, 1]
+
+
+def test_wrong_arguments_and_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="combiner"):
+        fleet.SparseEmbedding(3, combiner="max")
+    with pytest.raises(ConfigError, match="1 or more"):
+        fleet.SparseEmbedding(3, num_slots=0)
+    with pytest.raises(ConfigError, match="whole number"):
+        fleet.SparseEmbedding(0)
+    with pytest.raises(ConfigError, match="whole numbers"):
+        make()(torch.tensor([1.0]))
+    with pytest.raises(ConfigError, match="combiner is 'none'"):
+        make()(torch.tensor([1]), torch.tensor([0]))
+    with pytest.raises(ConfigError, match="begin with 0"):
+        make(combiner="sum")(torch.tensor([1, 2]), torch.tensor([1]))
+    with pytest.raises(ConfigError, match="batch, length"):
+        make(combiner="sum")(torch.tensor([1, 2]))
+    with pytest.raises(ConfigError, match="show= or click="):
+        make()(torch.tensor([1]), show=torch.tensor([1]))
+
+
+def test_training_before_the_servers_are_known_is_refused() -> None:
+    """003-33: a step that nobody would apply raises and does not pass in silence."""
+    embedding = fleet.SparseEmbedding(3)
+    found = embedding(torch.tensor([1]))
+    with pytest.raises(NotInitializedError, match="init_worker"):
+        found.sum().backward()
