@@ -1,0 +1,92 @@
+"""``python -m fleet.k8s``: translate a PaddleJob, check it, or run the operator."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import yaml
+
+from fleet.errors import ConfigError, FleetError
+from fleet.k8s._job import PaddleJob, read_job
+from fleet.k8s._objects import Document
+from fleet.k8s._render import TARGETS, render
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that ``argv`` names and returns its exit status; 2 for a wrong job."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "operator":
+            from fleet.k8s._run_operator import run_operator
+
+            return run_operator(arguments)
+        jobs = read_file(arguments.file)
+        if arguments.command == "check":
+            print("\n".join(f"{job.name}: {job.mode}" for job in jobs))
+            return 0
+        return _render(jobs, arguments.to, arguments.etcd_server)
+    except FleetError as error:
+        print(f"fleet.k8s {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def read_file(path: str) -> list[PaddleJob]:
+    """Returns the jobs of a YAML file, which may hold several documents; ``-`` is standard input."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not documents:
+        raise ConfigError(f"{path} holds no document; it takes a PaddleJob.")
+    return [read_job(document) for document in documents]
+
+
+def _render(jobs: Sequence[PaddleJob], target: str, etcd_server: str | None) -> int:
+    rendered = [render(job, target, etcd_server) for job in jobs]
+    documents = [document for one in rendered for document in one.documents]
+    sys.stdout.write(dump(documents))
+    for note in dict.fromkeys(note for one in rendered for note in one.notes):
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def dump(documents: Iterable[Document]) -> str:
+    """Returns ``documents`` as one YAML text, fields in the order they were written."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes the same object twice rather than an alias."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fleet.k8s", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("render", "print a PaddleJob as another kind"),
+        ("check", "say what is wrong with a PaddleJob"),
+    ):
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("file", help="YAML file with PaddleJobs, or - for standard input")
+        if name == "render":
+            command.add_argument("--to", required=True, metavar="KIND", help=", ".join(TARGETS))
+            command.add_argument("--etcd-server", metavar="HOST:PORT", help="etcd of an elastic job")
+    operator = commands.add_parser("operator", help="run the operator (extra k8s)", allow_abbrev=False)
+    operator.add_argument("--namespace", help="watch one namespace; without it, all")
+    operator.add_argument("--etcd-server", metavar="HOST:PORT", help="etcd of elastic jobs; their pods get it too")
+    operator.add_argument("--kubeconfig", help="file that says where the cluster is; without it, the pod's account")
+    operator.add_argument("--liveness", metavar="PORT", type=int, help="port of the health check, at /healthz")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""A PaddleJob document, checked and taken apart; what is wrong in it is said before anything is made from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet.errors import ConfigError, UnknownOptionError, UnsupportedOptionError, did_you_mean
+
+GROUP, VERSION, PLURAL, KIND = "batch.paddlepaddle.org", "v1", "paddlejobs", "PaddleJob"
+API_VERSION = f"{GROUP}/{VERSION}"
+PS, WORKER, HETER = "ps", "worker", "heter"
+POD_IP, SERVICE, HOST = "PodIP", "Service", "Host"
+ALWAYS, NEVER, ON_FAILURE, ON_COMPLETION = "Always", "Never", "OnFailure", "OnCompletion"
+VOLCANO = "volcano"
+
+# Whoever makes the pods sets these; a value of the user's would be one process's word against all others'.
+RESERVED = (
+    "POD_IP", "PADDLE_TRAINER_ID", "TRAINING_ROLE", "PADDLE_TRAINING_ROLE", "PADDLE_PORT", "PADDLE_TRAINERS",
+    "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_ELASTIC_JOB_ID",
+    "PADDLE_ELASTIC_NP", "PADDLE_WITH_GLOO", "PADDLE_GLOO_HTTP_ENDPOINT",
+)  # fmt: skip
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_LONGEST_LABEL = 63
+_MAX_REPLICAS = 10000
+_SPEC = ("cleanPodPolicy", "schedulingPolicy", "intranet", "withGloo", "elastic", PS, WORKER, HETER)
+_ROLE = ("replicas", "requests", "limits", "template")
+_SCHEDULING = ("minAvailable", "queue", "priorityClass", "minResources")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One role of the job: how many pods, the bounds of that number, and the template of each."""
+
+    name: str
+    replicas: int
+    template: Mapping[str, Any]
+    requests: int | None = None
+    limits: int | None = None
+
+    @property
+    def pod_spec(self) -> Mapping[str, Any]:
+        """The pod's specification as the user wrote it."""
+        spec: Mapping[str, Any] = self.template["spec"]
+        return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddleJob:
+    """A checked job; servers stand first in ``roles``."""
+
+    name: str
+    namespace: str
+    roles: tuple[Role, ...]
+    clean_pod_policy: str | None = None
+    intranet: str | None = None
+    with_gloo: int = 0
+    is_elastic: bool = False
+    scheduling: Mapping[str, Any] | None = None
+    uid: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def worker(self) -> Role:
+        """The workers."""
+        return next(role for role in self.roles if role.name == WORKER)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether this is a parameter-server job."""
+        return any(role.name == PS for role in self.roles)
+
+    @property
+    def mode(self) -> str:
+        """PS, Collective or Single."""
+        if self.has_servers:
+            return "PS"
+        return "Collective" if self.worker.replicas > 1 else "Single"
+
+    @property
+    def uses_volcano(self) -> bool:
+        """Whether Volcano schedules the pods, all together."""
+        return self.scheduling is not None or any(r.pod_spec.get("schedulerName") == VOLCANO for r in self.roles)
+
+
+def read_job(document: object) -> PaddleJob:
+    """Returns the job that ``document`` (a PaddleJob as YAML gives it) describes.
+
+    Raises:
+        ConfigError: a field is missing, has a wrong value or contradicts another.
+        UnknownOptionError: a field does not exist; names the nearest one.
+        UnsupportedOptionError: the job asks for something that cannot be honoured; says why.
+
+    Example:
+        >>> pod = {"spec": {"containers": [{"name": "paddle", "image": "torch-fleet"}]}}
+        >>> read_job({"apiVersion": "batch.paddlepaddle.org/v1", "kind": "PaddleJob", "metadata": {"name": "demo"},
+        ...           "spec": {"worker": {"replicas": 2, "template": pod}}}).mode
+        'Collective'
+    """
+    root = _mapping(document, "the document")
+    kind = f"{root.get('apiVersion')} {root.get('kind')}"
+    if kind != f"{API_VERSION} {KIND}":
+        raise ConfigError(f"The document is a {kind!r}; it takes a {KIND} of {API_VERSION}.")
+    metadata, spec = _mapping(root.get("metadata"), "metadata"), _mapping(root.get("spec"), "spec")
+    _known(spec, _SPEC, "spec")
+    if spec.get(HETER) is not None:
+        raise UnsupportedOptionError(
+            "spec.heter is given: jobs of CPU and GPU worker stages are not supported. Leave it out; the workers of a "
+            "job with servers may use GPUs."
+        )
+    roles = tuple(_role(name, spec[name]) for name in (PS, WORKER) if spec.get(name) is not None)
+    if not any(role.name == WORKER for role in roles):
+        raise ConfigError("spec.worker is absent; a collective job has workers, a parameter-server job ps and worker.")
+    job = PaddleJob(
+        name=_name(metadata, roles),
+        namespace=f"{metadata.get('namespace') or 'default'}",
+        roles=roles,
+        clean_pod_policy=_choice(spec, "cleanPodPolicy", (ALWAYS, NEVER, ON_FAILURE, ON_COMPLETION)),
+        intranet=_choice(spec, "intranet", (POD_IP, SERVICE, HOST)),
+        with_gloo=_number(spec, "withGloo", (0, 1, 2)),
+        is_elastic=_number(spec, "elastic", (0, 1)) == 1,
+        scheduling=_scheduling(spec.get("schedulingPolicy")),
+        uid=f"{metadata.get('uid') or ''}",
+        labels=dict(_mapping(metadata.get("labels") or {}, "metadata.labels")),
+    )
+    _check_together(job)
+    return job
+
+
+def _check_together(job: PaddleJob) -> None:
+    if job.with_gloo and not job.has_servers:
+        raise ConfigError(f"spec.withGloo is {job.with_gloo} in a job without ps, where it says nothing. Leave it out.")
+    if job.is_elastic and job.has_servers:
+        raise UnsupportedOptionError(
+            "spec.elastic is 1 in a job with ps: servers that are started anew have lost their parameters. Leave "
+            "elastic out, or leave ps out."
+        )
+    for role in job.roles:
+        scheduler = role.pod_spec.get("schedulerName")
+        if job.uses_volcano and scheduler not in (None, VOLCANO):
+            raise ConfigError(
+                f"spec.{role.name}.template.spec.schedulerName is {scheduler!r} and the job is scheduled by Volcano "
+                "(schedulingPolicy, or another role's schedulerName). Use volcano for every role, or for none."
+            )
+        if job.intranet != HOST and role.pod_spec.get("hostNetwork"):
+            raise ConfigError(
+                f"spec.{role.name}.template.spec.hostNetwork is true and spec.intranet is "
+                f"{job.intranet or POD_IP!r}. Write intranet: Host."
+            )
+
+
+def _role(name: str, value: object) -> Role:
+    role = _mapping(value, f"spec.{name}")
+    _known(role, _ROLE, f"spec.{name}")
+    replicas = _count(role, name, "replicas")
+    if replicas is None:
+        raise ConfigError(f"spec.{name}.replicas is absent; it is the number of pods, from 1.")
+    requests, limits = _count(role, name, "requests"), _count(role, name, "limits")
+    if not (requests or 1) <= replicas <= (limits or _MAX_REPLICAS):
+        raise ConfigError(
+            f"spec.{name}.replicas is {replicas} with requests {requests} and limits {limits}; they are its bounds."
+        )
+    template = _mapping(role.get("template"), f"spec.{name}.template")
+    where = f"spec.{name}.template.spec"
+    pod = _mapping(template.get("spec"), where)
+    containers = pod.get("containers")
+    if not isinstance(containers, list) or not containers:
+        raise ConfigError(f"{where}.containers is {containers!r}; it takes a list with at least one container.")
+    for i, item in enumerate(containers):
+        container = _mapping(item, f"{where}.containers[{i}]")
+        for key in ("name", "image"):
+            if not isinstance(container.get(key), str) or not container[key]:
+                raise ConfigError(f"{where}.containers[{i}].{key} is {container.get(key)!r}; it takes a text.")
+    _check_variables(containers[0], f"{where}.containers[0].env")
+    return Role(name=name, replicas=replicas, requests=requests, limits=limits, template=template)
+
+
+def _check_variables(container: Mapping[str, Any], where: str) -> None:
+    for item in container.get("env") or []:
+        if _mapping(item, where).get("name") in RESERVED:
+            raise ConfigError(
+                f"{where} sets {item['name']}, which the job sets for each pod. Leave it out; spec.intranet chooses "
+                "what pods call each other by, spec.withGloo the exchange of host arrays."
+            )
+
+
+def _name(metadata: Mapping[str, Any], roles: tuple[Role, ...]) -> str:
+    name = metadata.get("name")
+    if not isinstance(name, str) or not _LABEL.fullmatch(name):
+        raise ConfigError(f"metadata.name is {name!r}; it takes lower-case letters, digits and '-', as in resnet.")
+    longest = max((f"{name}-{role.name}-{role.replicas - 1}" for role in roles), key=len)
+    if len(longest) > _LONGEST_LABEL:
+        raise ConfigError(
+            f"metadata.name is {name!r}: the pod {longest!r} is longer than the {_LONGEST_LABEL} characters of a "
+            "host name. Choose a shorter name."
+        )
+    return name
+
+
+def _scheduling(value: object) -> Mapping[str, Any] | None:
+    if value is None:
+        return None
+    policy = _mapping(value, "spec.schedulingPolicy")
+    _known(policy, _SCHEDULING, "spec.schedulingPolicy")
+    least = policy.get("minAvailable", 1)
+    if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+        raise ConfigError(f"spec.schedulingPolicy.minAvailable is {least!r}; it takes a whole number from 1.")
+    for key in ("queue", "priorityClass"):
+        if not isinstance(policy.get(key, "x"), str):
+            raise ConfigError(f"spec.schedulingPolicy.{key} is {policy[key]!r}; it takes a text.")
+    _mapping(policy.get("minResources", {}), "spec.schedulingPolicy.minResources")
+    return policy
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} is {value!r}; it takes a mapping of names and values.")
+    return value
+
+
+def _known(mapping: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    for name in mapping:
+        if name not in names:
+            raise UnknownOptionError(
+                f"{where}.{name} is not a field of a {KIND}.{did_you_mean(f'{name}', names)} It takes "
+                f"{', '.join(names)}."
+            )
+
+
+def _choice(spec: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str | None:
+    value = spec.get(name)
+    if value is None or value == "":
+        return None
+    if value not in allowed:
+        near = did_you_mean(f"{value}", allowed)
+        raise ConfigError(f"spec.{name} is {value!r}; it takes {', '.join(allowed)}.{near}")
+    return f"{value}"
+
+
+def _number(spec: Mapping[str, Any], name: str, allowed: tuple[int, ...]) -> int:
+    value = spec.get(name)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or value not in allowed:
+        raise ConfigError(f"spec.{name} is {value!r}; it takes {', '.join(map(str, allowed))}.")
+    return int(value)
+
+
+def _count(role: Mapping[str, Any], role_name: str, name: str) -> int | None:
+    value = role.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_REPLICAS:
+        raise ConfigError(f"spec.{role_name}.{name} is {value!r}; it takes a whole number from 1 to {_MAX_REPLICAS}.")
+    return value

@@ -1,0 +1,102 @@
+"""Translation of a PaddleJob into what a cluster without an operator for it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
+from fleet.k8s._contract import ELASTIC_NP, plan_variables, pod_name
+from fleet.k8s._job import HOST, NEVER, POD_IP, SERVICE, PaddleJob
+from fleet.k8s._objects import Document, plan_config_map, plan_pod, plan_pod_group, plan_service, restart_policy
+from fleet.k8s._render_jobset import plan_jobset
+from fleet.k8s._render_trainjob import plan_trainjob
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The documents, in the order in which they are to be made, and what a reader should know about them."""
+
+    documents: tuple[Document, ...]
+    notes: tuple[str, ...]
+
+
+def render(job: PaddleJob, target: str, etcd_server: str | None = None) -> Rendered:
+    """Returns ``job`` as ``target``: "jobset", "trainjob" or "pods".
+
+    Args:
+        job: the job.
+        target: what to translate to.
+        etcd_server: host:port of etcd for an elastic job; without it the launcher uses the service
+            ``paddle-elastic-etcd`` of the job's namespace.
+
+    Raises:
+        ConfigError: there is no such target.
+        UnsupportedOptionError: the target has no equivalent of a field; says why and what to write instead.
+    """
+    if target not in TARGETS:
+        raise ConfigError(f"--to is {target!r}; it takes {', '.join(TARGETS)}.{did_you_mean(target, TARGETS)}")
+    _check_clean_pod_policy(job, target)
+    documents = TARGETS[target](job, etcd_server)
+    return Rendered(tuple(documents), tuple(_notes(job, target)))
+
+
+def _check_clean_pod_policy(job: PaddleJob, target: str) -> None:
+    if job.clean_pod_policy in (None, NEVER):
+        return
+    instead = {
+        "pods": "nothing watches plain pods and deletes them at the end",
+        "jobset": "a JobSet keeps its finished pods, and its ttlSecondsAfterFinished deletes the JobSet as well",
+        "trainjob": "a TrainJob keeps its finished pods",
+    }[target]
+    raise UnsupportedOptionError(
+        f"spec.cleanPodPolicy is {job.clean_pod_policy!r} and cannot be translated to {target}: {instead}. Write "
+        "Never, or run the job with the operator."
+    )
+
+
+def _notes(job: PaddleJob, target: str) -> list[str]:
+    notes = []
+    if job.clean_pod_policy is None:
+        notes.append("Finished pods are kept (cleanPodPolicy is not set); kubectl delete removes them.")
+    if job.intranet in (None, POD_IP) and target == "pods":
+        notes.append("Pods call each other by name, not by address: addresses are known only to an operator.")
+    if job.is_elastic:
+        notes.append(
+            "A failed pod is started again. The number of pods stays: to change it, use the operator, or python -m "
+            "fleet.elastic and a new set of pods."
+        )
+    return notes
+
+
+def plan_pods(job: PaddleJob, etcd_server: str | None) -> list[Document]:
+    """Returns services, ConfigMap and pods that run the job without anybody watching over it."""
+    named = replace(job, intranet=job.intranet if job.intranet == HOST else SERVICE)
+    pairs = [(role, index) for role in named.roles for index in range(role.replicas)]
+    hosts = {role.name: [pod_name(job, role.name, i) for i in range(role.replicas)] for role in named.roles}
+    data = {ELASTIC_NP: f"{job.worker.replicas}"} if job.is_elastic else plan_variables(named, hosts)
+    documents = [plan_service(named, role, index) for role, index in pairs]
+    documents.append(plan_config_map(named, data))
+    if named.uses_volcano:
+        documents.append(plan_pod_group(named))
+    for role, index in pairs:
+        pod = plan_pod(named, role, index, etcd_server)
+        _call_by_name(pod, pod_name(job, role.name, index))
+        pod["spec"]["restartPolicy"] = restart_policy(job, role)
+        documents.append(pod)
+    return documents
+
+
+def _call_by_name(pod: Document, name: str) -> None:
+    """Sets POD_IP to the pod's name, which the endpoint lists hold; with a host network it would be an address."""
+    for variable in pod["spec"]["containers"][0]["env"]:
+        if variable["name"] == "POD_IP":
+            variable.pop("valueFrom", None)
+            variable["value"] = name
+
+
+TARGETS: Mapping[str, Callable[[PaddleJob, str | None], list[Document]]] = {
+    "jobset": plan_jobset,
+    "trainjob": plan_trainjob,
+    "pods": plan_pods,
+}
