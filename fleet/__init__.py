@@ -54,6 +54,7 @@ _HOMES = {
 _MODULES = (
     "base",
     "clip",
+    "elastic",
     "env",
     "errors",
     "launch",

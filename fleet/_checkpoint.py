@@ -57,9 +57,9 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         _remove_stale(target)
         with _temporary(target) as temporary:
             _write(obj, temporary)
-            _check_readable(temporary)
+            check_readable(temporary)
             os.replace(temporary, target)
-        _flush_folder(target.parent)
+        flush_folder(target.parent)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -151,7 +151,7 @@ def _write(obj: Any, temporary: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_readable(temporary: Path) -> None:
+def check_readable(temporary: Path) -> None:
     """Raises ConfigError when :func:`load` would refuse the file; the tensors' data is mapped, not read."""
     try:
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
@@ -195,7 +195,8 @@ def _escaped(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Flushes the names in ``folder`` to the disk."""
     if not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -22,6 +22,9 @@ class StepObserver(Protocol):
     def before_step(self) -> None:
         """Called before each step of the user."""
 
+    def after_step(self) -> None:
+        """Called after each step of the user."""
+
 
 class FleetOptimizer(OptimizerWrapper):
     """Steps the optimizer inside, through whatever the strategies put around it.
@@ -42,6 +45,8 @@ class FleetOptimizer(OptimizerWrapper):
             self._observer.before_step()
         result = super().step(closure)
         self.note_gradients()
+        if self._observer is not None:
+            self._observer.after_step()
         return result
 
     def minimize(

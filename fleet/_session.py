@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fleet._role_record import RoleRecord
+    from fleet._server_job import ServerJob
+    from fleet.elastic._checkpoint import Checkpoint
     from fleet.role_maker import RoleMakerBase
 
 
@@ -53,6 +55,9 @@ class Session:
     strategies: list[Strategy] = field(default_factory=list)
     degrees: dict[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    num_steps: int = 0
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    server_job: ServerJob | None = None
     _host_group: dist.ProcessGroup | None = None
     _checked: bool = False
 
@@ -125,6 +130,32 @@ class Session:
             model.replace_module(module)
             model.rewrap(chain)
 
+    def become_served(self) -> None:
+        """Makes a single process that trains alone one whose updates happen on servers.
+
+        Raises ConfigError when options are on that belong to collective training, which has begun already.
+        """
+        if self.plan.steps:
+            raise ConfigError(
+                f"fleet.init_worker(): the job has no servers and trains with {self.plan}, which parameter servers do "
+                "not offer. Turn these options off, or leave init_worker() away."
+            )
+        made = plan(self.options, self.world_size, collective=False)
+        self.collective, self.plan = False, made
+        for note in made.notes:
+            self.say(note)
+        self._make_strategies()
+        for strategy in self.strategies:
+            for model in self.models:
+                strategy.check_model(model.module)
+            for optimizer in self.optimizers:
+                strategy.check_optimizer(optimizer.user_optimizer)
+                optimizer.optimizer = strategy.wrap_optimizer(optimizer.user_optimizer)
+        for model in self.models:
+            module, chain = self._wrapped(model.module)
+            model.replace_module(module)
+            model.rewrap(chain)
+
     def wrap_model(self, module: nn.Module) -> FleetModel:
         """Returns ``module`` with every strategy of the plan around it; nothing changes when one refuses it."""
         if isinstance(module, FleetModel):
@@ -169,8 +200,22 @@ class Session:
             )
         self._checked = True
 
+    def after_step(self) -> None:
+        """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
+        self.num_steps += 1
+
+    def after_batch(self) -> None:
+        """Writes the checkpoints that are due; called where the loop asks for its next batch."""
+        for checkpoint in self.checkpoints:
+            checkpoint.save_when_due()
+
+    def beat(self) -> None:
+        """Says that this worker is alive."""
+
     def after_clear(self) -> None:
         """Lets the optimizers know that the gradients they see are used up."""
+        for strategy in self.strategies:
+            strategy.note_clear()
         for optimizer in self.optimizers:
             optimizer.note_gradients()
 
@@ -190,9 +235,13 @@ class Session:
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []
+        if self.server_job is not None:
+            self.server_job.close()
 
     def before_save(self) -> None:
         """Warns when what is saved now is not what every worker has."""
+        for strategy in self.strategies:
+            strategy.before_save()
         for optimizer in self.optimizers:
             note = optimizer.saving_note()
             if note is not None:

@@ -1,0 +1,294 @@
+"""Checkpoint: saves a training whole or not at all, and continues from the newest whole one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fleet.elastic._faults import Faults
+from fleet.elastic._folder import remove_leftovers, worker_part
+from fleet.elastic._restore import Found, Restore
+from fleet.elastic._running import running_session
+from fleet.elastic._sampler import ElasticSampler
+from fleet.elastic._state import (
+    from_bytes,
+    has_own_state,
+    optimizer_state,
+    take_model,
+    take_optimizer,
+    take_own,
+    take_random,
+    to_bytes,
+    windows,
+)
+from fleet.elastic._write import Background, Write, attempt
+from fleet.env import Environment
+from fleet.errors import CheckpointError, ConfigError, NotInitializedError
+
+if TYPE_CHECKING:
+    from fleet._session import Session
+
+
+class Checkpoint:
+    """The checkpoints of one training in one folder.
+
+    :meth:`save` and :meth:`resume` are called by every worker at the same step. A save that is interrupted at any
+    moment, by kill -9 or a power cut, leaves the checkpoints before it; a damaged one is noticed by its SHA-256 and the
+    one before it is used. Nothing in a checkpoint can run code.
+
+    Worker 0 writes, and on resuming it reads and sends the rest to the others, so the folder may be on its disk alone.
+    A strategy with a state on each worker (localsgd, dgc, an open window of gradient_merge) needs a folder that all
+    workers see.
+
+    Args:
+        path: the folder; one training in each.
+        model: the user's module or what ``distributed_model`` returned.
+        optimizer: likewise; the one inside ``distributed_optimizer`` means the distributed one.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``.
+        epoch: where a training without a checkpoint begins; the attribute ``epoch`` is saved.
+        data: an :class:`ElasticSampler`, or anything with ``state_dict`` and ``load_state_dict``.
+        keep: how many checkpoints stay.
+        asynchronous: copy the state and write it in a thread; an error is raised by the next ``save`` or ``close``.
+        every: steps between two checkpoints that are written without a call, where the loop asks for its next batch;
+            0 means none.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``.
+        ConfigError: an argument is wrong.
+
+    Example:
+        >>> checkpoint = fleet.elastic.Checkpoint("checkpoints", model, optimizer, keep=2)
+        >>> checkpoint.resume()
+        False
+        >>> for epoch in range(checkpoint.epoch, 3):
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     checkpoint.save(epoch=epoch + 1)
+        >>> checkpoint.close()
+        >>> checkpoint.resume(), checkpoint.epoch
+        (True, 3)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        *,
+        epoch: int = 0,
+        data: Any = None,
+        keep: int = 3,
+        asynchronous: bool = False,
+        every: int = 0,
+    ) -> None:
+        session = running_session()
+        if session is None:
+            raise NotInitializedError("fleet.elastic.Checkpoint() needs fleet.init() first.")
+        _check_arguments(path, model, optimizer, scheduler, data, keep, every, epoch)
+        self.path = Path(os.path.abspath(path))
+        self.epoch, self.keep, self.every = epoch, keep, every
+        self.extra: dict[str, Any] = {}
+        self._session = session
+        self._model, self._optimizer, self._scheduler, self._data = model, optimizer, scheduler, data
+        self._asynchronous, self._background = asynchronous, Background()
+        self._counted_from = session.num_steps
+        self._saved_at = 0
+        self._has_written = False
+        environment = Environment()
+        self._faults = Faults.read(
+            environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
+        )
+        session.checkpoints.append(self)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._background.finish()  # its error is in the log; the other workers may not come to close()
+
+    @property
+    def step(self) -> int:
+        """How many times the distributed optimizers have stepped in this training, before a restart too."""
+        return self._session.num_steps - self._counted_from
+
+    def save(self, epoch: int | None = None, *, wait: bool = False) -> None:
+        """Writes a checkpoint of this moment; every worker calls it after the same step.
+
+        Args:
+            epoch: the epoch to begin with after a restart: the next one at the end of an epoch. By default it is
+                ``data.epoch`` where ``data`` has one, and the attribute ``epoch`` otherwise.
+            wait: return once it is on the disk, with ``asynchronous`` as well.
+
+        Raises:
+            CheckpointError: it could not be written, or with ``asynchronous`` the one before; on every worker.
+            ConfigError: the workers are at different steps or positions, or a state holds more than plain data.
+        """
+        self.epoch = int(epoch) if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
+        self._session.beat()
+        reports = self._agree(self._background.finish())
+        write = self._plan(reports)
+        self._saved_at = self.step
+        if self._asynchronous and not wait:
+            self._background.start(write)
+            return
+        self._session.beat()
+        self._raise_on_all(attempt(write))
+
+    def resume(self) -> bool:
+        """Loads the newest whole checkpoint on every worker; returns whether there was one.
+
+        Damaged ones are skipped with a warning that names them. ``epoch``, ``step`` and ``extra`` are then those of
+        the checkpoint, and so are the random generators when the number of workers is the same. Call it before or
+        after ``distributed_model``, at the same point on every worker.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit the model, the optimizer or the data.
+        """
+        self._raise_on_all(self._background.finish())
+        restore = Restore(self._session, self.path)
+        found = restore.find()
+        if found is None:
+            return False
+        self._load(restore, found)
+        return True
+
+    def close(self) -> None:
+        """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""
+        if self in self._session.checkpoints:
+            self._session.checkpoints.remove(self)
+        self._raise_on_all(self._background.finish())
+
+    def save_when_due(self) -> None:
+        """Saves when ``every`` steps have passed since the last one; called between two batches."""
+        if self.every and self.step - self._saved_at >= self.every:
+            self.save()
+
+    @property
+    def _chain(self) -> Optimizer | None:
+        """The distributed optimizer around what the user gave."""
+        for wrapped in self._session.optimizers:
+            if wrapped.user_optimizer is self._optimizer:
+                return wrapped
+        return self._optimizer
+
+    def _agree(self, error: str) -> list[dict[str, Any]]:
+        """Exchanges what the workers must agree on; raises on every worker when they do not."""
+        chain = self._chain
+        report = {
+            "error": error,
+            "step": self.step,
+            "own": chain is not None and has_own_state(chain) and self._session.world_size > 1,
+            "token": secrets.token_hex(6),
+            "data": None if self._data is None else self._data.state_dict(),
+            "random": take_random(),
+        }
+        reports = [from_bytes(data) for data in self._session.util.all_gather(to_bytes(report))]
+        _raise_first([found["error"] for found in reports], "the checkpoint before was not written")
+        _check_same("step", [found["step"] for found in reports])
+        if isinstance(self._data, ElasticSampler):
+            for name in ("epoch", "done"):
+                _check_same(f"data position ({name})", [found["data"][name] for found in reports])
+        return reports
+
+    def _plan(self, reports: Sequence[dict[str, Any]]) -> Write:
+        """Takes the state; a collective call."""
+        session, chain = self._session, self._chain
+        own = any(found["own"] for found in reports)
+        is_first = session.global_rank == 0
+        files: dict[str, Any] = {}
+        if own:
+            files[worker_part(session.global_rank)] = take_own(self._model, chain)
+        else:
+            files["model.pt"] = take_model(self._model, is_first, self._asynchronous)
+            files["optimizer.pt"] = None if chain is None else take_optimizer(chain, is_first, self._asynchronous)
+        k_steps = 1
+        if chain is not None:
+            k_steps = max((w["k_steps"] for w in windows(optimizer_state(chain)).values()), default=1)
+        rest = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "world_size": session.world_size,
+            "k_steps": k_steps,
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "extra": dict(self.extra),
+            "workers": [{"data": found["data"], "random": found["random"]} for found in reports],
+        }
+        if is_first and not self._has_written:
+            remove_leftovers(self.path)
+        self._has_written = True
+        return Write(
+            folder=self.path,
+            staging=self.path / f".step-{self.step:010d}.{reports[0]['token']}.tmp",
+            step=self.step,
+            rank=session.global_rank,
+            world_size=session.world_size,
+            has_worker_parts=own,
+            keep=self.keep,
+            files={**files, "rest.pt": rest} if is_first else files,
+            values={
+                "step": self.step,
+                "epoch": self.epoch,
+                "world_size": session.world_size,
+                "has_worker_parts": own,
+            },
+            faults=self._faults,
+        )
+
+    def _load(self, restore: Restore, found: Found) -> None:
+        rest = restore.load(found, self._model, self._chain, self._scheduler)
+        if self._data is not None:
+            self._data.load_state_dict(restore.data_of(rest, isinstance(self._data, ElasticSampler)))
+        self.epoch, self.extra = int(rest["epoch"]), dict(rest["extra"])
+        self._counted_from = self._session.num_steps - int(rest["step"])
+        self._saved_at = self.step
+        restore.put_random(rest)
+
+    def _raise_on_all(self, error: str) -> None:
+        if self._session.world_size == 1:
+            _raise_first([error], "it was not written")
+            return
+        _raise_first([f"{found}" for found in self._session.util.all_gather(error or " ")], "it was not written")
+
+
+def _raise_first(errors: Sequence[str], what: str) -> None:
+    for rank, error in enumerate(errors):
+        if error.strip():
+            raise CheckpointError(f"Checkpoint: {what}; worker {rank}: {error}")
+
+
+def _check_same(name: str, values: Sequence[Any]) -> None:
+    if any(value != values[0] for value in values):
+        raise ConfigError(
+            f"Checkpoint.save(): the workers are at different places: {name} by rank is {list(values)!r}. Every worker "
+            "calls save() after the same step."
+        )
+
+
+def _check_arguments(
+    path: object, model: object, optimizer: object, scheduler: object, data: object, keep: int, every: int, epoch: int
+) -> None:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"Checkpoint(path={path!r}) takes the name of a folder.")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ConfigError(f"Checkpoint(path={str(path)!r}): this is a file. Name a folder.")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"Checkpoint(model={model!r}) takes a torch.nn.Module.")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"Checkpoint(optimizer={optimizer!r}) takes a torch.optim.Optimizer.")
+    for name, value in (("scheduler", scheduler), ("data", data)):
+        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise ConfigError(f"Checkpoint({name}={value!r}) takes an object with state_dict() and load_state_dict().")
+    for name, number, least in (("keep", keep, 1), ("every", every, 0), ("epoch", epoch, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ConfigError(f"Checkpoint({name}={number!r}) takes a whole number of at least {least}.")

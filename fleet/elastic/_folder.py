@@ -1,0 +1,260 @@
+"""The folder of checkpoints: how one becomes visible whole or not at all, and how the newest whole one is found.
+
+[Note: How a checkpoint stays whole]
+Its files are written into a staging folder ``.step-N.TOKEN.tmp`` and flushed to the disk; then the manifest, which
+holds the length and SHA-256 of each; then the staging folder is renamed to ``step-N`` and the parent is flushed. A
+crash at any moment leaves either no ``step-N`` or a whole one. A file that was damaged later is found by its sum.
+
+No checkpoint is ever replaced: a second one at the same step is ``step-N.1``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from fleet._checkpoint import check_readable, flush_folder
+from fleet.errors import CheckpointError, ConfigError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
+_PART = re.compile(r"(model|optimizer|rest|worker-\d{5,})\.pt")
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """Length and SHA-256 of one file of a checkpoint."""
+
+    num_bytes: int
+    sha256: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what the manifest holds."""
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint whose manifest was read; its files are looked at by :func:`read_part`."""
+
+    path: Path
+    step: int
+    epoch: int
+    world_size: int
+    has_worker_parts: bool
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+
+class PartWriter:
+    """A file to ``torch.save`` into: counts and sums what passes, and meets the faults of a test."""
+
+    def __init__(self, file: BinaryIO, meet: Callable[[str], None]) -> None:
+        self._file, self._meet = file, meet
+        self._sum = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Writes ``data`` in blocks."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _BLOCK_BYTES):
+            block = view[begin : begin + _BLOCK_BYTES]
+            self._meet("save.block")
+            self._file.write(block)
+            self._sum.update(block)
+            self._num_bytes += len(block)
+        return len(view)
+
+    def flush(self) -> None:
+        """Hands what was written to the system."""
+        self._file.flush()
+
+    def part(self) -> Part:
+        """Returns length and sum of what was written."""
+        return Part(self._num_bytes, self._sum.hexdigest())
+
+
+def write_part(path: Path, obj: Any, meet: Callable[[str], None]) -> Part:
+    """Writes ``obj`` to the new file ``path``, flushed to the disk; returns its length and sum.
+
+    Raises:
+        ConfigError: ``obj`` holds something that reading would refuse.
+        OSError: the file cannot be written.
+    """
+    with open(path, "xb") as file:
+        writer = PartWriter(file, meet)
+        try:
+            torch.save(obj, writer)
+        except OSError:
+            raise
+        except Exception as error:  # torch wraps what write() raised; an object's own reduction raises anything
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, OSError):
+                found = found.__context__
+            if found is not None:
+                raise found from None
+            raise ConfigError(f"Checkpoint.save(): {type(obj).__name__} cannot be written: {error}.") from error
+        file.flush()
+        os.fsync(file.fileno())
+    check_readable(path)
+    meet("save.part")
+    return writer.part()
+
+
+def write_manifest(staging: Path, values: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Writes the manifest of a staging folder, with a sum over itself, and flushes both."""
+    content = {"format": "fleet-checkpoint", "version": VERSION, **values}
+    content["parts"] = {name: part.as_json() for name, part in parts.items()}
+    text = json.dumps({**content, "sha256": _sum_of(content)}, indent=1, sort_keys=True)
+    with open(staging / MANIFEST, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    flush_folder(staging)
+
+
+def publish(staging: Path, folder: Path, step: int) -> Path:
+    """Renames a finished staging folder to the checkpoint of ``step`` and returns its name."""
+    name = folder / f"step-{step:010d}"
+    turn = 0
+    while name.exists():
+        turn += 1
+        name = folder / f"step-{step:010d}.{turn}"
+    os.rename(staging, name)
+    flush_folder(folder)
+    return name
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Returns the checkpoints of ``folder`` by name, newest first; they may be damaged."""
+    found = []
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"Checkpoint(path={str(folder)!r}): {error.strerror or error}.") from error
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            found.append((int(match[1]), int(match[2] or 0), folder / name))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def read_entry(path: Path) -> Entry:
+    """Returns the checkpoint at ``path`` after reading its manifest and the lengths of its files.
+
+    Raises CheckpointError that says what is wrong with it.
+    """
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        stated = content.pop("sha256")
+        if stated != _sum_of(content) or content["format"] != "fleet-checkpoint":
+            raise CheckpointError(f"{path.name}: {MANIFEST} is damaged")
+        if content["version"] > VERSION:
+            raise CheckpointError(f"{path.name}: it is of version {content['version']}, and this package reads {VERSION}")
+        parts = {name: Part(part["bytes"], part["sha256"]) for name, part in content["parts"].items()}
+        for name, part in parts.items():
+            if not _PART.fullmatch(name):
+                raise CheckpointError(f"{path.name}: {MANIFEST} names the file {name!r}")
+            size = os.stat(path / name, follow_symlinks=False).st_size
+            if size != part.num_bytes:
+                raise CheckpointError(f"{path.name}: {name} has {size} bytes and was written with {part.num_bytes}")
+        return Entry(
+            path, content["step"], content["epoch"], content["world_size"], content["has_worker_parts"], parts
+        )
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {Path(error.filename or '').name}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path.name}: {MANIFEST} is damaged ({error})") from error
+
+
+def open_part(entry: Entry, name: str) -> BinaryIO:
+    """Returns one file, open at its beginning, after comparing its sum.
+
+    Raises CheckpointError that says what is wrong with it. A link is not followed.
+    """
+    part = entry.parts.get(name)
+    if part is None:
+        raise CheckpointError(f"{entry.path.name}: it has no {name}")
+    try:
+        descriptor = os.open(entry.path / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError as error:
+        raise CheckpointError(f"{entry.path.name}: {name}: {error.strerror or error}") from error
+    file = open(descriptor, "rb")
+    try:
+        found = hashlib.sha256()
+        while block := file.read(_BLOCK_BYTES):
+            found.update(block)
+        if found.hexdigest() != part.sha256:
+            raise CheckpointError(f"{entry.path.name}: {name} differs from its SHA-256: it was damaged since")
+        file.seek(0)
+    except OSError as error:
+        file.close()
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{entry.path.name}: {name}: {error.strerror or error}") from error
+    return file
+
+
+def read_part(entry: Entry, name: str) -> Any:
+    """Returns what one file holds, on the host; code in the file is never run. Raises CheckpointError."""
+    with open_part(entry, name) as file:
+        return parse_part(file, f"{entry.path.name}: {name}")
+
+
+def parse_part(file: BinaryIO, label: str) -> Any:
+    """Returns what ``file`` holds; raises CheckpointError that begins with ``label``."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{label} cannot be read ({f'{error}'.splitlines()[0][:200]})") from error
+
+
+def prune(folder: Path, keep: int, meet: Callable[[str], None]) -> None:
+    """Removes the oldest checkpoints beyond the ``keep`` newest whole ones; damaged ones stay for a person to see."""
+    whole = []
+    for path in candidates(folder):
+        try:
+            whole.append(read_entry(path).path)
+        except CheckpointError:
+            continue
+    for path in whole[keep:]:
+        trash = path.with_name(f".{path.name}.trash")
+        os.rename(path, trash)  # at once no checkpoint any more, whatever becomes of the removal
+        meet("save.prune")
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what processes that died left: staging folders and half-removed checkpoints."""
+    for pattern in (".step-*.tmp", ".step-*.trash"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def worker_part(rank: int) -> str:
+    """Returns the name of the file that holds what is one worker's own."""
+    return f"worker-{rank:05d}.pt"
+
+
+def all_parts(has_worker_parts: bool, world_size: int) -> Iterable[str]:
+    """Returns the names of the files of a checkpoint."""
+    shared = ["rest.pt"] if has_worker_parts else ["model.pt", "optimizer.pt", "rest.pt"]
+    return [*shared, *(worker_part(rank) for rank in range(world_size) if has_worker_parts)]
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,236 @@
+"""Finding the newest whole checkpoint together, and loading it on every worker."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleet._optimizer import FleetOptimizer
+from fleet.elastic._folder import Entry, candidates, open_part, parse_part, read_entry, read_part, worker_part
+from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
+from fleet.elastic._state import (
+    Mean,
+    module_of,
+    optimizer_state,
+    put_model,
+    put_optimizer,
+    put_random,
+    windows,
+    without_windows,
+)
+from fleet.errors import CheckpointError, OptionWarning
+from fleet.strategies._parts import PART, load_from_rank_0
+
+if TYPE_CHECKING:
+    from fleet._session import Session
+
+_BLOCK_BYTES = 1 << 28
+
+
+@dataclass
+class Found:
+    """The checkpoint that every worker loads.
+
+    ``rest`` is what all need. Worker 0 holds ``model`` and the bytes of ``optimizer``; with parts of the workers each
+    holds its own in ``part``, when there are as many workers as then.
+    """
+
+    name: str
+    world_size: int
+    has_worker_parts: bool
+    rest: dict[str, Any] = field(default_factory=dict)
+    entry: Entry | None = None
+    model: dict[str, Any] | None = None
+    optimizer: bytes = b""
+    part: dict[str, Any] | None = None
+
+
+class Restore:
+    """Loads one checkpoint of ``folder`` on all workers of ``session``."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session, self._folder = session, folder
+        self._is_first = session.global_rank == 0
+
+    def find(self) -> Found | None:
+        """Returns the newest checkpoint that is whole, or None; a collective call."""
+        waiting = self._whole_ones() if self._is_first else iter(())
+        while True:
+            found, rest = next(waiting, (None, b""))
+            text = json.dumps([found.name, found.world_size, found.has_worker_parts] if found else None)
+            said = json.loads(self._broadcast(text.encode()))
+            if said is None:
+                return None
+            if found is None:
+                found = Found(*said)
+            found.rest = parse_part(io.BytesIO(self._broadcast(rest)), f"{found.name}: rest.pt")
+            problems = self._read_own_part(found)
+            if not problems:
+                return found
+            if self._is_first:
+                _warn_of(self._folder, problems[0])
+
+    def load(
+        self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any
+    ) -> dict[str, Any]:
+        """Puts model, optimizer and scheduler back; returns the rest. Raises CheckpointError when they do not fit."""
+        declared = declared_scales(optimizer)
+        try:
+            if found.part is not None:
+                put_model(model, found.part["model"])
+                self._put_optimizer(optimizer, found.part["optimizer"])
+            elif found.has_worker_parts:
+                self._load_merged(found, model, optimizer)
+            else:
+                self._load_whole(found, model, optimizer)
+            if scheduler is not None and found.rest["scheduler"] is not None:
+                scheduler.load_state_dict(found.rest["scheduler"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"Checkpoint.resume(): {found.name} does not fit: {error}") from error
+        if optimizer is not None:
+            rescale(optimizer, scheduler, declared)
+            now = max((w["k_steps"] for w in windows(optimizer_state(optimizer)).values()), default=1)
+            warn_of_resize(found.rest, self._session.world_size, now, declared)
+        return found.rest
+
+    def data_of(self, rest: dict[str, Any], is_shared: bool) -> Any:
+        """Returns the position in the data for this worker; raises CheckpointError when nobody can tell it."""
+        positions = [worker["data"] for worker in rest["workers"]]
+        if len(positions) == self._session.world_size:
+            return positions[self._session.global_rank]
+        if is_shared or all(position == positions[0] for position in positions):
+            return positions[0]
+        raise CheckpointError(
+            f"Checkpoint.resume(): each of {len(positions)} workers saved a position in the data of its own, and there "
+            f"are {self._session.world_size} workers now. Use fleet.elastic.ElasticSampler, which any number continues."
+        )
+
+    def put_random(self, rest: dict[str, Any]) -> None:
+        """Sets the random generators to the saved state of this worker, when there are as many workers as then."""
+        if len(rest["workers"]) == self._session.world_size:
+            put_random(rest["workers"][self._session.global_rank]["random"])
+
+    def _whole_ones(self) -> Iterator[tuple[Found, bytes]]:
+        """Yields, on worker 0, the checkpoints whose files are whole as far as it reads them, newest first."""
+        for path in candidates(self._folder):
+            try:
+                entry = read_entry(path)
+                found = Found(path.name, entry.world_size, entry.has_worker_parts, entry=entry)
+                with open_part(entry, "rest.pt") as file:
+                    rest = file.read()
+                if not entry.has_worker_parts:
+                    found.model = read_part(entry, "model.pt")
+                    with open_part(entry, "optimizer.pt") as file:
+                        found.optimizer = file.read()
+                yield found, rest
+            except CheckpointError as error:
+                _warn_of(self._folder, f"{error}")
+
+    def _read_own_part(self, found: Found) -> list[str]:
+        """Reads this worker's part, where there is one for it; returns the problems of all workers."""
+        if not found.has_worker_parts:
+            return []
+        problem = " "
+        try:
+            entry = read_entry(self._folder / found.name)
+            if found.world_size == self._session.world_size:
+                found.part = read_part(entry, worker_part(self._session.global_rank))
+            elif self._is_first:
+                for rank in range(found.world_size):
+                    open_part(entry, worker_part(rank)).close()
+        except CheckpointError as error:
+            problem = f"{error} (worker {self._session.global_rank})"
+        return [f"{text}" for text in self._session.util.all_gather(problem) if f"{text}".strip()]
+
+    def _load_whole(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._put_model(model, found.model)
+        data = self._broadcast(found.optimizer)
+        self._put_optimizer(optimizer, parse_part(io.BytesIO(data), f"{found.name}: optimizer.pt"))
+
+    def _load_merged(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Another number of workers continues from the mean of the models, with worker 0's optimizer."""
+        mean, data = Mean(), b""
+        problem = " "
+        if self._is_first:
+            assert found.entry is not None
+            for rank in range(found.world_size):
+                part = read_part(found.entry, worker_part(rank))
+                if PART in part["model"] or (part["optimizer"] is not None and PART in part["optimizer"]):
+                    problem = (
+                        f"{found.name} was saved by {found.world_size} workers with divided parameters inside a window "
+                        "of gradient_merge. Continue with as many workers, or from a checkpoint that was saved at an update."
+                    )
+                    break
+                mean.add(part["model"])
+                if rank == 0:
+                    buffer = io.BytesIO()
+                    torch.save(None if part["optimizer"] is None else without_windows(part["optimizer"]), buffer)
+                    data = buffer.getvalue()
+            warnings.warn(
+                f"Checkpoint.resume(): {found.name} holds a state of each of {found.world_size} workers, and there are "
+                f"{self._session.world_size} now: they continue from the mean of the models and worker 0's optimizer; "
+                "what the others held back is lost.",
+                OptionWarning,
+                stacklevel=5,
+            )
+        said = f"{self._session.util.all_gather(problem)[0]}"
+        if said.strip():
+            raise CheckpointError(f"Checkpoint.resume(): {said}")
+        self._put_model(model, mean.result())
+        self._put_optimizer(optimizer, parse_part(io.BytesIO(self._broadcast(data)), f"{found.name}: optimizer"))
+
+    def _put_model(self, model: nn.Module, state: dict[str, Any] | None) -> None:
+        """Loads worker 0's ``state`` on every worker, tensor by tensor where that is all there is."""
+        module = module_of(model)
+        if self._session.world_size == 1:
+            put_model(model, state or {})
+        elif all(isinstance(value, Tensor) for value in module.state_dict().values()):
+            load_from_rank_0(module, state or {})
+        else:
+            buffer = io.BytesIO()
+            if self._is_first:
+                torch.save(state, buffer)
+            put_model(model, parse_part(io.BytesIO(self._broadcast(buffer.getvalue())), "model.pt"))
+
+    def _put_optimizer(self, optimizer: Optimizer | None, state: Any) -> None:
+        if optimizer is None or state is None:
+            return
+        with warnings.catch_warnings():
+            if self._session.world_size > 1 and isinstance(optimizer, FleetOptimizer):
+                # dgc says of a state of another worker what _load_merged has said of the whole.
+                warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
+            put_optimizer(optimizer, state)
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Returns worker 0's ``data`` on every worker."""
+        group = self._session.host_group
+        if group is None:
+            return data
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(size, src=0, group=group)
+        whole = torch.empty(int(size), dtype=torch.uint8)
+        if self._is_first and data:
+            whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        for begin in range(0, int(size), _BLOCK_BYTES):
+            dist.broadcast(whole[begin : begin + _BLOCK_BYTES], src=0, group=group)
+        return data if self._is_first else whole.numpy().tobytes()
+
+
+def _warn_of(folder: Path, problem: str) -> None:
+    warnings.warn(
+        f"Checkpoint.resume(): {str(folder)}/{problem}. It is left aside, and the one before it is tried.",
+        UserWarning,
+        stacklevel=2,
+    )

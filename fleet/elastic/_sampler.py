@@ -1,0 +1,204 @@
+"""ElasticSampler: which samples each worker sees, in an order that survives a restart and a change of their number.
+
+[Note: The order]
+An epoch is one order of all samples, the same on every worker. ``done`` of them have been used; what is left is dealt
+out in turns, as cards are: worker ``r`` of ``n`` gets the places ``done + r``, ``done + r + n``, and so on. After
+``m`` samples of each worker the first ``done + m * n`` places have been used, without a gap, so that any other number
+of workers can deal out the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from fleet.elastic._running import running_session
+from fleet.errors import CheckpointError, ConfigError
+
+
+class ElasticSampler(Sampler[int]):
+    """Gives each worker its share of the samples, and knows which of them training has used.
+
+    In a job that was never interrupted the order is that of ``torch.utils.data.DistributedSampler``. What counts is
+    what the training loop has used, not what the loader's processes have fetched ahead: iterate over
+    ``sampler.batches(loader)``, or call :meth:`record` after each batch.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: draw the order anew in each epoch, from ``seed`` and the number of the epoch.
+        seed: the same on every worker.
+        drop_last: leave out up to ``num_workers - 1`` samples at the end of an epoch; by default as many are seen
+            twice, so that every worker makes the same number of steps.
+        num_workers: number of workers; that of the job by default.
+        rank: rank of this worker; its own by default.
+
+    Raises:
+        ConfigError: ``dataset`` has no length, or rank and number of workers do not fit.
+
+    Example:
+        >>> sampler = fleet.elastic.ElasticSampler(range(100), seed=1)
+        >>> loader = torch.utils.data.DataLoader(range(100), batch_size=8, sampler=sampler)
+        >>> for epoch in range(2):
+        ...     sampler.set_epoch(epoch)
+        ...     for batch in sampler.batches(loader):
+        ...         pass
+        >>> sampler.state_dict()["done"]
+        100
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(f"ElasticSampler(dataset={dataset!r}) takes a data set with a length.")
+        if (num_workers is None) != (rank is None):
+            raise ConfigError("ElasticSampler() takes num_workers and rank together, or neither.")
+        if num_workers is None or rank is None:
+            num_workers, rank = _own_place()
+        if not 0 <= rank < num_workers:
+            raise ConfigError(f"ElasticSampler(rank={rank!r}) takes a rank from 0 to {num_workers - 1}.")
+        self.num_samples, self.num_workers, self.rank = len(dataset), num_workers, rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._start = 0  # places used before this pass
+        self._recorded = 0  # samples of this worker in this pass that training has used
+        self._handed_out = 0  # samples of this pass that were given away, to the loader's processes among others
+        self._is_resumed = False
+
+    @property
+    def done(self) -> int:
+        """How many samples of this epoch all workers together have used."""
+        return min(self._start + self._recorded * self.num_workers, self.num_samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch, unless it is the one that is under way: then what is left of it comes next."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ConfigError(f"set_epoch({epoch!r}) takes the number of the epoch, from 0.")
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._begin(0, resumed=False)
+
+    def record(self, num_samples: int) -> None:
+        """Notes that training has used ``num_samples`` more samples of this worker; :meth:`batches` calls it."""
+        self._recorded = min(self._recorded + num_samples, self._share(self._start))
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Iterates over ``loader``, and counts a batch as used from the moment the loop has it.
+
+        Save after the step on a batch, not before it. When the launcher has asked the job to stop
+        (``--preempt_grace``), the checkpoint is written where the loop asks for its next batch.
+
+        Raises:
+            ConfigError: the loader draws from another sampler, or makes its batches in a way that hides their size.
+        """
+        if loader.sampler is not self:
+            raise ConfigError("sampler.batches(loader) takes a DataLoader that was made with sampler=this sampler.")
+        batch_size = loader.batch_size
+        if batch_size is None:
+            raise ConfigError(
+                "sampler.batches(loader) takes a DataLoader with a batch_size. With a batch_sampler or without "
+                "batches, iterate over the loader and call sampler.record(number of samples) after each batch."
+            )
+        if not getattr(loader, "in_order", True):
+            raise ConfigError(
+                "sampler.batches(loader) takes a DataLoader with in_order=True: otherwise nobody knows which samples "
+                "a batch holds."
+            )
+        # A loader draws a number from torch's generator when it starts; in a resumed epoch that has happened before.
+        state = torch.get_rng_state() if self._is_resumed and self.done else None
+        iterator = iter(loader)
+        if state is not None:
+            torch.set_rng_state(state)
+        return self._counted(iterator, batch_size)
+
+    def _counted(self, iterator: Iterator[Any], batch_size: int) -> Iterator[Any]:
+        for batch in iterator:
+            self.record(batch_size)
+            yield batch
+            session = running_session()
+            if session is not None:
+                session.after_batch()
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterates over this worker's part of what is left of the epoch; after its end, over the epoch again."""
+        begins_anew = self.done >= self._end() and not self._is_resumed
+        self._begin(0 if begins_anew else self.done, resumed=False)
+        return self._places(self._start)
+
+    def __len__(self) -> int:
+        """Returns how many samples this pass holds for each worker."""
+        return self._share(self._start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the data: plain numbers, the same on every worker after the same step."""
+        if self._handed_out and not self._recorded:
+            raise ConfigError(
+                f"ElasticSampler.state_dict(): {self._handed_out} samples were handed out and none was recorded as "
+                "used. Iterate over sampler.batches(loader), or call sampler.record(number of samples) after each batch."
+            )
+        return {
+            "epoch": self.epoch,
+            "done": self.done,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": self.num_samples,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict`` was taken, whatever the number of workers was then.
+
+        Raises CheckpointError when the order was another one: another length, seed or shuffle.
+        """
+        for name in ("num_samples", "seed", "shuffle"):
+            if state_dict[name] != getattr(self, name):
+                raise CheckpointError(
+                    f"ElasticSampler.load_state_dict(): the position was saved with {name} {state_dict[name]!r}, and "
+                    f"this sampler has {getattr(self, name)!r}; the samples come in another order. Use the same data "
+                    "and arguments, or begin a new epoch."
+                )
+        self.epoch = int(state_dict["epoch"])
+        self._begin(int(state_dict["done"]), resumed=True)
+
+    def _begin(self, start: int, resumed: bool) -> None:
+        self._start, self._recorded, self._handed_out, self._is_resumed = start, 0, 0, resumed
+
+    def _end(self) -> int:
+        """Returns the place after the last one that is dealt out from the current start without repeating any."""
+        left = self.num_samples - self._start
+        return self._start + (left // self.num_workers * self.num_workers if self.drop_last else left)
+
+    def _share(self, start: int) -> int:
+        left = max(self.num_samples - start, 0)
+        return left // self.num_workers if self.drop_last else -(-left // self.num_workers)
+
+    def _places(self, start: int) -> Iterator[int]:
+        order = self._order()
+        for turn in range(self._share(start)):
+            self._handed_out += 1
+            # Behind the end the order begins again, as in DistributedSampler.
+            yield order[(start + self.rank + turn * self.num_workers) % self.num_samples]
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
+        return order
+
+
+def _own_place() -> tuple[int, int]:
+    """Returns number of workers and rank of this process, as ``fleet`` sees them; 1 and 0 without fleet.init."""
+    from fleet.parallel import get_rank, get_world_size
+
+    return get_world_size(), get_rank()

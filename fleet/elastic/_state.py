@@ -1,0 +1,185 @@
+"""What a checkpoint holds: taken from model, optimizer and random generators, and put back.
+
+[Note: What is each worker's own]
+Under data parallel, sharding and amp one whole state serves every worker; worker 0 writes it, and any number of workers
+loads it. localsgd (parameters between averages, momentum), dgc (what was not sent yet) and an open window of
+gradient_merge are each worker's own: then every worker writes a part, into a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from fleet._checkpoint import known_entries
+from fleet._model import FleetModel
+from fleet._optimizer import FleetOptimizer
+from fleet.strategies._local_training import LocalOptimizer
+from fleet.strategies._merging import MergingOptimizer
+from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import PART, has_parts, local_state, state_like, whole_state
+from fleet.strategies.dgc import SparseUpdateOptimizer
+
+
+def module_of(model: nn.Module) -> nn.Module:
+    """Returns the user's module."""
+    return model.module if isinstance(model, FleetModel) else model
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Returns whether what ``optimizer`` holds at this moment differs from worker to worker.
+
+    See [Note: What is each worker's own]. A strategy of another package says so by ``saving_note``.
+    """
+    if isinstance(optimizer, OptimizerWrapper) and optimizer.saving_note() is not None:
+        return True
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, LocalOptimizer | SparseUpdateOptimizer):
+            return True
+        if isinstance(optimizer, MergingOptimizer) and any(w["batch"] for w in windows(optimizer.state_dict()).values()):
+            return True
+        optimizer = optimizer.optimizer
+    return False
+
+
+def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns the windows of an optimizer's state in which gradients of several batches are added up, by option."""
+    return {k: v for k, v in state.items() if isinstance(v, Mapping) and {"batch", "sums", "k_steps"} <= set(v)}
+
+
+def without_windows(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's state whose windows are empty; what was added up in them is lost."""
+    empty = {name: {**window, "batch": 0, "sums": {}} for name, window in windows(state).items()}
+    return {**state, **empty}
+
+
+def take_model(model: nn.Module, keep: bool, copy: bool) -> dict[str, Any]:
+    """Returns the whole state of ``model``; where it is divided, a collective call.
+
+    Args:
+        model: the user's module, or what ``distributed_model`` returned.
+        keep: False takes part and returns ``{}``.
+        copy: the state is on the host and shares no memory with the model.
+    """
+    state = module_of(model).state_dict()
+    if has_parts(state):
+        state = whole_state(state, keep)
+        return state if keep else {}
+    if not keep:
+        return {}
+    return host_copy(state) if copy else dict(state)
+
+
+def take_optimizer(optimizer: Optimizer, keep: bool, copy: bool) -> dict[str, Any]:
+    """Returns the whole state of ``optimizer``; where it is divided, a collective call. See :func:`take_model`."""
+    state = optimizer_state(optimizer)
+    if isinstance(optimizer, FleetOptimizer) and (PART in state or has_parts(state)):
+        return optimizer.full_state_dict(keep)
+    if not keep:
+        return {}
+    return host_copy(state) if copy else state
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns what ``optimizer.state_dict()`` returns, without the warning of a FleetOptimizer about parts."""
+    wrapped = isinstance(optimizer, FleetOptimizer)
+    return OptimizerWrapper.state_dict(optimizer) if wrapped else optimizer.state_dict()
+
+
+def take_own(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Returns what this worker alone holds, copied to the host."""
+    part = {"model": local_state(module_of(model).state_dict()), "optimizer": None}
+    if optimizer is not None:
+        part["optimizer"] = local_state(optimizer_state(optimizer))
+    return part
+
+
+def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads a state that this worker holds, whole or its part; entries without tensors may be strangers."""
+    module = module_of(model)
+    own = module.state_dict()
+    known = known_entries(state, [*own, PART])
+    module.load_state_dict(state_like(known, own) if has_parts(own) else known)
+
+
+def put_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads a whole state; entries that the optimizer does not know are left alone."""
+    if isinstance(optimizer, FleetOptimizer):
+        optimizer.set_state_dict(state)
+    else:
+        known = optimizer.state_dict()
+        optimizer.load_state_dict({name: value for name, value in state.items() if name in known})
+
+
+class Mean:
+    """The mean of the floating-point tensors of several states of one model; other entries are the first's."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Adds one state."""
+        self._count += 1
+        if self._count == 1:
+            self._first = dict(state)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                kept = self._sums.get(name)
+                self._sums[name] = value.double() if kept is None else kept.add_(value)
+
+    def result(self) -> dict[str, Any]:
+        """Returns the mean, in the types of the first state."""
+        means = {name: (total / self._count).to(self._first[name].dtype) for name, total in self._sums.items()}
+        return {**self._first, **means}
+
+
+def host_copy(state: Any) -> Any:
+    """Returns ``state`` with every tensor copied to the host."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+
+
+def take_random() -> dict[str, Any]:
+    """Returns the states of the random generators of this process: torch, the current GPU, Python, numpy."""
+    version, words, gauss = random.getstate()
+    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), place, has_gauss, cached],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def put_random(state: Mapping[str, Any]) -> None:
+    """Sets the random generators to what :func:`take_random` returned."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, place, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def to_bytes(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns ``obj`` as an array of bytes that can travel between workers."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return np.frombuffer(buffer.getbuffer(), dtype=np.uint8)
+
+
+def from_bytes(array: Any) -> Any:
+    """Returns what :func:`to_bytes` packed; no code in it is run."""
+    return torch.load(io.BytesIO(np.asarray(array).tobytes()), map_location="cpu", weights_only=True)

@@ -1,0 +1,250 @@
+"""Checkpoint: a resumed training is the one that was not interrupted; what is not whole is never loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fleet
+from fleet.errors import CheckpointError, ConfigError
+from fleet.facade import Fleet
+from tests.fleet.elastic.training import Training
+from tests.helpers.workers import run_workers
+
+
+@pytest.fixture(autouse=True)
+def _own_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def saved(folder: Path) -> list[str]:
+    """The names in a folder of checkpoints, leftovers included."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stop_at", [1, 5, 12, 17])
+def test_a_resumed_training_is_the_one_that_was_not_interrupted(
+    stop_at: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    """004-05: parameters, momentum, learning rate, dropout and the order of the samples, to the bit."""
+    whole = Training(tmp_path / "whole").run(2)
+    wanted = whole.numbers()
+    first = Training(tmp_path / "cut", asynchronous=asynchronous).run(2, stop_at)
+    first.checkpoint.close()
+    torch.manual_seed(99)
+    again = Training(tmp_path / "cut")
+    assert again.checkpoint.resume()
+    assert again.checkpoint.step == stop_at
+    again.run(2)
+    assert first.seen + again.seen == whole.seen
+    assert equal(again.numbers(), wanted)
+
+
+def test_the_state_that_is_written_is_that_of_the_call(tmp_path: Path) -> None:
+    """An asynchronous write must not see the steps that follow."""
+    training = Training(tmp_path, asynchronous=True)
+    training.run(1, stop_at=3)
+    wanted = training.numbers()
+    for _ in range(20):
+        training.step(torch.ones(2))
+    training.checkpoint.close()
+    again = Training(tmp_path)
+    assert again.checkpoint.resume()
+    assert equal(again.numbers(), wanted)
+
+
+def spoil(path: Path, how: str) -> None:
+    """Damages a checkpoint."""
+    target = path / ("manifest.json" if "manifest" in how else "model.pt")
+    data = target.read_bytes()
+    if how == "cut":
+        target.write_bytes(data[:-10])
+    elif how == "flipped":
+        target.write_bytes(data[:700] + bytes([data[700] ^ 1]) + data[701:])
+    elif how == "missing":
+        target.unlink()
+    elif how == "manifest is no JSON":
+        target.write_bytes(data[:50])
+    elif how == "manifest changed":
+        target.write_text(target.read_text().replace('"step": 7', '"step": 8'))
+    elif how == "link":
+        copy = path.parent / "elsewhere"
+        target.rename(copy)
+        target.symlink_to(copy)
+    else:
+        content = json.loads(data)
+        content["version"] = 99
+        content.pop("sha256")
+        from fleet.elastic._folder import _sum_of
+
+        target.write_text(json.dumps({**content, "sha256": _sum_of(content)}))
+
+
+DAMAGE = ["cut", "flipped", "missing", "link", "manifest is no JSON", "manifest changed", "manifest of a later version"]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(how: str, tmp_path: Path) -> None:
+    """004-08 and the promise: load falls back to the newest whole one."""
+    training = Training(tmp_path)
+    training.run(1, stop_at=4)
+    wanted = training.numbers()
+    training.run(1, stop_at=7)
+    spoil(tmp_path / "step-0000000007", how)
+    again = Training(tmp_path)
+    with pytest.warns(UserWarning, match="step-0000000007"):
+        assert again.checkpoint.resume()
+    assert again.checkpoint.step == 4
+    assert equal(again.numbers(), wanted)
+
+
+def test_nothing_whole_means_a_new_beginning(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.run(1, stop_at=4)
+    spoil(tmp_path / "step-0000000004", "cut")
+    again = Training(tmp_path, epoch=2)
+    with pytest.warns(UserWarning, match=r"model\.pt has \d+ bytes and was written with \d+"):
+        assert not again.checkpoint.resume()
+    assert (again.checkpoint.epoch, again.checkpoint.step) == (2, 0)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    from fleet.elastic._folder import Part, write_manifest
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (exec, ("raise SystemExit('code was run')",))
+
+    path = tmp_path / "step-0000000001"
+    path.mkdir()
+    parts = {}
+    for name in ("model.pt", "optimizer.pt", "rest.pt"):
+        torch.save({"evil": Evil()}, path / name)
+        import hashlib
+
+        data = (path / name).read_bytes()
+        parts[name] = Part(len(data), hashlib.sha256(data).hexdigest())
+    write_manifest(path, {"step": 1, "epoch": 0, "world_size": 1, "has_worker_parts": False}, parts)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert not Training(tmp_path).checkpoint.resume()
+
+
+def test_only_the_newest_stay_and_leftovers_go(tmp_path: Path) -> None:
+    (tmp_path / ".step-0000000009.aa.tmp").mkdir()
+    (tmp_path / ".step-0000000009.trash").mkdir()
+    (tmp_path / "my notes").write_text("stay")
+    training = Training(tmp_path, keep=2, every=3).run(1)
+    assert saved(tmp_path) == ["my notes", "step-0000000009", "step-0000000012"]
+    training.checkpoint.save()
+    assert saved(tmp_path) == ["my notes", "step-0000000012", "step-0000000012.1"]
+
+
+def test_the_newest_of_one_step_is_the_last_one(tmp_path: Path) -> None:
+    training = Training(tmp_path).run(1, stop_at=2)
+    training.checkpoint.extra["best"] = 0.75
+    training.checkpoint.save(epoch=4)
+    again = Training(tmp_path)
+    assert again.checkpoint.resume()
+    assert (again.checkpoint.epoch, again.checkpoint.extra) == (4, {"best": 0.75})
+
+
+@pytest.mark.parametrize("point", ["save.block", "save.manifest", "save.rename"])
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_FAULTS", f"{point}:raise:step=5")
+    training = Training(tmp_path).run(1, stop_at=2)
+    with pytest.raises(CheckpointError, match="No space left"):
+        training.run(1, stop_at=5)
+    assert saved(tmp_path) == ["step-0000000002"]
+
+
+def test_an_error_of_the_thread_comes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_FAULTS", "save.part:raise:step=2;save.part:raise:step=3")
+    training = Training(tmp_path, asynchronous=True)
+    training.run(1, stop_at=2)
+    with pytest.raises(CheckpointError, match="the checkpoint before was not written.*No space left"):
+        training.run(1, stop_at=3)
+    training.checkpoint.save()
+    with pytest.raises(CheckpointError, match="No space left"):
+        training.checkpoint.close()
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.parametrize("option", ["localsgd", "dgc", "gradient_merge"])
+def test_one_worker_of_a_strategy_with_a_state_of_its_own(option: str, tmp_path: Path) -> None:
+    options = {option: True, "localsgd_configs": {"k_steps": 4}, "gradient_merge_configs": {"k_steps": 3}}
+    wanted = Training(tmp_path / "whole", options).run(2).numbers()
+    Training(tmp_path, options).run(2, stop_at=14)
+    again = Training(tmp_path, options)
+    assert again.checkpoint.resume()
+    assert equal(again.run(2).numbers(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"keep": 0}, "at least 1"),
+        ({"every": -1}, "at least 0"),
+        ({"path": ""}, "name of a folder"),
+        ({"path": __file__}, "this is a file"),
+        ({"scheduler": 3}, "state_dict"),
+        ({"model": 3}, "Module"),
+        ({"optimizer": 3}, "Optimizer"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], match: str, tmp_path: Path) -> None:
+    fleet.init(is_collective=True, log_level="ERROR")
+    given = {"path": tmp_path, "model": torch.nn.Linear(1, 1), **arguments}
+    with pytest.raises(ConfigError, match=match):
+        fleet.elastic.Checkpoint(**given)
+
+
+def test_another_model_is_an_error_that_says_so(tmp_path: Path) -> None:
+    Training(tmp_path).run(1, stop_at=2)
+    fleet.init(is_collective=True, log_level="ERROR")
+    with pytest.raises(CheckpointError, match="does not fit|does not have"):
+        fleet.elastic.Checkpoint(tmp_path, torch.nn.Linear(2, 2)).resume()
+
+
+def train_cut_and_go_on(rank: int, world_size: int, folder: str, option: str) -> dict[str, Any]:
+    """Trains two epochs, then the same cut after step 5; returns whether and how the second differs from the first."""
+    options: dict[str, Any] = {"localsgd_configs": {"k_steps": 4}, "gradient_merge_configs": {"k_steps": 3}}
+    options |= {option: True, "dgc_configs": {"rampup_begin_step": 1, "sparsity": [0.9]}} if option else {}
+    whole = Training(f"{folder}/whole", options).run(2)
+    wanted = whole.numbers()
+    # Where one file serves all, only worker 0 can read and write it.
+    own = folder if rank == 0 or option else f"{folder}/of worker {rank}"
+    first = Training(f"{own}/cut", options, asynchronous=True).run(2, stop_at=5)
+    first.checkpoint.close()
+    again = Training(f"{own}/cut", options)
+    resumed = again.checkpoint.resume()
+    again.run(2)
+    same_data = first.seen + again.seen == whole.seen
+    return {"resumed": resumed, "same data": same_data, "same numbers": equal(again.numbers(), wanted)}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "",
+        pytest.param("localsgd", marks=pytest.mark.slow),
+        "dgc",
+        pytest.param("gradient_merge", marks=pytest.mark.slow),
+    ],
+)
+def test_two_workers_resume_exactly(option: str, tmp_path: Path) -> None:
+    """004-15: worker 0's file serves both; a state of each worker's own is kept for each."""
+    results = run_workers(train_cut_and_go_on, 2, str(tmp_path), option, backend=None)
+    assert results == [{"resumed": True, "same data": True, "same numbers": True}] * 2
+    files = {path.name for path in (tmp_path / "cut" / "step-0000000005").iterdir()}
+    assert ("worker-00001.pt" in files) == bool(option)
