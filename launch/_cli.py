@@ -9,7 +9,7 @@ from pathlib import Path
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch._config import PROGRAM, read_config
-from fleet.launch._elastic import refuse_elastic
+from fleet.launch._elastic import check_elastic
 from fleet.launch._machine import Machine, read_machine
 from fleet.launch._parser import UsageError
 from fleet.launch._redact import redact
@@ -36,7 +36,7 @@ def main(
     environment = Environment(environ)
     try:
         config = read_config(arguments, environment, machine or read_machine(), program)
-        refuse_elastic(config)
+        check_elastic(config, environment)
         from fleet.launch._job import run
 
         return run(config, environment)

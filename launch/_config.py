@@ -224,7 +224,8 @@ def _with_secret(config: LaunchConfig, settings: Settings, environment: Environm
                 'more. Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
             )
         return replace(config, secret=text.strip(), secret_is_users=True)
-    if config.is_single_node or (config.master is None and not config.static_peers and not config.servers):
+    opens_meeting = config.master is None and not config.static_peers and not config.servers and not config.is_elastic
+    if config.is_single_node or opens_meeting:
         return replace(config, secret=secrets.token_hex(_SECRET_BYTES))
     settings.warn(
         "FLEET_JOB_SECRET is not set, so the nodes of this job cannot prove to each other that they belong "

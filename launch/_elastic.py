@@ -1,12 +1,14 @@
-"""Whether a job is elastic, and the one place that refuses to run what needs etcd."""
+"""Whether a job is elastic and what it then needs, from flags and variables; etcd is not opened here."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from fleet.env import Environment
-from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.errors import ConfigError
 from fleet.launch._addresses import hide_user, join_endpoint, split_master
+from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
 from fleet.launch._nodes import Nodes, read_range
 from fleet.launch._records import LaunchConfig
 from fleet.launch._settings import Settings
@@ -22,6 +24,8 @@ class Elastic:
     elastic_force: bool = False
     elastic_pre_hook: str | None = None
     elastic_fault_level: int = 1
+    elastic_ttl_s: int = 10
+    is_scheduled: bool = False
 
 
 def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> tuple[Elastic, Nodes]:
@@ -29,7 +33,7 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
     server = _server(settings, environment)
     np = settings.text("np")
     if server is None and np is None:
-        return _newer_family(settings, nodes)
+        return _newer_family(settings, environment, nodes)
     if server is None or np is None:
         given, missing = ("np", "elastic_server") if server is None else ("elastic_server", "np")
         raise ConfigError(
@@ -42,9 +46,14 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
         raise ConfigError(f"{settings.named('scale')} is {scale}; it takes the number of nodes to add, from 0.")
     if not settings.has("job_id"):
         settings.warn("The elastic job has no --job_id; jobs named 'default' on one etcd server would mix.")
+    split_hook(settings.text("elastic_pre_hook"), settings.named("elastic_pre_hook"))
+    if settings.has("elastic_server"):
+        settings.values["elastic_server"] = hide_user(f"etcd://{server}").removeprefix("etcd://")  # as it is printed
     elastic = Elastic(
         is_elastic=True,
         elastic_server=server,
+        elastic_ttl_s=_ttl_s(environment),
+        is_scheduled=True,
         elastic_scale=scale,
         elastic_force=bool(settings.values["force"]),
         elastic_pre_hook=settings.text("elastic_pre_hook"),
@@ -65,7 +74,14 @@ def _server(settings: Settings, environment: Environment) -> str | None:
     return None
 
 
-def _newer_family(settings: Settings, nodes: Nodes) -> tuple[Elastic, Nodes]:
+def _ttl_s(environment: Environment) -> int:
+    ttl_s = environment.int("PADDLE_ELASTIC_TTL")
+    if not 2 <= ttl_s <= 3600:
+        raise ConfigError(f"PADDLE_ELASTIC_TTL is {ttl_s} in the environment; it takes seconds from 2 to 3600.")
+    return ttl_s
+
+
+def _newer_family(settings: Settings, environment: Environment, nodes: Nodes) -> tuple[Elastic, Nodes]:
     """Returns whether ``--nnodes MIN:MAX`` makes the job elastic; a warning names what is missing."""
     etcd = (nodes.master or "").startswith("etcd://")
     is_range = nodes.min_nodes != nodes.max_nodes
@@ -75,8 +91,9 @@ def _newer_family(settings: Settings, nodes: Nodes) -> tuple[Elastic, Nodes]:
             raise ConfigError(
                 f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or leave it out."
             )
+    ttl_s = _ttl_s(environment) if etcd else 10
     if not is_range and not (etcd and level == 1):
-        return Elastic(), nodes
+        return Elastic(elastic_ttl_s=ttl_s), nodes
     missing = [
         text
         for absent, text in (
@@ -88,23 +105,48 @@ def _newer_family(settings: Settings, nodes: Nodes) -> tuple[Elastic, Nodes]:
         if absent
     ]
     if not missing:
-        return Elastic(is_elastic=True, elastic_server=(nodes.master or "").removeprefix("etcd://")), nodes
+        server = (nodes.master or "").removeprefix("etcd://")
+        return Elastic(is_elastic=True, elastic_server=server, elastic_ttl_s=ttl_s), nodes
     settings.warn(
         f"The job is not elastic; missing: {', '.join(missing)}. It starts with exactly {nodes.min_nodes} "
         f"node{'s' if nodes.min_nodes > 1 else ''}."
     )
     if nodes.min_nodes == 1 and not etcd:
         return Elastic(), Nodes(host=settings.text("host"))
-    return Elastic(), Nodes(**{**vars(nodes), "max_nodes": nodes.min_nodes})
+    return Elastic(elastic_ttl_s=ttl_s), Nodes(**{**vars(nodes), "max_nodes": nodes.min_nodes})
 
 
-def refuse_elastic(config: LaunchConfig) -> None:
-    """Raises UnsupportedOptionError for a job that needs etcd; nothing was started."""
-    master = config.master or ""
-    if not config.is_elastic and not master.startswith("etcd://"):
+def needs_etcd(config: LaunchConfig) -> bool:
+    """Returns whether the nodes of the job meet on etcd."""
+    return config.is_elastic or (config.master or "").startswith("etcd://")
+
+
+def check_elastic(config: LaunchConfig, environment: Environment) -> None:
+    """Raises ConfigError when a job on etcd lacks the client, or its address cannot be used; nothing was started."""
+    if not needs_etcd(config):
         return
-    server = config.elastic_server or master.removeprefix("etcd://")
-    raise UnsupportedOptionError(
-        f"The job asks for etcd at {hide_user(server)}, and the launcher cannot run elastic jobs yet. "
-        "Use --nnodes=N with --master ip:port, or without --master; --elastic_level 1 restarts failed workers in place."
-    )
+    check_etcd_client()
+    read_etcd_address(etcd_server(config), environment)
+
+
+def etcd_server(config: LaunchConfig) -> str:
+    """Returns the address of etcd as it was written."""
+    return config.elastic_server or config.master or ""
+
+
+def split_hook(text: str | None, source: str) -> tuple[str, ...]:
+    """Returns the words of the command to run before each start; it is a program with arguments, never a shell's line.
+
+    Raises ConfigError for words that only a shell understands.
+    """
+    if text is None:
+        return ()
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is {text!r}; it takes a command, and its quotes do not match ({error}).") from None
+    shell = [word for word in words if set(word) <= set("|&;<>") or word.startswith((">", "<")) or "$(" in word]
+    if shell or not words:
+        what = f"{shell[0]!r} is for a shell, and none is started" if shell else "it is empty"
+        raise ConfigError(f"{source} is {text!r}; {what}. Put the lines into a script and name the script.")
+    return tuple(words)

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
+from fleet.launch._elastic import needs_etcd, split_hook
 from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
 from fleet.launch._job_files import write_job_files
 from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Alone, Generation, Membership, Outcome, StoppedBySignalError
+from fleet.launch._membership import Alone, Generation, LeftJobError, Membership, Outcome, StoppedBySignalError
 from fleet.launch._peers import peer_from_json, peer_to_json
 from fleet.launch._plan import plan_processes
 from fleet.launch._port_hold import hold_ports
@@ -66,7 +67,7 @@ def run(config: LaunchConfig, environment: Environment) -> int:
                 inherited=environment.inherited(),
                 grace_s=config.grace_s,
             )
-            return _run_logged(config, environment, log, signals, supervisor)
+            return _run_logged(config, environment, log, signals, supervisor, mark)
     finally:
         guardian.dismiss()
 
@@ -100,7 +101,12 @@ def _scratch_folder(config: LaunchConfig) -> Iterator[None]:
 
 
 def _run_logged(
-    config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox, supervisor: Supervisor
+    config: LaunchConfig,
+    environment: Environment,
+    log: LaunchLog,
+    signals: SignalInbox,
+    supervisor: Supervisor,
+    mark: str,
 ) -> int:
     """Runs the job; whatever ends it is said in the log, with the exit code as the last line."""
     try:
@@ -111,12 +117,12 @@ def _run_logged(
         ) from error
     announce(config, log)
     try:
-        config, membership = _open_membership(config, log, signals)
+        config, membership = _open_membership(config, environment, log, signals)
         try:
-            code = JobLoop(config, environment, log, signals, supervisor, membership).run()
+            code = JobLoop(config, environment, log, signals, supervisor, membership, mark).run()
         finally:
             membership.close()
-    except StoppedBySignalError as error:
+    except (StoppedBySignalError, LeftJobError) as error:
         log.info(f"{error}")
         code = error.exit_code
     except FleetError as error:
@@ -126,7 +132,13 @@ def _run_logged(
     return code
 
 
-def _open_membership(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> tuple[LaunchConfig, Membership]:
+def _open_membership(
+    config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox
+) -> tuple[LaunchConfig, Membership]:
+    if needs_etcd(config):
+        from fleet.launch._elastic_job import open_elastic
+
+        return open_elastic(config, environment, log, signals)
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
         peers = tuple(peer_to_json(peer) for peer in config.static_peers)
         alone = Alone(max_restarts=config.max_restart, peers=peers, node_rank=max(config.node_rank, 0))
@@ -157,10 +169,12 @@ class JobLoop:
         signals: SignalInbox,
         supervisor: Supervisor,
         membership: Membership,
+        mark: str,
     ) -> None:
         self._config, self._environment, self._log, self._signals = config, environment, log, signals
-        self._supervisor, self._membership = supervisor, membership
+        self._supervisor, self._membership, self._mark = supervisor, membership, mark
         self._oom_kills_before = oom_kill_count()
+        self._restarts = 0
 
     def run(self) -> int:
         """Returns the exit code of the job."""
@@ -179,8 +193,11 @@ class JobLoop:
         with hold_ports(own) as held:
             generation = self._membership.join(peer_to_json(own))
             peers = [peer_from_json(data) for data in generation.peers]
-            specs = plan_processes(config, peers, generation.node_rank, generation.restarts, self._environment)
+            specs = plan_processes(
+                config, peers, generation.node_rank, generation.number, generation.restarts, self._environment
+            )
             self._announce_pod(generation, peers, specs, is_first)
+            self._run_hook()
             held.release()
             result = self._supervisor.run(
                 specs,
@@ -201,10 +218,20 @@ class JobLoop:
             self._log.file_only(node_line(config, own.host, generation.node_rank))
             for message in start_messages(config, specs):
                 self._log.plain(message)
-        else:
+        elif generation.restarts != self._restarts:
             self._log.info(f"Restart {generation.restarts} of {config.max_restart}")
+        else:
+            self._log.info(f"The job goes on with {len(peers)} nodes; this one has rank {generation.node_rank}")
+        self._restarts = generation.restarts
         write_job_files(config.log_dir, specs)
         self._log.info(run_pod_line(config, specs))
+
+    def _run_hook(self) -> None:
+        words = split_hook(self._config.elastic_pre_hook, "--elastic_pre_hook")
+        if words:
+            from fleet.launch._elastic_job import run_hook
+
+            run_hook(words, {**self._environment.inherited(), MARK_VARIABLE: self._mark}, self._log, self._signals)
 
     def _has_unknown_workers(self) -> bool:
         """Whether workers of other launchers use this node's servers, and nobody tells when those are done."""

@@ -2,7 +2,7 @@
 
 Supervision knows nothing of this, and this knows nothing of processes: the loop in ``_job`` asks for the next
 generation, runs it, and hands the result back. Three memberships: a node alone (or with peers that were listed
-beforehand), and nodes that met at the key-value service. A membership on etcd fits the same protocol.
+beforehand), nodes that met at the key-value service of one of them, and nodes that met on etcd.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from fleet.launch._supervisor import PeerNews
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the job: its number from 0, every node's published record in rank order, and our place."""
+    """One start of the job: its number, every node's published record in rank order, and our place.
+
+    ``number`` grows with each start, ``restarts`` counts only those after a failure of a worker.
+    """
 
     number: int
     peers: tuple[Mapping[str, Any], ...]
@@ -36,6 +39,10 @@ class Outcome:
 
 class StoppedBySignalError(LaunchError):
     """A signal came while the launcher waited for the other nodes; ``exit_code`` is 128 + its number."""
+
+
+class LeftJobError(LaunchError):
+    """The job needs nothing of this node (any more); ``exit_code`` is 0 unless the job has failed meanwhile."""
 
 
 class Membership(Protocol):

@@ -7,6 +7,7 @@ this machine is looked at; ports were chosen by :func:`fleet.launch._ports.make_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fleet.env import Environment
@@ -18,11 +19,18 @@ from fleet.launch._script import python_command
 PROXIES = ("http_proxy", "https_proxy")
 # Of an outer torchrun: they would send the worker to a store and a run that are not this job's.
 _OUTER = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
+# Credentials that only the launcher needs.
+_LAUNCHERS_OWN = ("FLEET_ETCD_PASSWORD",)
 JOB_SECRET = "FLEET_JOB_SECRET"
 
 
 def plan_processes(
-    config: LaunchConfig, peers: Sequence[Peer], node_rank: int, generation: int, environment: Environment
+    config: LaunchConfig,
+    peers: Sequence[Peer],
+    node_rank: int,
+    generation: int,
+    restarts: int,
+    environment: Environment,
 ) -> list[ProcessSpec]:
     """Returns the processes of this node, servers first, in the order they are to be started.
 
@@ -30,7 +38,8 @@ def plan_processes(
         config: what the user asked for.
         peers: every node of the job in rank order, this one included.
         node_rank: place of this node in ``peers``.
-        generation: how often the job's workers were started before, 0 the first time.
+        generation: number of this start of the job's workers; it grows with each one.
+        restarts: how often they were started anew after a failure.
         environment: what the processes inherit.
 
     Raises:
@@ -40,7 +49,9 @@ def plan_processes(
     from fleet.launch._plan_ps import plan_ps
 
     plan = plan_ps if config.mode == "ps" else plan_collective
-    return plan(config, peers, node_rank, generation, environment)
+    specs = plan(config, peers, node_rank, generation, environment)
+    count = {"TORCHELASTIC_RESTART_COUNT": f"{restarts}"}
+    return [replace(s, environment={**s.environment, **count}) if s.role == "worker" else s for s in specs]
 
 
 def command(config: LaunchConfig) -> tuple[str, ...]:
@@ -82,20 +93,19 @@ def torch_variables(rank: int, world_size: int, local_rank: int, local_size: int
     }
 
 
-def store_variables(host: str, port: int, generation: int) -> dict[str, str]:
+def store_variables(host: str, port: int) -> dict[str, str]:
     """Returns where the workers' store listens, in both contracts."""
     return {
         "PADDLE_MASTER": join_endpoint(host, port),
         "MASTER_ADDR": host,
         "MASTER_PORT": f"{port}",
-        "TORCHELASTIC_RESTART_COUNT": f"{generation}",
     }
 
 
 def removed_variables(environment: Environment) -> tuple[str, ...]:
     """Returns the inherited variables that no process of the job gets."""
     inherited = environment.inherited()
-    return tuple(name for name in (*PROXIES, *_OUTER) if name in inherited)
+    return tuple(name for name in (*PROXIES, *_OUTER, *_LAUNCHERS_OWN) if name in inherited)
 
 
 def place(

@@ -33,7 +33,7 @@ def plan_collective(
     offset = sum(len(peer.ports) for peer in peers[:node_rank])
     shared = {
         **common_variables(config, environment, generation, len(peers)),
-        **store_variables(first.host, first.store_port or first.ports[0], generation),
+        **store_variables(first.host, first.store_port or first.ports[0]),
         "PADDLE_TRAINERS_NUM": f"{len(endpoints)}",
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         "PADDLE_GLOBAL_SIZE": f"{len(endpoints)}",

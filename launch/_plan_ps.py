@@ -91,7 +91,7 @@ def plan_ps(
         for i, index in enumerate(layout.local_servers)
     ]
     for i, index in enumerate(layout.local_workers):
-        variables = {**shared, **_worker_variables(config, layout, i, place_of_node, generation)}
+        variables = {**shared, **_worker_variables(config, layout, i, place_of_node)}
         specs.append(
             place(
                 config,
@@ -112,15 +112,13 @@ def _server_variables(endpoint: str) -> dict[str, str]:
     return {"TRAINING_ROLE": "PSERVER", "PADDLE_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": f"{port}"}
 
 
-def _worker_variables(
-    config: LaunchConfig, layout: _Layout, local_rank: int, node_rank: int, generation: int
-) -> dict[str, str]:
+def _worker_variables(config: LaunchConfig, layout: _Layout, local_rank: int, node_rank: int) -> dict[str, str]:
     """Returns a worker's own variables; it sees only its card, so for it that card has number 0."""
     rank = layout.local_workers[local_rank]
     names = config.device_names
     device = names[local_rank % len(names)] if names else "0"
     return {
-        **store_variables(*layout.store, generation),
+        **store_variables(*layout.store),
         **torch_variables(rank, len(layout.workers), local_rank, len(layout.local_workers), node_rank),
         "TRAINING_ROLE": "TRAINER",
         "PADDLE_ROLE": "TRAINER",

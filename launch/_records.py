@@ -107,6 +107,8 @@ class LaunchConfig:
     elastic_force: bool = False
     elastic_pre_hook: str | None = None
     elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
+    elastic_ttl_s: int = 10  # PADDLE_ELASTIC_TTL: how long a node may be silent
+    is_scheduled: bool = False  # a failed node exits with 101, so that its scheduler starts it again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ NODE_PREFIX = "node/"
 WORLD_KEY = "world"
 # Phases of a node. "waiting" and "ready" are before the start, the others belong to a fixed generation.
 WAITING, READY, RUNNING, WORKERS_DONE, DONE = "waiting", "ready", "running", "workers_done", "done"
+# A node of an elastic job that stops its workers and does not come back.
+LEAVING = "leaving"
 # States of the world.
 PROPOSED, FIXED, OVER, COMPLETE = "proposed", "fixed", "over", "complete"
 
@@ -56,7 +58,10 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why a generation is over: ``kind`` failed, lost or stopped; the exit code that every launcher hands on."""
+    """Why a generation is over: ``kind`` failed, lost or stopped; the exit code that every launcher hands on.
+
+    In an elastic job also ``left`` (a node was told to stop), ``joined`` (nodes came) and ``scaled``.
+    """
 
     kind: str
     code: int
@@ -67,7 +72,10 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One generation: its members in rank order, with what each published."""
+    """One generation: its members in rank order, with what each published.
+
+    ``min_nodes`` and ``max_nodes`` are what an elastic job wants now; 0 where the command line alone says it.
+    """
 
     generation: int
     state: str
@@ -75,6 +83,8 @@ class World:
     peers: tuple[Mapping[str, Any], ...]
     restarts: int = 0
     reason: Reason | None = None
+    min_nodes: int = 0
+    max_nodes: int = 0
 
     @property
     def is_active(self) -> bool:
@@ -111,6 +121,8 @@ def read_world(view: View) -> World | None:
         peers=tuple(value["peers"]),
         restarts=value["restarts"],
         reason=None if reason is None else Reason(**reason),
+        min_nodes=value["min_nodes"],
+        max_nodes=value["max_nodes"],
     )
 
 
@@ -128,7 +140,7 @@ def next_world(nodes: Mapping[str, Node], world: World | None, rules: Rules, qui
         if not gone:
             return _advance(nodes, world)
         if world.state == FIXED:
-            return replace(world, state=OVER, reason=_lost(world, gone[0]))
+            return replace(world, state=OVER, reason=lost_reason(world, gone[0]))
     return _propose(nodes, world, rules, quiet_s)
 
 
@@ -139,7 +151,8 @@ def _advance(nodes: Mapping[str, Node], world: World) -> World | None:
     return None
 
 
-def _lost(world: World, node: str) -> Reason:
+def lost_reason(world: World, node: str) -> Reason:
+    """Returns the reason of a generation that ``node`` is gone from."""
     index = world.nodes.index(node)
     host, pod = (world.peers[index].get(name, "unknown") for name in ("host", "name"))
     text = f"Node {index} of {len(world.nodes)} (host {host}, pod {pod}) is gone: its launcher gives no sign of life."

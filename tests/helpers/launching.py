@@ -47,8 +47,9 @@ def plan(
     peers: Sequence[Peer] = (),
     node_rank: int = 0,
     generation: int = 0,
+    restarts: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> list[ProcessSpec]:
     """Returns the processes of a node; without ``peers`` it is alone, or those of a static list."""
     chosen = peers or config.static_peers or [peer_of(config)]
-    return plan_processes(config, chosen, node_rank, generation, Environment(dict(env or {})))
+    return plan_processes(config, chosen, node_rank, generation, restarts, Environment(dict(env or {})))

@@ -51,7 +51,7 @@ def test_the_exit_code_is_the_jobs(ran: list[LaunchConfig]) -> None:
         (("--nnodess=2", SCRIPT), "Did you mean '--nnodes'"),
         ((), "the script is missing"),
         (("--nnodes=x", SCRIPT), "N or MIN:MAX"),
-        (("--elastic_server=a:1", "--np=2", SCRIPT), "cannot run elastic jobs yet"),
+        (("--elastic_server=a:1", SCRIPT), "--elastic_server needs --np"),
         (("--heter_workers=a:1", SCRIPT), "cannot be honoured"),
         (("nothing.py",), "does not exist"),
     ],

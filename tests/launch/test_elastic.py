@@ -1,11 +1,12 @@
-"""What makes a job elastic, and the refusal to run one for now."""
+"""What makes a job elastic, and what such a job needs."""
 
 from __future__ import annotations
 
 import pytest
 
-from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch._elastic import refuse_elastic
+from fleet.env import Environment
+from fleet.errors import ConfigError
+from fleet.launch._elastic import check_elastic, etcd_server, needs_etcd, split_hook
 from tests.helpers.launching import notes, read
 
 FLAGS = ("--elastic_server=10.0.0.1:2379", "--np=2", "--job_id=J")
@@ -80,13 +81,43 @@ def test_a_range_from_one_starts_one_node() -> None:
     assert (config.max_nodes, config.is_single_node) == (1, True)
 
 
-@pytest.mark.parametrize("flags", [FLAGS, ("--nnodes=2", "--master=etcd://me:pw@127.0.0.1:2379")])
-def test_jobs_on_etcd_are_refused_in_one_place(flags: tuple[str, ...]) -> None:
-    with pytest.raises(UnsupportedOptionError, match=r"etcd at .*2379.* elastic jobs yet") as caught:
-        refuse_elastic(read(*flags))
-    assert "pw" not in str(caught.value)
+def test_family_and_lease() -> None:
+    """G13: the older family asks a scheduler, the newer one restarts in place; PADDLE_ELASTIC_TTL is the lease."""
+    newer = ("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1")
+    assert [read(*flags).is_scheduled for flags in (FLAGS, newer)] == [True, False]
+    assert [read(*flags, env={"PADDLE_ELASTIC_TTL": "4"}).elastic_ttl_s for flags in (FLAGS, newer)] == [4, 4]
+    assert read(*FLAGS).elastic_ttl_s == 10
+    with pytest.raises(ConfigError, match="PADDLE_ELASTIC_TTL is 1 in the environment; it takes seconds from 2"):
+        read(*FLAGS, env={"PADDLE_ELASTIC_TTL": "1"})
 
 
-def test_other_jobs_are_not_refused() -> None:
-    refuse_elastic(read("--nnodes=2"))
-    refuse_elastic(read())
+def test_no_secret_is_made_up_for_an_elastic_job() -> None:
+    """Each launcher would make up its own, and no node would know the others'."""
+    assert read(*FLAGS).secret == ""
+
+
+def test_the_password_of_etcd_is_not_printed() -> None:
+    config = read("--elastic_server=me:pw@10.0.0.1:2379", "--np=2", "--job_id=J")
+    assert config.arguments["elastic_server"] == "***@10.0.0.1:2379"
+    assert etcd_server(config) == "me:pw@10.0.0.1:2379"
+
+
+def test_which_jobs_need_etcd() -> None:
+    assert needs_etcd(read(*FLAGS))
+    assert needs_etcd(read("--nnodes=2", "--master=etcd://127.0.0.1:2379"))
+    assert not needs_etcd(read("--nnodes=2", "--master=127.0.0.1:2379"))
+
+
+def test_missing_client_is_refused_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """004-20."""
+    monkeypatch.setattr("fleet.launch._etcd_address.find_spec", lambda name: None)
+    check_elastic(read("--nnodes=2"), Environment({}))
+    with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[elastic\]'"):
+        check_elastic(read(*FLAGS), Environment({}))
+
+
+@pytest.mark.parametrize("hook", ["a | b", "a && b", "a > file", "", "a $(b)"])
+def test_hook_is_a_command_and_no_line_of_a_shell(hook: str) -> None:
+    with pytest.raises(ConfigError, match=r"Put the lines into a script"):
+        split_hook(hook, "--elastic_pre_hook")
+    assert split_hook("python 'a b.py' x|y", "--elastic_pre_hook") == ("python", "a b.py", "x|y")

@@ -83,12 +83,12 @@ def test_ranks_count_through_the_nodes() -> None:
         peer_of(config, host="10.0.0.2", ports=(80, 81)),
         peer_of(config, host="10.0.0.3", ports=(80,)),
     ]
-    specs = plan(config, peers, node_rank=1, generation=2)
+    specs = plan(config, peers, node_rank=1, generation=2, restarts=1)
     assert [spec.index for spec in specs] == [3, 4]
     env = specs[1].environment
     assert (env["RANK"], env["WORLD_SIZE"], env["GROUP_RANK"], env["LOCAL_RANK"]) == ("4", "6", "1", "1")
     assert (env["PADDLE_CURRENT_ENDPOINT"], env["PADDLE_MASTER"]) == ("10.0.0.2:81", "10.0.0.1:7900")
-    assert (env["FLEET_GENERATION"], env["TORCHELASTIC_RESTART_COUNT"]) == ("2", "2")
+    assert (env["FLEET_GENERATION"], env["TORCHELASTIC_RESTART_COUNT"]) == ("2", "1")
     assert env["PADDLE_NNODES"] == "3"
     assert "GLOO_SOCKET_IFNAME" not in env
     assert not any(spec.echo for spec in specs)

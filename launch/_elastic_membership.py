@@ -1,0 +1,389 @@
+"""The membership of a node whose job meets on etcd: it carries out what the rules of ``_elastic_world`` decide."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleet.errors import RendezvousError
+from fleet.launch import _world
+from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, census, decide, wanted_text
+from fleet.launch._etcd_contact import EtcdContact
+from fleet.launch._logs import LaunchLog
+from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError
+from fleet.launch._outage import ContactAnswer
+from fleet.launch._records import GroupResult
+from fleet.launch._report import looks_like_victim
+from fleet.launch._signals import SignalInbox
+from fleet.launch._supervisor import PeerEvent
+from fleet.launch._world import FIXED, OVER, WORLD_KEY, Node, Reason, World
+
+PORT_FIELD = "contact_port"  # in what a node publishes: where it can be asked about etcd
+RESTART_CODE = 101  # asks the scheduler of an elastic job to start this node again
+ERROR_CODE = 3
+_LOOK_S = 0.5
+_FIRST_NOTICE_S, _LONGEST_NOTICE_S = 5.0, 60.0
+_VICTIM_S = 1.0
+_DECLARE_S = 2.0
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSettings:
+    """How one launcher takes part: its rules, and what it may do that the rules of the job leave to it."""
+
+    rules: ElasticRules
+    max_restarts: int = 0
+    changes_np: bool = False  # --scale or --force: takes its own number of nodes into the record
+    grace_s: float = 30.0
+    wait_limit_s: float | None = None  # None: survivors wait without limit
+
+
+class ElasticMembership:
+    """This node's part in a job on etcd; it is also the news that supervision listens to.
+
+    Args:
+        contact: the standing contact with etcd; its key is that of ``name``.
+        name: unique name of this node.
+        node: what this node publishes.
+        settings: how this launcher takes part.
+        answer: tells the other launchers whether etcd answers this one.
+    """
+
+    def __init__(
+        self,
+        contact: EtcdContact,
+        *,
+        name: str,
+        node: Node,
+        settings: ElasticSettings,
+        answer: ContactAnswer,
+        log: LaunchLog,
+        signals: SignalInbox,
+    ) -> None:
+        self._contact, self.name, self._node, self._settings = contact, name, node, settings
+        self._rules, self._answer, self._log, self._signals = settings.rules, answer, log, signals
+        self.world: World | None = None  # the generation this node runs in, or ran in last
+        self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
+        self._reason: Reason | None = None
+        self._was_scaled = self._is_admitted = self._was_stopped = False
+        self._silence = ""
+
+    @property
+    def news(self) -> ElasticMembership:
+        """What the other nodes want."""
+        return self
+
+    # -- meeting ------------------------------------------------------------------------------------------------
+
+    def join(self, peer: Mapping[str, Any]) -> Generation:
+        """Publishes ``peer`` and returns the next generation once every node of it has acknowledged it.
+
+        Raises:
+            LeftJobError: the job is complete, over, or was scaled to nodes without this one.
+            RendezvousError: the number of nodes is not the job's, or a fixed job's nodes stayed away.
+            StoppedBySignalError: a signal came; ``exit_code`` is 128 + its number.
+        """
+        self._contact.rejoin()
+        self._publish(phase=_world.WAITING, peer={**peer, PORT_FIELD: self._answer.port})
+        began = time.monotonic()
+        next_notice = began + _FIRST_NOTICE_S
+        self._log.info("Waiting peer start...")
+        while True:
+            self._admit()
+            action = self._step()
+            if action.kind == "enter":
+                assert action.world is not None
+                return self._enter(action.world)
+            if action.kind == "leave":
+                raise LeftJobError(action.text, action.code)
+            now = time.monotonic()
+            if now >= next_notice:
+                next_notice = now + min(max(now - began, _FIRST_NOTICE_S), _LONGEST_NOTICE_S)
+                self._log.info(f"Waiting peer start... {self._waits_for()}")
+            self._check_limits(now - began)
+            self._wait_for_news()
+
+    def _admit(self) -> None:
+        """Takes the number of nodes of this launcher for a new job, and checks it against that of a running one."""
+        if self._is_admitted or self._contact.silence():
+            return
+        view = self._contact.view()
+        world, nodes = _world.read_world(view), _world.read_nodes(view)
+        ended = world is not None and world.reason is not None and not world.reason.restart
+        if world is None or world.state == _world.COMPLETE or (ended and not any(n in nodes for n in world.nodes)):
+            return  # there is nothing to agree with yet
+        own = (self._rules.min_nodes, self._rules.max_nodes)
+        if own == (world.min_nodes, world.max_nodes):
+            self._is_admitted = True
+            return
+        asked = wanted_text(replace(world, min_nodes=own[0], max_nodes=own[1]))
+        if not self._settings.changes_np:
+            raise RendezvousError(
+                f"This node was started for {asked} nodes, but the job on etcd has {wanted_text(world)}. Start it "
+                f"with that number; or change the job with python -m fleet.elastic --np={asked} scale, or with "
+                "--force here."
+            )
+        if self._swap(view, replace(world, min_nodes=own[0], max_nodes=own[1])):
+            self._is_admitted = True
+            self._log.info(f"The job had {wanted_text(world)} nodes and has {asked} from now on.")
+
+    def _step(self) -> Action:
+        """Does what this node has to do now, and returns what that was."""
+        self._watch_silence()
+        view = self._contact.view()
+        nodes, world = _world.read_nodes(view), _world.read_world(view)
+        if frozenset(nodes) != self._members[0]:
+            self._members = (frozenset(nodes), time.monotonic())
+        if self.name in nodes:  # what is still to be written is already true
+            nodes[self.name] = replace(self._node, created=nodes[self.name].created)
+        action = decide(
+            self.name,
+            nodes,
+            world,
+            self._rules,
+            quiet_s=time.monotonic() - self._members[1],
+            joined=self.world,
+            trusts_absence=self._contact.trusts_absence(),
+            was_scaled=self._was_scaled,
+        )
+        if action.kind == "write" and action.world is not None:
+            self._swap(view, action.world)
+        elif action.kind == "acknowledge" and action.world is not None:
+            self._publish(phase=_world.READY, generation=action.world.generation)
+        return action
+
+    def _enter(self, world: World) -> Generation:
+        self.world, self._was_scaled, self._is_admitted = world, False, True
+        self._publish(phase=_world.RUNNING, generation=world.generation)
+        return Generation(world.generation - 1, world.peers, world.nodes.index(self.name), world.restarts)
+
+    def _waits_for(self) -> str:
+        view = self._contact.view()
+        limit_s = self._settings.wait_limit_s
+        until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
+        text = census(_world.read_nodes(view), _world.read_world(view))
+        return f"{self._contact.silence() or text}; this node waits {until}"
+
+    def _check_limits(self, waited_s: float) -> None:
+        nodes = _world.read_nodes(self._contact.view())
+        if waited_s > self._contact.ttl_s + 1 and self.name in _world.rank_conflicts(nodes):
+            raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
+        limit_s = self._settings.wait_limit_s
+        if limit_s is not None and waited_s > limit_s:
+            raise RendezvousError(
+                f"Not every node came within {limit_s:.0f} s: {self._waits_for()}. Start the launcher on the absent "
+                "nodes, with the same --master and --job_id, or raise --elastic_timeout."
+            )
+
+    # -- while the workers run: PeerNews ------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when there may be news."""
+        return self._contact.fileno()
+
+    def take(self) -> PeerEvent | None:
+        """Returns "stop" when this generation is over or this node is cut off, "servers" when all workers are done."""
+        self._contact.drain()
+        if self._contact.is_cut_off:
+            return PeerEvent("stop")
+        action = self._step()
+        if action.kind == "hold":
+            reason = None if action.world is None else action.world.reason
+            is_calm = reason is not None and reason.kind in ("left", "stopped", "joined", "scaled")
+            return PeerEvent("stop", self._settings.grace_s) if is_calm else PeerEvent("stop")
+        nodes, world = _world.read_nodes(self._contact.view()), self.world
+        over = (_world.WORKERS_DONE, _world.DONE)
+        if world is not None and all(n in nodes and nodes[n].phase in over for n in world.nodes):
+            return PeerEvent("servers")
+        return None
+
+    def workers_done(self) -> None:
+        """Publishes that every worker of this node has exited with 0."""
+        self._publish(phase=_world.WORKERS_DONE)
+
+    # -- the end of a generation --------------------------------------------------------------------------------
+
+    def announce_end(self, result: GroupResult, failure: str) -> None:
+        """Ends the generation on every node, unless another node did so first: then its reason stands."""
+        if result.stop_signal is not None:
+            self._was_stopped = True
+            kind = "left" if self._rules.is_elastic else "stopped"
+            text = f"The launcher of {self._place} was stopped by signal {result.stop_signal}."
+            reason = Reason(kind=kind, code=result.exit_code, node=self.name, text=text, restart=self._rules.is_elastic)
+        elif self._may_be_victim(result) and (other := self._other_reason(_VICTIM_S)) is not None:
+            reason = other
+        elif self._may_be_victim(result):
+            reason = Reason(kind="victim", code=result.exit_code, node=self.name, text=failure, restart=True)
+        else:
+            reason = self._failure(result.exit_code, failure)
+        self._reason = self._declare_over(reason)
+        if self._was_stopped or self._asks_scheduler(self._reason):
+            self._publish(phase=_world.LEAVING)
+
+    @property
+    def _place(self) -> str:
+        return f"pod {self._node.peer.get('name', self.name)} on {self._node.host}"
+
+    def _failure(self, code: int, text: str) -> Reason:
+        fault, world = self._rules.fault, self.world
+        if fault == SCHEDULER:
+            return Reason(kind="failed", code=RESTART_CODE, node=self.name, text=text, restart=True)
+        if fault == IN_PLACE:
+            restart = world is not None and world.restarts < self._settings.max_restarts
+            return Reason(kind="failed", code=code, node=self.name, text=text, restart=restart)
+        return Reason(kind="failed", code=ERROR_CODE if fault == END else code, node=self.name, text=text)
+
+    def _may_be_victim(self, result: GroupResult) -> bool:
+        """Returns whether the failure looks like the loss of a peer on another node: then that node is to blame."""
+        first, world = result.first_failure, self.world
+        if first is None or world is None or len(world.nodes) == 1 or not self._rules.is_elastic:
+            return False
+        return looks_like_victim(first, result.log_start_bytes)
+
+    def _other_reason(self, limit_s: float) -> Reason | None:
+        """Returns the reason that another node gave for the end of this generation, waiting ``limit_s`` for it."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            world = _world.read_world(self._contact.view())
+            if world is not None and self._is_over(world) and world.reason is not None:
+                return world.reason
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+
+    def _is_over(self, world: World) -> bool:
+        return self.world is not None and world.generation == self.world.generation and world.state == OVER
+
+    def _declare_over(self, reason: Reason) -> Reason:
+        deadline = time.monotonic() + _DECLARE_S
+        while time.monotonic() < deadline:
+            view = self._contact.fresh_view()
+            world = None if view is None else _world.read_world(view)
+            if view is None or world is None:
+                time.sleep(_RETRY_S)
+                continue
+            if self._is_over(world) and world.reason is not None:
+                return world.reason
+            if self.world is None or world.generation != self.world.generation or world.state != FIXED:
+                return reason
+            counts = reason.kind == "failed" and self._rules.fault == IN_PLACE and reason.restart
+            if self._swap(view, replace(world, state=OVER, reason=reason, restarts=world.restarts + counts)):
+                return reason
+        return reason  # etcd does not answer: the end of this node's lease will tell the others
+
+    def settle(self, result: GroupResult) -> Outcome:
+        """Follows the reason that came first; after a success waits for the others."""
+        reason, self._reason = self._reason, None
+        if result.stop_signal is not None:
+            return Outcome(result.exit_code)
+        if reason is not None and reason.kind == "victim" and reason.node == self.name:
+            reason = self._resolve_victim(reason)
+        if reason is not None:
+            return self._follow(reason)
+        if result.interrupted:
+            return self._follow(self._why())
+        try:
+            return self._finish()
+        except StoppedBySignalError as error:
+            stopped = GroupResult(exit_code=error.exit_code, stop_signal=error.exit_code - 128)
+            self.announce_end(stopped, "")
+            raise
+
+    def _finish(self) -> Outcome:
+        self._publish(phase=_world.DONE)
+        while True:
+            action = self._step()
+            if action.kind == "complete":
+                return Outcome(0)
+            if action.kind == "hold":
+                return self._follow(self._why())
+            self._wait_for_news()
+
+    def _resolve_victim(self, reason: Reason) -> Reason:
+        """Waits until the node that is to blame is gone; when all are still there, this node's worker is to blame."""
+        assert self.world is not None
+        deadline = time.monotonic() + self._contact.ttl_s + 2
+        while time.monotonic() < deadline:
+            nodes = _world.read_nodes(self._contact.view())
+            suspects = [n for n in self.world.nodes if n not in nodes or nodes[n].phase == _world.LEAVING]
+            if suspects or self._contact.silence():
+                return replace(reason, kind="lost", node=suspects[0] if suspects else "")
+            self._wait_for_news()
+        failure = self._failure(reason.code, reason.text)
+        view = self._contact.fresh_view()
+        world = None if view is None else _world.read_world(view)
+        if view is not None and world is not None and self._is_over(world):
+            counts = failure.restart and self._rules.fault == IN_PLACE
+            self._swap(view, replace(world, reason=failure, restarts=world.restarts + counts))
+        if self._asks_scheduler(failure):
+            self._publish(phase=_world.LEAVING)
+        return failure
+
+    def _asks_scheduler(self, reason: Reason) -> bool:
+        return reason.kind == "failed" and reason.node == self.name and reason.code == RESTART_CODE
+
+    def _why(self) -> Reason:
+        """Returns why this generation is over, after "stop" has come."""
+        view = self._contact.view() if self._contact.silence() else self._contact.fresh_view() or self._contact.view()
+        world = _world.read_world(view)
+        if world is not None and self._is_over(world) and world.reason is not None:
+            return world.reason
+        text = self._contact.silence() or "The other nodes went on without this one."
+        return Reason(kind="lost", code=1, node=self.name, text=text, restart=self._rules.is_elastic)
+
+    def _follow(self, reason: Reason) -> Outcome:
+        if self._asks_scheduler(reason):
+            self._log.error(f"This launcher exits with {RESTART_CODE}, so that its scheduler starts it again.")
+            return Outcome(RESTART_CODE)
+        self._was_scaled = reason.kind == "scaled"
+        if reason.restart:
+            self._log.warning(f"The workers of this node were stopped and will start again: {reason.text}")
+        elif reason.node != self.name or reason.kind == "lost":
+            self._log.error(f"Another node ended the job: {reason.text}")
+        return Outcome(reason.code, reason.restart)
+
+    def close(self) -> None:
+        """Leaves the job; the last node that is told to stop takes the job's record with it."""
+        world = _world.read_world(self._contact.view())
+        is_complete = world is not None and world.state == _world.COMPLETE
+        self._answer.close()
+        self._contact.close(WORLD_KEY if self._was_stopped and not is_complete else None)
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def _swap(self, view: Any, world: World) -> bool:
+        ends = world.state == _world.COMPLETE or (world.reason is not None and not world.reason.restart)
+        return self._contact.swap(WORLD_KEY, view.texts.get(WORLD_KEY), _text(world), ends=ends)
+
+    def _publish(self, **changes: Any) -> None:
+        self._node = replace(self._node, **changes)
+        self._contact.publish(_text(self._node))
+
+    def _watch_silence(self) -> None:
+        silence = self._contact.silence()
+        if bool(silence) != bool(self._silence):
+            if silence:
+                self._log.warning(f"{silence} The workers go on as long as that is safe.")
+            else:
+                self._log.info("etcd answers again.")
+        self._silence = silence
+
+    def _wait_for_news(self) -> None:
+        """Returns at the next news, or soon after; raises StoppedBySignalError on a signal."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._contact, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
+            selector.select(_LOOK_S)
+        self._contact.drain()
+        if signals := self._signals.take():
+            self._was_stopped = True
+            raise StoppedBySignalError(f"Terminating with signal {signals[0]}", 128 + signals[0])
+
+
+def _text(record: Node | World) -> str:
+    return json.dumps(_world.to_json(record), sort_keys=True)

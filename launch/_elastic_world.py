@@ -1,0 +1,273 @@
+"""The rules of a job on etcd: pure functions from a snapshot of its keys to what one node does next.
+
+The shape is that of ``_world``: every node keeps one leased key, one record holds the generation, every change of the
+record is a compare-and-set. What an elastic job adds: the record holds how many nodes the job wants, a lost node is
+waited for, nodes may come and go, and survivors keep their ranks.
+
+States of a node, from this (Fleet's names)::
+
+    WAIT      phase waiting or ready: until the record is fixed and names the node
+    RUN       phase running; then workers_done and done
+    HOLD      the generation is over with ``restart``: workers are stopped, then WAIT
+    RESTART   its own worker failed: exit 101 for a scheduler, or WAIT again in place
+    COMPLETE  every member is done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fleet.launch import _world
+from fleet.launch._world import COMPLETE, FIXED, OVER, PROPOSED, Node, Reason, World
+
+# What a failed worker means for the job.
+SCHEDULER, IN_PLACE, END = "scheduler", "in_place", "end"
+_STOPPING = (_world.RUNNING, _world.WORKERS_DONE, _world.DONE, _world.LEAVING)
+_FINISHING = (_world.WORKERS_DONE, _world.DONE)
+_CAME_BACK = (_world.WAITING,)
+# Kinds after which everybody who is expected is known, so that nobody else has to be waited for.
+_PLANNED = ("left", "joined", "scaled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticRules:
+    """What the command line says of the job; the number of nodes counts only until the record holds one.
+
+    ``is_elastic`` is False for a fixed number of nodes that merely meet on etcd: a lost node ends such a job.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    quiet_s: float = 30.0
+    sort_ip: bool = False
+    is_elastic: bool = True
+    fault: str = SCHEDULER
+
+    @property
+    def order(self) -> _world.Rules:
+        """The part that ``_world`` knows."""
+        return _world.Rules(
+            min_nodes=self.min_nodes, max_nodes=self.max_nodes, quiet_s=self.quiet_s, sort_ip=self.sort_ip
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What a node does next: ``write`` the world, ``acknowledge`` or ``enter`` it, ``hold``, ``leave`` or ``wait``.
+
+    To ``leave`` is to exit with ``code``; ``complete`` is the end of a generation whose every node is done.
+    """
+
+    kind: str
+    world: World | None = None
+    text: str = ""
+    code: int = 0
+
+
+def first_world(rules: ElasticRules, generation: int = 0) -> World:
+    """Returns the record of a job that has not started: nobody is in it, and it says how many nodes are wanted."""
+    return World(
+        generation=generation,
+        state=OVER,
+        nodes=(),
+        peers=(),
+        min_nodes=rules.min_nodes,
+        max_nodes=rules.max_nodes,
+    )
+
+
+def decide(
+    name: str,
+    nodes: Mapping[str, Node],
+    world: World | None,
+    rules: ElasticRules,
+    *,
+    quiet_s: float,
+    joined: World | None = None,
+    trusts_absence: bool = True,
+    was_scaled: bool = False,
+) -> Action:
+    """Returns what node ``name`` does next.
+
+    Args:
+        name: this node.
+        nodes: the nodes whose lease is alive.
+        world: the record; None when there is none.
+        rules: what the command line says.
+        quiet_s: for how long the set of nodes has not changed.
+        joined: the generation this node runs in or ran in last; None before the first.
+        trusts_absence: False soon after etcd was out of reach: nodes may not have come back yet.
+        was_scaled: the generation this node ran in ended because the job was scaled.
+    """
+    own = nodes.get(name)
+    waits = own is None or own.phase in (_world.WAITING, _world.READY)
+    number = 0 if joined is None else joined.generation
+    if joined is not None and (world is None or world.generation < number):
+        # etcd has lost the record, or came back with an older one: what this node knows is newer.
+        return Action(kind="write", world=replace(joined, state=OVER, reason=None) if waits else joined)
+    coming = next_world(nodes, world, rules, quiet_s=quiet_s, trusts_absence=trusts_absence)
+    if coming is not None:
+        return Action(kind="write", world=coming)
+    assert world is not None
+    if not waits:
+        return _while_running(world, number)
+    if world.state == COMPLETE and rules.is_elastic:
+        return Action(kind="leave", text="The job is complete; nothing is left to do.")
+    return _while_waiting(name, own, world, number, was_scaled)
+
+
+def _while_running(world: World, joined: int) -> Action:
+    if world.generation != joined or world.state == OVER:
+        return Action(kind="hold", world=world)
+    return Action(kind="complete" if world.state == COMPLETE else "wait", world=world)
+
+
+def _while_waiting(name: str, own: Node | None, world: World, joined: int, was_scaled: bool) -> Action:
+    if world.state == OVER and world.generation == joined and world.reason is not None and not world.reason.restart:
+        return Action(kind="leave", text=world.reason.text, code=world.reason.code)
+    if world.state == FIXED and world.generation > joined:
+        if name in world.nodes:
+            return Action(kind="enter", world=world)
+        if was_scaled and len(world.nodes) >= world.max_nodes:
+            text = f"The job was scaled to {len(world.nodes)} nodes and goes on without this one."
+            return Action(kind="leave", text=text)
+    if world.state == PROPOSED and name in world.nodes and world.generation > joined:
+        done = own is not None and (own.phase, own.generation) == (_world.READY, world.generation)
+        return Action(kind="wait" if done else "acknowledge", world=world)
+    return Action(kind="wait", world=world)
+
+
+def next_world(
+    nodes: Mapping[str, Node],
+    world: World | None,
+    rules: ElasticRules,
+    *,
+    quiet_s: float,
+    trusts_absence: bool = True,
+) -> World | None:
+    """Returns the record that should come next, or None while the present one stands; any node may write it."""
+    if world is None:
+        return first_world(rules)
+    if world.state == COMPLETE:
+        # Whoever comes late to an elastic job hears that it is complete; a fixed job is simply started again.
+        return (
+            None if rules.is_elastic or any(n in nodes for n in world.nodes) else first_world(rules, world.generation)
+        )
+    if world.state == OVER:
+        return _after_the_end(nodes, world, rules, quiet_s)
+    gone = [node for node in world.nodes if _is_gone(nodes.get(node), world, trusts_absence)]
+    if world.state == PROPOSED:
+        return _proposed(nodes, world, rules, gone)
+    if gone:
+        return replace(world, state=OVER, reason=lost_reason(world, gone[0], restart=rules.is_elastic))
+    if all(nodes[n].phase == _world.DONE for n in world.nodes if n in nodes) and trusts_absence:
+        return replace(world, state=COMPLETE)
+    kind = _wanted_change(nodes, world, rules, quiet_s) if rules.is_elastic else ""
+    if kind:
+        text = f"The job goes on with another number of nodes: it wants {wanted_text(world)}, {len(world.nodes)} run."
+        return replace(world, state=OVER, reason=Reason(kind=kind, code=0, node="", text=text, restart=True))
+    return None
+
+
+def _is_gone(node: Node | None, world: World, trusts_absence: bool) -> bool:
+    if node is None:
+        return trusts_absence
+    # A member that waits again had lost its lease, stopped its workers and come back.
+    return node.phase == _world.LEAVING or (world.state == FIXED and node.phase in _CAME_BACK)
+
+
+def _proposed(nodes: Mapping[str, Node], world: World, rules: ElasticRules, gone: list[str]) -> World | None:
+    unfit = not world.min_nodes <= len(world.nodes) <= world.max_nodes
+    if gone or unfit:
+        reason = lost_reason(world, gone[0], restart=True) if gone else None
+        return replace(world, state=OVER, reason=reason)
+    if all(
+        n in nodes and (nodes[n].phase, nodes[n].generation) == (_world.READY, world.generation) for n in world.nodes
+    ):
+        return replace(world, state=FIXED, reason=None)
+    return None
+
+
+def lost_reason(world: World, node: str, *, restart: bool) -> Reason:
+    """Returns the reason of a generation that lost ``node``."""
+    return replace(_world.lost_reason(world, node), restart=restart)
+
+
+def _wanted_change(nodes: Mapping[str, Node], world: World, rules: ElasticRules, quiet_s: float) -> str:
+    """Returns "scaled" or "joined" when the number of nodes that run has to change, else an empty text."""
+    if any(nodes[n].phase in _FINISHING for n in world.nodes if n in nodes):
+        return ""  # the job is about to end; nobody is stopped for it any more
+    size = len(world.nodes)
+    if not world.min_nodes <= size <= world.max_nodes:
+        return "scaled"
+    waiting = [n for n, node in nodes.items() if n not in world.nodes and node.phase == _world.WAITING]
+    if size < world.max_nodes and waiting and (size + len(waiting) >= world.max_nodes or quiet_s >= rules.quiet_s):
+        return "joined"
+    return ""
+
+
+def _after_the_end(nodes: Mapping[str, Node], world: World, rules: ElasticRules, quiet_s: float) -> World | None:
+    if world.reason is not None and not world.reason.restart:
+        # Over for good. Once its nodes have left, whoever comes starts the job anew.
+        return None if any(n in nodes for n in world.nodes) else first_world(rules, world.generation)
+    if any(node.phase in _STOPPING for node in nodes.values()):
+        return None  # still stopping its workers; it will come or leave
+    conflicts = _world.rank_conflicts(nodes)
+    candidates = {name: node for name, node in nodes.items() if name not in conflicts}
+    count = len(candidates)
+    if count < world.max_nodes:
+        enough = count >= world.min_nodes
+        if not (enough and (quiet_s >= rules.quiet_s or _everybody_is_back(candidates, world, rules))):
+            return None
+    chosen = elastic_order(candidates, world, rules)
+    return replace(
+        world,
+        generation=world.generation + 1,
+        state=PROPOSED,
+        nodes=tuple(chosen),
+        peers=tuple(candidates[name].peer for name in chosen),
+        reason=None,
+    )
+
+
+def _everybody_is_back(candidates: Mapping[str, Node], world: World, rules: ElasticRules) -> bool:
+    reason = world.reason
+    if reason is None or not world.nodes:
+        return False
+    planned = reason.kind in _PLANNED or (reason.kind == "failed" and rules.fault == IN_PLACE)
+    expected = {node for node in world.nodes if not (reason.kind == "left" and node == reason.node)}
+    return planned and expected <= candidates.keys()
+
+
+def elastic_order(candidates: Mapping[str, Node], world: World, rules: ElasticRules) -> list[str]:
+    """Returns the ids of at most ``max_nodes`` nodes in rank order; those that ran before keep their places.
+
+    A place that is free goes to a survivor from behind the new end first, then to those who came, in their order.
+    """
+    order = replace(rules.order, max_nodes=world.max_nodes)
+    if not world.nodes or any(node.rank >= 0 for node in candidates.values()):
+        return _world.rank_order(candidates, order)
+    size = min(len(candidates), world.max_nodes)
+    survivors = [name for name in world.nodes if name in candidates][:size]
+    kept = {index: name for index, name in enumerate(world.nodes) if name in survivors and index < size}
+    newcomers = _world.rank_order({n: c for n, c in candidates.items() if n not in world.nodes}, order)
+    rest = iter([name for name in survivors if name not in kept.values()] + newcomers)
+    return [kept[index] if index in kept else next(rest) for index in range(size)]
+
+
+def wanted_text(world: World) -> str:
+    """Returns how many nodes the job wants, ``N`` or ``MIN:MAX``."""
+    low, high = world.min_nodes, world.max_nodes
+    return f"{low}" if low == high else f"{low}:{high}"
+
+
+def census(nodes: Mapping[str, Node], world: World | None) -> str:
+    """Returns what a waiting node waits for, as the log says it."""
+    here = sorted(node.host for node in nodes.values() if node.phase in (_world.WAITING, _world.READY))
+    busy = sorted(node.host for node in nodes.values() if node.phase in _STOPPING)
+    wanted = "?" if world is None else wanted_text(world)
+    text = f"{len(here)} of {wanted} nodes wait here ({', '.join(here)})"
+    if busy and world is not None and world.state == FIXED:
+        return f"{text}; the job runs on {', '.join(busy)}"
+    return f"{text}; still stopping their workers: {', '.join(busy)}" if busy else text

@@ -1,0 +1,202 @@
+"""A node's standing contact with etcd: its lease, its own key, the newest view, and when it must stop its workers.
+
+One thread renews the lease, writes this node's key whenever it changed or its lease was lost, and reads all keys of the
+job; a second one waits for etcd's hints and wakes the first; a third one counts the silence. The main thread never
+waits for etcd: it leaves the key to be written and takes the newest view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from fleet.errors import LaunchError
+from fleet.launch._etcd import EtcdStore, EtcdUnreachableError
+from fleet.launch._etcd_address import EtcdAddress
+from fleet.launch._kv_client import View
+
+# How long the record of a job that is over stays, for launchers that come late.
+END_LEASE_S = 600
+_PERIOD_S = 1.0
+_COUNT_S = 0.2
+_WATCH_IDLE_S = 10.0
+# Kept free at the end of the lease to stop the workers in.
+_STOP_S = 0.8
+
+
+class EtcdContact:
+    """Holds this node's lease and key on etcd; ``fileno`` is readable when there may be something to do.
+
+    Args:
+        address: where etcd is.
+        prefix: stands before every key of the job, with a slash at its end.
+        key: this node's key under the prefix.
+        ttl_s: etcd deletes the key after this long without a renewal.
+        is_outage: asked while etcd is silent: whether it is proved that it answers no other node either.
+    """
+
+    def __init__(
+        self, address: EtcdAddress, *, prefix: str, key: str, ttl_s: int, is_outage: Callable[[], bool]
+    ) -> None:
+        self._prefix, self._key, self.ttl_s, self._is_outage = prefix, key, ttl_s, is_outage
+        self._period_s = min(_PERIOD_S, ttl_s / 6)
+        self._timeout_s = timeout_s = min(max(ttl_s / 6, 0.5), 3.0)
+        self._own_store, self._main_store, self._hint_store = (
+            EtcdStore(address, timeout_s=timeout_s) for _ in range(3)
+        )
+        self._lease: int | None = None
+        self._text: str | None = None  # what this node's key has to hold
+        self._written: str | None = None
+        self._error: LaunchError | None = None
+        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        began = time.monotonic()
+        self._view = self._own_store.read(prefix)  # the first one is not retried: a wrong address shows itself here
+        self._answered_at, self._steady_since = began, began - ttl_s
+        self.is_cut_off = False
+        self._threads = [
+            threading.Thread(target=target, name=f"etcd-{target.__name__.strip('_')}", daemon=True)
+            for target in (self._keep, self._hear, self._count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- for the main thread ------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait on."""
+        return self._read_fd
+
+    def drain(self) -> None:
+        """Makes ``fileno`` unreadable until the next news."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read_fd, 4096):
+                pass
+
+    def view(self) -> View:
+        """Returns the newest view, however old."""
+        return self._view
+
+    def publish(self, text: str) -> None:
+        """Leaves ``text`` to be written as this node's key, now and after every loss of the lease."""
+        self._text = text
+        self._wake.set()
+
+    def rejoin(self) -> None:
+        """Says that the workers are stopped: being cut off has no further consequence."""
+        self.is_cut_off = False
+
+    def swap(self, key: str, old_text: str | None, text: str | None, *, ends: bool = False) -> bool:
+        """Compare-and-set; False also when etcd does not answer. With ``ends`` the key goes by itself in the end."""
+        try:
+            lease = self._main_store.grant(END_LEASE_S) if ends else None
+            return self._main_store.swap(self._prefix + key, old_text, text, lease)
+        except LaunchError:
+            return False
+        finally:
+            self._wake.set()
+
+    def fresh_view(self) -> View | None:
+        """Returns a view read now; None when etcd does not answer."""
+        try:
+            return self._main_store.read(self._prefix)
+        except LaunchError:
+            return None
+
+    def silence(self) -> str:
+        """Returns what is wrong with etcd at present; empty when it answers."""
+        return "" if self._error is None else f"{self._error}"
+
+    def has_contact(self) -> bool:
+        """Returns whether etcd has answered as lately as it does when all is well."""
+        return time.monotonic() - self._answered_at < self._period_s + self._timeout_s + _COUNT_S
+
+    def trusts_absence(self) -> bool:
+        """Returns whether etcd has answered for long enough that every living node has had time to come back."""
+        return self._error is None and time.monotonic() - self._steady_since >= min(self.ttl_s, 3.0)
+
+    def close(self, record: str | None = None) -> None:
+        """Gives the lease back, and with it this node's key, and ends the threads.
+
+        ``record`` is deleted as well when it is then the only key of the job.
+        """
+        self._closing.set()
+        self._wake.set()
+        self._threads[0].join(self.ttl_s)
+        with contextlib.suppress(LaunchError):
+            if self._lease is not None:
+                self._main_store.revoke(self._lease)
+            left = self._main_store.read(self._prefix) if record is not None else None
+            if record is not None and left is not None and list(left.texts) == [record]:
+                self._main_store.swap(self._prefix + record, left.texts[record], None)
+        for store in (self._main_store, self._own_store, self._hint_store):
+            store.close()
+        self._threads[2].join(2.0)
+        if not any(thread.is_alive() for thread in (self._threads[0], self._threads[2])):
+            os.close(self._read_fd)
+            os.close(self._write_fd)
+
+    # -- the threads --------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                self._renew()
+                view = self._own_store.read(self._prefix)
+            except LaunchError as error:
+                if self._error is None:
+                    self._notify()
+                self._error = error
+            else:
+                self._view = view
+                if self._error is not None:
+                    self._steady_since = began
+                    self._error = None
+                self._answered_at = began
+                self._notify()
+            self._wake.wait(self._period_s)
+            self._wake.clear()
+
+    def _renew(self) -> None:
+        if self._lease is not None and not self._own_store.keep_alive(self._lease):
+            self._lease = None
+        if self._lease is None:
+            self._lease, self._written = self._own_store.grant(self.ttl_s), None
+        text = self._text
+        if text is not None and text != self._written:
+            self._own_store.put(self._prefix + self._key, text, self._lease)
+            self._written = text
+
+    def _hear(self) -> None:
+        while not self._closing.is_set():
+            for _ in self._hint_store.watch(self._prefix, _WATCH_IDLE_S):
+                if self._closing.is_set():
+                    return
+                self._wake.set()
+            time.sleep(_COUNT_S)
+
+    def _count(self) -> None:
+        """Sets ``is_cut_off`` shortly before the lease ends, unless the silence is proved to be everybody's."""
+        while not self._closing.is_set():
+            time.sleep(_COUNT_S)
+            if self.has_contact():
+                continue
+            error = self._error
+            is_down = isinstance(error, EtcdUnreachableError) and error.is_down
+            is_proved = is_down or self._is_outage()
+            is_late = time.monotonic() - self._answered_at > self.ttl_s - _STOP_S
+            if is_late and not is_proved and not self.is_cut_off:
+                self.is_cut_off = True
+                self._notify()
+
+    def _notify(self) -> None:
+        """Wakes the main thread; after every answer, because some rules wait for time to pass."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write_fd, b"!")

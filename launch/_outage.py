@@ -1,0 +1,103 @@
+"""Tells an outage of etcd from the loss of this node's own network, by asking the other launchers.
+
+A node that cannot reach etcd must stop its workers before its lease ends, because the others may go on without it.
+When no other node reaches etcd either, nobody can go on without anybody, and a healthy job need not stop. Each launcher
+answers one question on a port of its own: has etcd answered you lately? The question is a nonce, the answer one byte
+and its seal under the job's secret; nothing else is read or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from fleet.errors import LaunchError
+from fleet.launch._ports import free_ports
+
+_NONCE_BYTES = 16
+_SEAL_BYTES = 32
+_ASK_S = 0.5
+
+
+class ContactAnswer:
+    """Answers the other launchers while it is open; ``port`` is where.
+
+    Args:
+        host: this node's address.
+        secret: the job's secret; empty when there is none.
+        has_contact: whether etcd has answered this node lately.
+    """
+
+    def __init__(self, host: str, secret: bytes, has_contact: Callable[[], bool]) -> None:
+        self._secret, self._has_contact = secret, has_contact
+        self.port = free_ports(1, host)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, kind, protocol)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(address)
+            self._listener.listen(64)
+        except OSError as error:
+            self._listener.close()
+            raise LaunchError(f"Port {self.port} on {host} cannot be listened on: {error.strerror}.") from error
+        self._thread = threading.Thread(target=self._run, name="etcd-contact-answer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops answering."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_ASK_S)
+                nonce = _receive(connection, _NONCE_BYTES)
+                bit = b"1" if self._has_contact() else b"0"
+                connection.sendall(bit + _seal(self._secret, bit + nonce))
+
+
+def ask(host: str, port: int, secret: bytes) -> bool | None:
+    """Returns whether etcd has answered the launcher at ``host:port`` lately; None when it cannot be asked."""
+    nonce = os.urandom(_NONCE_BYTES)
+    try:
+        with socket.create_connection((host, port), timeout=_ASK_S) as connection:
+            connection.settimeout(_ASK_S)
+            connection.sendall(nonce)
+            answer = _receive(connection, 1 + _SEAL_BYTES)
+    except OSError:
+        return None
+    bit, seal = answer[:1], answer[1:]
+    return bit == b"1" if hmac.compare_digest(seal, _seal(secret, bit + nonce)) else None
+
+
+def nobody_has_contact(others: Sequence[tuple[str, int]], secret: bytes) -> bool:
+    """Returns whether every one of ``others`` could be asked and none of them reaches etcd; False without others.
+
+    A launcher that cannot be asked may be the one that goes on, so it counts against the outage.
+    """
+    return bool(others) and all(ask(host, port, secret) is False for host, port in others)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        block = connection.recv(num_bytes - len(data))
+        if not block:
+            raise ConnectionResetError("closed")
+        data += block
+    return bytes(data)
+
+
+def _seal(secret: bytes, text: bytes) -> bytes:
+    return hmac.new(secret, b"fleet-contact " + text, "sha256").digest()
