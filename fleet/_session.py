@@ -58,6 +58,7 @@ class Session:
     num_steps: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)
     server_job: ServerJob | None = None
+    meet_workers: Callable[[], dist.ProcessGroup] | None = None  # of a job with servers, for host arrays
     _host_group: dist.ProcessGroup | None = None
     _checked: bool = False
 
@@ -103,6 +104,8 @@ class Session:
     @property
     def host_group(self) -> dist.ProcessGroup | None:
         """A process group that moves CPU tensors; every worker must ask for it at the same point the first time."""
+        if self._host_group is None and self.meet_workers is not None:
+            self._host_group = self.meet_workers()
         if self._host_group is None and self.process_group is not None:
             takes_cpu = "gloo" in dist.get_backend_config(self.process_group)
             self._host_group = self.process_group if takes_cpu else dist.new_group(backend="gloo")
@@ -179,6 +182,9 @@ class Session:
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
+        if self.record.server_endpoints:
+            for note in self.plan.notes:
+                self.say(note)
         chain = optimizer
         # A strategy that comes at the end of another stage stands outside all that belong to that stage.
         for strategy in sorted(self.strategies, key=lambda s: (s.optimizer_stage or s.stage, bool(s.optimizer_stage))):

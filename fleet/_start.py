@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from fleet._log import LOGGER, show_log
 from fleet._process_group import Meeting, start_process_group
+from fleet._role_record import Role
 from fleet._session import Session
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
@@ -30,17 +33,19 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     # Without servers there is nothing for the parameter-server options to act on, whatever was passed.
     made = plan(options, record.world_size, collective=not record.server_endpoints)
     environment = Environment()
-    device = choose_device(record, environment)
+    device = torch.device("cpu") if record.kind is Role.SERVER else choose_device(record, environment)
     show_log()
-    for note in made.notes:
+    for note in () if record.server_endpoints else made.notes:  # there they come with the optimizer, and its strategy
         LOGGER.warning(note)
     say = LOGGER.info
-    group = None
-    if record.world_size > 1 or dist.is_initialized():
+    group, meet_workers = None, None
+    if record.server_endpoints:
+        meet_workers = late_meeting(record, environment)
+    elif record.world_size > 1 or dist.is_initialized():
         group = start_process_group(meeting_of(record, environment, device), say)
     if record.global_rank == 0:
         LOGGER.info("fleet: %d worker(s), %s, started by %s; plan: %s", record.world_size, device, record.source, made)
-    return Session(
+    session = Session(
         role_maker=role_maker,
         record=record,
         collective=not record.server_endpoints,
@@ -49,22 +54,57 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         plan=made,
         say=say,
         process_group=group,
+        meet_workers=meet_workers,
     )
+    alone = record.world_size == 1 and not collective and not role_maker.is_collective
+    if record.server_endpoints or alone:
+        from fleet._server_job import ServerJob  # collective jobs do without the parameter server
+
+        session.server_job = ServerJob(session)
+    if record.with_gloo and record.kind is Role.WORKER:
+        session.host_group  # noqa: B018  # the workers meet now, as the environment asks
+    return session
+
+
+def late_meeting(record: RoleRecord, environment: Environment) -> Callable[[], dist.ProcessGroup] | None:
+    """Returns what brings the workers of a parameter-server job together, for host arrays; ``None`` on a server.
+
+    They meet at PADDLE_MASTER, or where PADDLE_GLOO_HTTP_ENDPOINT says, at the first operation on host arrays.
+    """
+    if record.kind is not Role.WORKER or record.world_size == 1:
+        return None
+    if record.with_gloo and record.gloo_path is not None:
+        raise UnsupportedOptionError(
+            "PADDLE_GLOO_RENDEZVOUS is 2 (a shared folder), which is not offered in a parameter-server job. Use "
+            "3 with PADDLE_GLOO_HTTP_ENDPOINT=host:port of worker 0."
+        )
+    master = environment.raw("PADDLE_MASTER") or record.master
+    if master is None:
+        return None
+    met = replace(record, master=master, backend="gloo")
+    return lambda: start_process_group(meeting_of(met, environment, torch.device("cpu")), LOGGER.info)
 
 
 def check_role(record: RoleRecord, collective: bool) -> None:
     """Raises ConfigError when the role cannot run here, and when a job would silently become smaller than asked."""
     if record.server_endpoints:
-        raise UnsupportedOptionError(
-            f"PADDLE_PSERVERS_IP_PORT_LIST is {','.join(record.server_endpoints)!r}: parameter-server jobs arrive in a "
-            "later release of this package. Use fleet.init(is_collective=True) without that variable."
-        )
+        if collective:
+            raise ConfigError(
+                "fleet.init(is_collective=True) was called with a role maker that has parameter servers "
+                f"({','.join(record.server_endpoints)}). Use fleet.init(role_maker) or a collective role maker."
+            )
+        _check_platform(record)
+        return
     if record.world_size > 1 and not collective:
         raise ConfigError(
             f"fleet.init() was called without is_collective=True, and {record.world_size} workers were started by "
             f"{record.source} with no parameter server. Call fleet.init(is_collective=True)."
         )
-    if record.world_size > 1 and platform.system() == "Windows":
+    _check_platform(record)
+
+
+def _check_platform(record: RoleRecord) -> None:
+    if (record.world_size > 1 or record.server_endpoints) and platform.system() == "Windows":
         raise UnsupportedOptionError(
             f"{record.world_size} workers were started on Windows; distributed training runs on Linux. "
             "One process works on Windows."

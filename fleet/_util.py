@@ -120,6 +120,9 @@ class UtilBase:
         Raises:
             ConfigError: a worker calls something else.
         """
+        job = getattr(self._peers, "server_job", None)
+        if comm_world == "worker" and job is not None and job.meet_at_server():
+            return
         group = self._group("barrier", comm_world)
         if group is not None:
             _check_operations(_exchange_headers("barrier", np.zeros((), np.int8), group))
@@ -171,6 +174,11 @@ class UtilBase:
             return None
         group: dist.ProcessGroup | None = peers.host_group
         if group is None:
+            if _has_servers(peers):
+                raise NotInitializedError(
+                    f"fleet.util.{call}: nothing says where the workers meet for host arrays. Set PADDLE_MASTER, or "
+                    "PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT, to host:port of worker 0; the launcher does."
+                )
             raise NotInitializedError(f"fleet.util.{call} needs the process group that fleet.init() starts.")
         return group
 

@@ -17,6 +17,7 @@ from fleet import _checkpoint
 from fleet._log import LOGGER, set_log_level
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
+from fleet._server_calls import ServerCalls
 from fleet._session import Session
 from fleet._sharding_calls import ShardingCalls
 from fleet._start import start_session
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Fleet(ShardingCalls):
+class Fleet(ShardingCalls, ServerCalls):
     """The calls of the ``fleet`` namespace; the package binds one instance of it to its own name."""
 
     def __init__(self) -> None:

@@ -214,6 +214,12 @@ class Strategy:
         """Returns ``optimizer``, or one around it that stands outside all, where the user's steps are counted."""
         return optimizer
 
+    def note_clear(self) -> None:
+        """Takes note that gradients were cleared through the model."""
+
+    def before_save(self) -> None:
+        """Brings up to date what the user's module shows; its state is about to be handed out."""
+
     def close(self) -> None:
         """Lets go of what the strategy holds outside the model and the optimizer; the session calls it at its end."""
 

@@ -9,11 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fleet.errors import ConfigError
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
+from torch import nn
+from torch.optim import Optimizer
+
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
+from fleet.strategies._served_optimizer import ServedOptimizer
 
 _GPU_TABLES = "tables live in the servers' host memory; there are none on GPUs"
+_OWN_LOOP = "the training loop is the user's, which writes there what it computes"
+_HADOOP = "servers save to folders; copy them with fleet.utils.fs.HDFSClient, or mount the file system"
+_QUEUE_KEYS = (
+    "max_merge_var_num",
+    "send_queue_size",
+    "independent_recv_thread",
+    "min_send_grad_num_before_recv",
+    "thread_pool_size",
+    "send_wait_times",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +40,7 @@ class ASyncConfig(Config, option="a_sync_configs"):
     max_merge_var_num: int = setting(1, "gradients that are added up before they are sent", at_least=1)
     send_queue_size: int = setting(16, "gradients of a parameter that may wait to be sent", at_least=1)
     independent_recv_thread: bool = setting(False, "pull parameters in a thread of its own")
-    min_send_grad_num_before_recv: int = setting(1, "gradients to send before parameters are pulled again", at_least=0)
+    min_send_grad_num_before_recv: int = setting(1, "gradients to send before parameters are pulled again", at_least=1)
     thread_pool_size: int = setting(1, "threads that send", at_least=1)
     send_wait_times: int = setting(1, "times 10 ms that a sender waits for max_merge_var_num gradients", at_least=0)
     runtime_split_send_recv: bool = setting(
@@ -36,7 +50,12 @@ class ASyncConfig(Config, option="a_sync_configs"):
     heter_worker_device_guard: str = setting(
         "cpu", "device of a heterogeneous worker", refused="workers of a second kind are not offered; leave it 'cpu'"
     )
-    lr_decay_steps: int = setting(10, "steps per tick of the learning-rate decay on the servers", at_least=1)
+    lr_decay_steps: int = setting(
+        10,
+        "steps per tick of the learning-rate decay on the servers",
+        at_least=1,
+        no_meaning="the servers decay nothing by themselves: they use the rate of worker 0's scheduler at each step",
+    )
     use_ps_gpu: int = setting(0, "1 keeps the tables on GPUs", choices=(0, 1), refused=_GPU_TABLES)
     use_gpu_graph: int = setting(0, "1 keeps a graph table on GPUs", choices=(0, 1), refused=_GPU_TABLES)
 
@@ -45,10 +64,10 @@ class ASyncConfig(Config, option="a_sync_configs"):
 class TrainerDescConfig(Config, option="trainer_desc_configs"):
     """What ``train_from_dataset`` writes while it trains."""
 
-    dump_fields_path: str = setting("", "folder for the dumped values")
-    dump_fields: tuple[str, ...] = setting([], "outputs to dump, sample by sample")
-    dump_param: tuple[str, ...] = setting([], "parameters to dump, batch by batch")
-    stat_var_names: tuple[str, ...] = setting([], "values to add up over the workers")
+    dump_fields_path: str = setting("", "folder for the dumped values", refused=_OWN_LOOP)
+    dump_fields: tuple[str, ...] = setting([], "outputs to dump, sample by sample", refused=_OWN_LOOP)
+    dump_param: tuple[str, ...] = setting([], "parameters to dump, batch by batch", refused=_OWN_LOOP)
+    stat_var_names: tuple[str, ...] = setting([], "values to add up over the workers", refused=_OWN_LOOP)
     trainer: str = setting("", "class of Paddle's trainer", no_meaning="there is one trainer: the user's loop")
     device_worker: str = setting("", "class of Paddle's worker", no_meaning="there is one worker: the user's loop")
     local_sparse: tuple[str, ...] = setting(
@@ -63,10 +82,10 @@ class TrainerDescConfig(Config, option="trainer_desc_configs"):
 class FsClientConfig(Config, option="fs_client_param"):
     """The Hadoop file system the servers save to."""
 
-    uri: str = setting("", "address of the file system")
-    user: str = setting("", "user name")
-    passwd: str = setting("", "password")
-    hadoop_bin: str = setting("", "path of the hadoop command")
+    uri: str = setting("", "address of the file system", refused=_HADOOP)
+    user: str = setting("", "user name", refused=_HADOOP)
+    passwd: str = setting("", "password", refused=_HADOOP)
+    hadoop_bin: str = setting("", "path of the hadoop command", refused=_HADOOP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +95,9 @@ class ParameterServerSettings(Config):
     adam_d2sum: bool = setting(False, "Update dense tables with the server's Adam with decaying sums of squares.")
     trainer_desc_configs: TrainerDescConfig = setting(TrainerDescConfig, "What train_from_dataset writes.")
     sparse_table_configs: dict[str, Any] = setting({}, "Settings of the sparse tables, by name of the table.")
-    fleet_desc_configs: dict[str, Any] = setting({}, "The same as a whole description, for older scripts.")
+    fleet_desc_configs: dict[str, Any] = setting(
+        {}, "The same as a whole description, for older scripts.", refused="write the keys into sparse_table_configs"
+    )
     fs_client_param: FsClientConfig = setting(FsClientConfig, "The Hadoop file system the servers save to.")
 
 
@@ -91,10 +112,22 @@ class ASync(Strategy):
     default = True
     in_collective_job = False
     in_ps_job = True
+    in_place = True
     also_sets = {"a_sync_configs": {"k_steps": 0}}
-    refused = NOT_YET
     model_effect = "looks embedding rows up on the servers"
     optimizer_effect = "sends gradients to the servers, which update, and takes parameters from them"
+    guide = Guide(
+        when="The model has embeddings of more ids than a worker can hold, or workers that come and go at their own "
+        "pace.",
+        cost="A round trip to the servers per step (sync), or parameters that are some steps old (async, geo).",
+        formula="sync: one update with the mean gradient of all workers. async: one update for each worker. geo: every "
+        "k_steps steps the server adds (local - old) / workers.",
+        source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014",
+    )
+
+    def __init__(self, config: Any, session: Any) -> None:
+        super().__init__(config, session)
+        self.served: ServedOptimizer | None = None
 
     @classmethod
     def chosen(cls, options: Values) -> bool:
@@ -113,13 +146,83 @@ class ASync(Strategy):
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
         """Returns the remark that the mode was left open."""
-        if options.is_set("a_sync") or options["a_sync_configs"].k_steps > 0:
-            return ()
-        return ("a_sync was not set; the job trains asynchronously. Set a_sync to True or False to choose.",)
+        mode, config, default = ps_mode(options), options["a_sync_configs"], ASyncConfig()
+        found = []
+        if mode == "async" and not options.is_set("a_sync"):
+            found.append("a_sync was not set; the job trains asynchronously. Set a_sync to True or False to choose.")
+        for key in () if mode == "async" else _QUEUE_KEYS:
+            if getattr(config, key) != getattr(default, key):
+                found.append(f"a_sync_configs[{key!r}] was set and changes nothing: {mode} training has no queues.")
+        return tuple(found)
+
+    @property
+    def mode(self) -> str:
+        """The mode in force: "sync", "half_async", "async" or "geo"."""
+        return ps_mode(self.session.options)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError when the servers have no rule for ``optimizer``, or there is one already."""
+        from fleet.ps._optimizer_rules import check_geo_optimizer, rule_of_group
+
+        if self.served is not None:
+            raise ConfigError(
+                "distributed_optimizer() was called twice; a parameter-server job has one optimizer. Put all "
+                "parameters into its groups."
+            )
+        if self.mode == "geo":
+            check_geo_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            rule_of_group(optimizer, group)
+        _check_hooks(optimizer)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError when an embedding with sparse gradients cannot be served."""
+        from fleet.ps._served_embedding import check_embeddings
+
+        check_embeddings(model)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Makes every ``nn.Embedding(sparse=True)`` one that can read its rows from the servers."""
+        from fleet.ps._served_embedding import serve_embeddings
+
+        serve_embeddings(model)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer whose step pushes and pulls."""
+        self.served = ServedOptimizer(optimizer)
+        return self.served
+
+    def note_clear(self) -> None:
+        """Forgets the gradients of rows."""
+        if self.served is not None:
+            self.served.drop_row_gradients()
+
+    def before_save(self) -> None:
+        """Brings the weights of ``nn.Embedding`` modules up to date."""
+        if self.served is not None and self.served.trainer is not None:
+            self.served.trainer.refresh()
+
+    def close(self) -> None:
+        """Disconnects; the servers wait for this worker to come back unless it has said goodbye."""
+        if self.served is not None and self.served.trainer is not None:
+            self.served.trainer.abandon()
+
+
+def _check_hooks(optimizer: Optimizer) -> None:
+    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
+    from fleet.ps._embedding import SparseEmbedding
+
+    hooks: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    rows = [p for group in optimizer.param_groups for p in group["params"] if getattr(p, SparseEmbedding.MARK, False)]
+    if hooks and rows:
+        raise UnsupportedOptionError(
+            "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
+            "and the gradients of rows on the servers would stay out. Leave it away, or use nn.Embedding(sparse=False)."
+        )
 
 
 def ps_mode(options: Values) -> str:
-    """Returns ``"sync"``, ``"async"`` or ``"geo"``.
+    """Returns ``"sync"``, ``"half_async"`` (of a strategy that ``StrategyFactory`` made), ``"async"`` or ``"geo"``.
 
     Raises:
         ConfigError: ``k_steps`` asks for geo while ``a_sync`` is False.
@@ -130,7 +233,7 @@ def ps_mode(options: Values) -> str:
     """
     k_steps = options["a_sync_configs"].k_steps
     if options["a_sync"]:
-        return "geo" if k_steps > 0 else "async"
+        return "geo" if k_steps > 0 else "half_async" if getattr(options, "_half_async", False) else "async"
     if k_steps > 0:
         raise ConfigError(
             f"a_sync is False and a_sync_configs['k_steps'] is {k_steps}; geo training is asynchronous. "

@@ -89,7 +89,7 @@ def test_functions_are_short() -> None:
 # Top folder (or folder inside fleet) -> what its modules may import beside the standard library and themselves.
 DIRECTIONS = {
     "launch": ("fleet.env", "fleet.errors", "fleet._env_table", "etcd3gw"),
-    "strategies": ("fleet.env", "fleet.errors", "torch", "torchao"),
+    "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
     "fleet/ps": ("fleet.errors", "numpy", "numba", "llvmlite", "torch"),
 }
 

@@ -65,6 +65,7 @@ class DenseTable:
         self._row = np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32)
         self._values, self._state = self._row[:size], self._row[size:]
         self._values[:] = 0
+        self.is_set = False  # whether anything was ever written to the values
         self._use_kernels = (kernels_work() if use_kernels is None else use_kernels) and config.rule.spec.sparse
         self._params = rule_parameters(config.rule)
 
@@ -81,6 +82,7 @@ class DenseTable:
         """Applies one gradient of all elements by the table's rule."""
         self._check("gradient", gradient)
         with self._lock:
+            self.is_set = True
             if self._rule.name == "adam_d2sum":
                 self._push_d2sum(gradient)
             elif self._rule.name == "summary":
@@ -96,12 +98,14 @@ class DenseTable:
         self._check("delta", delta)
         with self._lock:
             self._values += delta
+            self.is_set = True
 
     def set_values(self, values: Float32s) -> None:
         """Replaces the values; the state stays."""
         self._check("values", values)
         with self._lock:
             self._values[:] = values
+            self.is_set = True
 
     def read_state(self) -> tuple[Float32s, Float32s]:
         """Returns copies of values and rule state of one moment."""
@@ -118,6 +122,7 @@ class DenseTable:
             )
         with self._lock:
             self._values[:], self._state[:] = values, state
+            self.is_set = True
 
     @property
     def learning_rate(self) -> float:

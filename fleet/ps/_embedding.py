@@ -62,6 +62,8 @@ class SparseEmbedding(nn.Module):
         torch.Size([2, 4])
     """
 
+    MARK = "stands_for_rows"  # on the empty parameter
+
     def __init__(
         self,
         dim: int,
@@ -94,6 +96,7 @@ class SparseEmbedding(nn.Module):
         self.slot, self.rule, self._accessor = slot, rule, accessor
         self._initializer, self._seed = initializer or Initializer(), seed
         self.weight = nn.Parameter(torch.empty(0, self.table_config(Rule("sgd")).dim))
+        setattr(self.weight, self.MARK, True)
         self.lookup = self._new_lookup()
 
     def table_config(self, rule: Rule, name: str | None = None, accessor: Accessor | None = None) -> SparseTableConfig:

@@ -282,6 +282,8 @@ class Requests:
             before = dict(session.barriers)
             session.arrive(name, number, worker.rank)
             self._machine.pass_barriers(before)
+        if self._machine.sync:
+            self._machine.apply_ready()  # the others no longer wait for a step of this worker
         self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, number)
         return Answer()
 

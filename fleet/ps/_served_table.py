@@ -263,7 +263,8 @@ class ServedDense:
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""
-        return {"rows": self.table.config.size, "bytes": 4 * self.table.config.size}
+        size = self.table.config.size
+        return {"rows": size, "bytes": 4 * size, "is_set": self.table.is_set or not size}
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot: one chunk."""

@@ -51,7 +51,11 @@ MAX_UNPROVEN = 64  # newcomers that have not shown the secret yet
 
 
 def run_server(
-    config: ServerConfig, *, transport: Transport | None = None, notify: Callable[[str], None] = print
+    config: ServerConfig,
+    *,
+    transport: Transport | None = None,
+    notify: Callable[[str], None] = print,
+    prepare: Callable[[Machine], None] | None = None,
 ) -> None:
     """Serves until the workers have gone; then the folder's state is removed, for the job is over.
 
@@ -61,6 +65,7 @@ def run_server(
         config: the server.
         transport: how connections are made; TCP by default.
         notify: receives each line meant for the log; one says on which endpoint the server is listening.
+        prepare: as :meth:`Server.start` takes it.
 
     Raises:
         ConfigError: an open address without a secret.
@@ -70,7 +75,7 @@ def run_server(
     server = Server(config, transport=transport, notify=notify)
     with _exit_on_sigterm():
         try:
-            server.start()
+            server.start(prepare)
             server.wait()
         finally:
             server.stop()
@@ -127,8 +132,11 @@ class Server:
         assert self._listener is not None
         return self._listener.endpoint
 
-    def start(self) -> None:
-        """Recovers the state in the folder, then listens."""
+    def start(self, prepare: Callable[[Machine], None] | None = None) -> None:
+        """Recovers the state in the folder, then listens.
+
+        ``prepare`` is called before, unless there was a state to recover: it can make tables and fill them.
+        """
         config, machine = self.config, self.machine
         check_bind(config.endpoint, config.secret)
         if config.folder is not None:
@@ -136,6 +144,8 @@ class Server:
             for line in recover(config.folder, machine):
                 self._notify(f"parameter server {config.index}: {line}")
         machine.journal.open()
+        if prepare is not None and not machine.tables:
+            prepare(machine)
         if machine.sync:
             machine.apply_ready()
         now = time.monotonic()

@@ -183,18 +183,26 @@ class Session:
         self.held.setdefault(step, {})[rank] = held
         return True
 
+    def stepping(self) -> list[Worker]:
+        """Returns the active workers that can still push: one that stands at a barrier pushes nothing."""
+        standing = {rank for ranks in self.arrived.values() for rank in ranks}
+        return [worker for worker in self.active() if worker.rank not in standing]
+
     def ready_step(self) -> int | None:
-        """Returns the step for which every active worker's gradient is here, None when there is none."""
+        """Returns the step for which the gradient of every worker that can push is here, None when there is none.
+
+        So a worker with fewer batches, which waits at a barrier for the others, does not keep them waiting for it.
+        """
         step = self.applied_step + 1
         held = self.held.get(step)
         if held is None:
             later = [number for number in self.held if number > step]
-            active = self.active()
+            active = self.stepping()
             if not later or not active or any(worker.clock < min(later) for worker in active):
                 return None
             step = min(later)  # nobody is left who will send the steps between
             held = self.held[step]
-        return step if all(worker.rank in held or worker.clock > step for worker in self.active()) else None
+        return step if all(worker.rank in held or worker.clock > step for worker in self.stepping()) else None
 
     def take_held(self, step: int, ranks: list[int]) -> list[Held]:
         """Removes step ``step`` and those before it; returns its gradients in the order of ``ranks``."""

@@ -1,0 +1,271 @@
+"""ServerJob: one process's part in a parameter-server job, as the session keeps it.
+
+A worker has a trainer, a server has what it will serve with. Without servers in the environment a single process
+starts one inside itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleet.env import Environment
+from fleet.errors import ConfigError, NotInitializedError
+from fleet.ps._client import Client
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._machine import Machine
+from fleet.ps._sender import SenderConfig
+from fleet.ps._server import Server, run_server
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._server_files import load_tables
+from fleet.ps._shards import TableMap
+from fleet.ps._table_configs import configure_table
+from fleet.ps._table_plan import TablePlan, plan_tables
+from fleet.ps._trainer import Trainer, TrainerConfig
+from fleet.strategies.a_sync import ASync
+
+if TYPE_CHECKING:
+    from fleet._session import Session
+
+__all__ = ["ServerJob"]
+
+_QUEUE_VARIABLES = (
+    "max_merge_var_num",
+    "send_queue_size",
+    "send_wait_times",
+    "thread_pool_size",
+    "min_send_grad_num_before_recv",
+    "independent_recv_thread",
+)
+
+
+class ServerJob:
+    """What ``fleet.init_server``, ``init_worker`` and their like work on.
+
+    Args:
+        session: a session whose job has servers, or a single process that may start one in itself.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._environment = Environment()
+        self._serve_config: ServerConfig | None = None
+        self._prepare: Callable[[Machine], None] | None = None
+        self._embedded: Server | None = None
+        self.trainer: Trainer | None = None
+
+    # -- worker --------------------------------------------------------------------------------------------------
+
+    def start_worker(self) -> None:
+        """Connects this worker; afterwards the optimizer's steps go to the servers.
+
+        Raises:
+            NotInitializedError: model or optimizer were not given to Fleet.
+            ConfigError: they cannot be served, or training was started before.
+            PSError: a server did not come in time.
+        """
+        if self.trainer is not None:
+            raise ConfigError("fleet.init_worker() was called twice. Call fleet.init() first to train once more.")
+        session = self._session
+        if not session.record.server_endpoints:
+            self._become_served()
+        strategy, plan = self._strategy(), self.plan()
+        endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy.mode)]
+        served = strategy.served
+        assert served is not None
+        trainer = Trainer(plan, self._trainer_config(strategy), self._client_maker(endpoints), served.train_here)
+        served.connect(trainer)
+        try:
+            trainer.open()
+        except BaseException:
+            served.trainer = None
+            trainer.abandon()
+            self._stop_embedded()
+            raise
+        self.trainer = trainer
+        rank = session.global_rank
+        session.say(f"init rpc client with trainer_id {rank}")
+        session.say(f"Communicator start ({strategy.mode}, servers {','.join(endpoints)})")
+
+    def stop_worker(self) -> None:
+        """Sends what waits and says goodbye; servers end when every worker has."""
+        trainer = self.running()
+        try:
+            trainer.refresh()
+            trainer.close()
+        finally:
+            self._stop_embedded()
+
+    def meet_at_server(self) -> bool:
+        """Waits for the other workers at a server; returns False where no server is connected yet."""
+        if self.trainer is None or self.trainer.stopped:
+            return False
+        self.trainer.client.barrier("fleet.worker")
+        return True
+
+    def running(self) -> Trainer:
+        """Returns the trainer; raises NotInitializedError before ``init_worker`` and after ``stop_worker``."""
+        if self.trainer is None:
+            raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
+        if self.trainer.stopped:
+            raise NotInitializedError("the parameter servers were let go by fleet.stop_worker().")
+        return self.trainer
+
+    def plan(self) -> TablePlan:
+        """Returns the tables of the wrapped model and optimizer."""
+        session, strategy = self._session, self._strategy()
+        if strategy.served is None or not session.models:
+            missing = "distributed_optimizer" if strategy.served is None else "distributed_model"
+            raise NotInitializedError(
+                f"the tables are made for a model and its optimizer, and fleet.{missing}() was not called. Call both "
+                "before fleet.init_worker() and fleet.init_server()."
+            )
+        options = session.options
+        tables = dict(options["sparse_table_configs"])
+        plan = plan_tables(
+            [model.module for model in session.models],
+            strategy.served.optimizer,
+            geo=strategy.mode == "geo",
+            adam_d2sum=options["adam_d2sum"],
+            configure=lambda config: configure_table(config, tables.get(config.name)),
+        )
+        plan.ids_of(list(tables))  # settings of a table that does not exist are a mistake
+        return plan
+
+    # -- server --------------------------------------------------------------------------------------------------
+
+    def init_server(self, dirname: str | None, var_names: Sequence[str] | None) -> None:
+        """Says what the server starts with: empty tables, or those of a save.
+
+        Raises:
+            ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
+        """
+        record = self._session.record
+        folder = self._environment.raw("FLEET_PS_FOLDER")
+        self._serve_config = ServerConfig(
+            endpoint=record.server_endpoints[record.global_rank],
+            num_workers=record.world_size,
+            mode="sync" if self._strategy().mode == "sync" else "async",
+            index=record.global_rank,
+            secret=self._secret(),
+            job=self._environment.str("PADDLE_JOB_ID"),
+            folder=None if folder is None else Path(folder) / f"server-{record.global_rank}",
+            lease_s=self._environment.float("FLEET_PS_LEASE"),
+        )
+        if dirname is None:
+            if var_names is not None:
+                raise ConfigError("fleet.init_server(var_names=...) says what to load; give the folder as dirname.")
+            return
+        self._prepare = self._loader(dirname, var_names)
+
+    def run_server(self) -> None:
+        """Serves until every worker has said goodbye."""
+        if self._serve_config is None:
+            raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
+        run_server(self._serve_config, notify=self._session.say, prepare=self._prepare)
+
+    def _loader(self, dirname: str, var_names: Sequence[str] | None) -> Callable[[Machine], None]:
+        config, session = self._serve_config, self._session
+        assert config is not None
+        if not Path(dirname).is_dir():
+            raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
+        plan = self.plan()
+        ids = sorted(plan.configs) if var_names is None else plan.ids_of(_names(var_names))
+        count = len(session.record.server_endpoints)
+
+        def prepare(machine: Machine) -> None:
+            maps = {key: TableMap(key, table, count) for key, table in plan.configs.items()}
+            machine.create_tables({key: table.spec(config.index) for key, table in maps.items()})
+            loaded = load_tables(machine, config, {"dirname": dirname, "tables": ids})
+            session.say(f"parameter server {config.index}: loaded {loaded['rows']} rows from {dirname}")
+
+        return prepare
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _strategy(self) -> ASync:
+        found = next((s for s in self._session.strategies if isinstance(s, ASync)), None)
+        if found is None:
+            raise NotInitializedError(
+                "this job has no parameter servers yet. Call fleet.init_worker(), which starts one in this process."
+            )
+        return found
+
+    def _become_served(self) -> None:
+        """Turns a single process that trains alone into a worker of the server it starts."""
+        session = self._session
+        if session.collective:
+            session.become_served()
+
+    def _start_embedded(self, mode: str) -> str:
+        config = ServerConfig(
+            mode="sync" if mode == "sync" else "async", secret=secrets.token_hex(32).encode(), lease_s=3600.0
+        )
+        self._embedded = Server(config, notify=self._session.say)
+        self._embedded.start()
+        return self._embedded.endpoint
+
+    def _stop_embedded(self) -> None:
+        server, self._embedded = self._embedded, None
+        if server is not None:
+            server.stop()
+
+    def close(self) -> None:
+        """Ends the server inside this process, if there is one."""
+        self._stop_embedded()
+
+    def _secret(self) -> bytes | None:
+        if self._embedded is not None:
+            return self._embedded.config.secret
+        text = self._environment.raw("FLEET_JOB_SECRET")
+        return None if text is None else text.strip().encode()
+
+    def _client_maker(self, endpoints: Sequence[str]) -> Callable[[int], Client]:
+        record, environment, session = self._session.record, self._environment, self._session
+        base = ClientConfig(
+            endpoints=endpoints,
+            rank=record.global_rank,
+            num_workers=record.world_size,
+            secret=self._secret(),
+            job="" if self._embedded is not None else environment.str("PADDLE_JOB_ID"),
+            deadline_s=environment.float("FLEET_PS_DEADLINE"),
+            start_timeout_s=environment.float("FLAGS_stop_check_timeout"),
+        )
+        client_id = secrets.randbits(64) | 1  # one process, whatever the number of its connections
+
+        def make(channel: int) -> Client:
+            config = replace(base, channel=channel, heartbeat=channel == 0)
+            return Client(config, notify=session.say, client_id=client_id)
+
+        return make
+
+    def _trainer_config(self, strategy: ASync) -> TrainerConfig:
+        config, environment = strategy.config, self._environment
+        return TrainerConfig(
+            mode=strategy.mode,
+            k_steps=config.k_steps,
+            sender=_sender_config(config, environment),
+            num_batches=max(environment.int("CPU_NUM"), 1),
+            launch_barrier=config.launch_barrier,
+            check_finite=environment.bool("FLAGS_check_nan_inf"),
+        )
+
+
+def _sender_config(config: Any, environment: Environment) -> SenderConfig:
+    """Returns the queues of ``a_sync_configs``; Fleet's FLAGS_communicator_* win where they are set."""
+    values = {name: getattr(config, name) for name in _QUEUE_VARIABLES}
+    for name in _QUEUE_VARIABLES:
+        variable = f"FLAGS_communicator_{name}"
+        if environment.has(variable):
+            is_switch = name == "independent_recv_thread"
+            values[name] = environment.bool(variable) if is_switch else environment.int(variable)
+    return SenderConfig(**values)
+
+
+def _names(var_names: Sequence[str]) -> list[str]:
+    if isinstance(var_names, str) or not all(isinstance(name, str) for name in var_names):
+        raise ConfigError(f"fleet.init_server(var_names={var_names!r}) takes a list of names of sparse tables.")
+    return list(var_names)

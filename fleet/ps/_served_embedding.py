@@ -1,0 +1,101 @@
+"""ServedEmbedding: an ``nn.Embedding(sparse=True)`` whose rows are trained on the servers.
+
+The module keeps its weight and its name. While it is connected, forward reads the rows from the servers; the weight
+shows them again after :meth:`ServedEmbedding.refresh`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._lookup import RowLookup
+from fleet.ps._rules import Rule
+
+__all__ = ["ServedEmbedding", "check_embeddings", "serve_embeddings"]
+
+ROWS_AT_ONCE = 1 << 16
+
+
+class ServedEmbedding(nn.Embedding):
+    """Made of an ``nn.Embedding`` by :func:`serve_embeddings`."""
+
+    lookup: RowLookup
+
+    def table_config(self, rule: Rule, name: str) -> SparseTableConfig:
+        """Returns the table of this module; rows begin at 0, to which worker 0 adds its initial weights."""
+        return SparseTableConfig(name, self.embedding_dim, rule, initializer=Initializer("constant", 0.0, 0.0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows of ``input``."""
+        if self.lookup.source is None:
+            return super().forward(input)
+        ids = input.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
+            raise IndexError(
+                f"embedding ids reach from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
+            )
+        rows, places = self.lookup.find(ids, self.weight.device)
+        return F.embedding(places, rows).view(*input.shape, self.embedding_dim)
+
+    def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns ids and weights in pieces, to be added to the table."""
+        weight = self.weight.detach().to("cpu", torch.float32).numpy()
+        starts = range(0, len(weight), ROWS_AT_ONCE)
+        return [
+            (np.arange(s, min(s + ROWS_AT_ONCE, len(weight)), dtype=np.int64), weight[s : s + ROWS_AT_ONCE].copy())
+            for s in starts
+        ]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copies the rows of the servers into the weight."""
+        if self.lookup.source is None:
+            return
+        for start in range(0, self.num_embeddings, ROWS_AT_ONCE):
+            ids = np.arange(start, min(start + ROWS_AT_ONCE, self.num_embeddings), dtype=np.int64)
+            self.weight[start : start + len(ids)] = torch.from_numpy(self.lookup.source.rows(ids)).to(self.weight)
+
+
+def check_embeddings(model: nn.Module) -> None:
+    """Raises ConfigError when a module with sparse gradients cannot be served from a table."""
+    used: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in used and _is_sparse(model.get_submodule(used[id(parameter)].rpartition(".")[0])):
+            raise ConfigError(
+                f"{used[id(parameter)]} and {name} are the same parameter, and the first is served from a table of "
+                "sparse rows. Use nn.Embedding(sparse=False) for weights that other modules use."
+            )
+        used.setdefault(id(parameter), name)
+    for name, module in model.named_modules():
+        if not _is_sparse(module):
+            continue
+        if type(module) not in (nn.Embedding, ServedEmbedding):
+            raise UnsupportedOptionError(
+                f"{name}: {type(module).__name__}(sparse=True) has no table on the servers. Use "
+                "nn.Embedding(sparse=True), or fleet.SparseEmbedding(dim, combiner=...)."
+            )
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise UnsupportedOptionError(
+                f"{name}: max_norm and scale_grad_by_freq cannot be honoured for rows on the servers. Leave them away."
+            )
+        if module.weight.dtype is not torch.float32:
+            raise UnsupportedOptionError(f"{name}.weight is {module.weight.dtype}; tables hold float32.")
+
+
+def serve_embeddings(model: nn.Module) -> None:
+    """Makes every ``nn.Embedding(sparse=True)`` of ``model`` a :class:`ServedEmbedding`, in place."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Embedding and module.sparse:
+            module.__class__ = ServedEmbedding
+            served: ServedEmbedding = module  # type: ignore[assignment]
+            served.lookup = RowLookup(f"nn.Embedding {name!r}", skipped=module.padding_idx)
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

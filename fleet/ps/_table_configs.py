@@ -1,0 +1,138 @@
+"""sparse_table_configs: the keys of Fleet's table description, as a SparseTableConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
+from fleet.ps._accessor import Accessor, documented_accessor
+from fleet.ps._initializers import Initializer
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
+
+__all__ = ["configure_table"]
+
+_STATISTICS = tuple(f.name for f in fields(Accessor) if f.name not in ("kind", "zero_init", "create_by_score"))
+_HYPER = {
+    "learning_rate": "learning_rate",
+    "initial_g2sum": "initial_g2sum",
+    "beta1_decay_rate": "beta1",
+    "beta2_decay_rate": "beta2",
+    "ada_epsilon": "epsilon",
+}
+_OPTIMIZER_KEYS = ("sparse_optimizer", "initial_range", "weight_bounds", *(f"sparse_{key}" for key in _HYPER), *_HYPER)
+_PREFIXES = ("", "embed_", "embedx_")
+_RULE_KEYS = [f"{prefix}{key}" for prefix in _PREFIXES for key in _OPTIMIZER_KEYS]
+_CLASSES = ("MemorySparseTable", "MemorySparseGeoTable")
+_REFUSED = {
+    "sparse_converter": "tables are saved in one format",
+    "sparse_deconverter": "tables are saved in one format",
+    "load_filter_slots": "a load takes all rows of a table",
+    "save_filter_slots": "a save takes the rows that its mode says",
+    "sparse_delta_keep_days": "write delta_keep_days",
+    "enable_cache": "tables are in memory whole",
+    "use_gpu_graph": "there are no tables on GPUs",
+    "nodeid_slot": "there are no graph tables",
+}
+_OWN_KEYS = ("sparse_table_class", "sparse_accessor_class", "embedx_dim", "zero_init", "compress_in_save", "shard_num")
+
+
+def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | None) -> SparseTableConfig:
+    """Returns ``config`` with the settings that ``strategy.sparse_table_configs`` has for the table.
+
+    Raises:
+        ConfigError: unknown key, or a value out of range.
+        UnsupportedOptionError: a key that is known and cannot be honoured.
+
+    Example:
+        >>> configure_table(SparseTableConfig("ads", 9), {"sparse_optimizer": "adagrad"}).rule.name
+        'shared_adagrad'
+    """
+    if settings is None:
+        return config
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"sparse_table_configs[{config.name!r}] takes a dictionary, got {settings!r}.")
+    _check_keys(config.name, settings)
+    accessor = _accessor(config, settings)
+    rule, embed = _rule(config, settings, "embedx_"), _rule(config, settings, "embed_")
+    made = replace(config, accessor=accessor, rule=rule, embed_rule=embed if embed != rule else None)
+    ranges = [
+        settings[key] for key in ("initial_range", "embedx_initial_range", "embed_initial_range") if key in settings
+    ]
+    if ranges:
+        if len(set(ranges)) > 1:
+            raise UnsupportedOptionError(
+                f"sparse_table_configs[{config.name!r}]: initial_range differs between embed and embedx; a table has "
+                "one initializer. Give one range."
+            )
+        bound = _number(config.name, "initial_range", ranges[0])
+        made = replace(made, initializer=Initializer("uniform", -bound, bound))
+    return made
+
+
+def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
+    known = [*_OWN_KEYS, *_STATISTICS, *_RULE_KEYS]
+    for key, value in settings.items():
+        label = f"sparse_table_configs[{table!r}][{key!r}]"
+        if key in _REFUSED:
+            raise UnsupportedOptionError(f"{label} cannot be honoured: {_REFUSED[key]}. Leave it away.")
+        if key not in known:
+            raise ConfigError(f"{label} does not exist.{did_you_mean(key, known)} Keys: {', '.join(known)}.")
+        if key == "sparse_table_class" and value not in _CLASSES:
+            raise UnsupportedOptionError(f"{label} is {value!r}; tables are in memory, {' or '.join(_CLASSES)}.")
+        if key in ("shard_num", "compress_in_save"):
+            raise UnsupportedOptionError(
+                f"{label} cannot be honoured: a save has one checked file of rows per server, whose form does not "
+                "depend on it. Leave it away."
+            )
+
+
+def _accessor(config: SparseTableConfig, settings: Mapping[str, Any]) -> Accessor:
+    kind = settings.get("sparse_accessor_class", config.accessor.kind if config.accessor is not None else None)
+    values = {key: settings[key] for key in (*_STATISTICS, "zero_init") if key in settings}
+    accessor = documented_accessor("SparseAccessor" if kind is None else kind, **values)
+    accessor.check_dim(config.dim, settings.get("embedx_dim"))
+    return accessor
+
+
+def _rule(config: SparseTableConfig, settings: Mapping[str, Any], prefix: str) -> Rule:
+    """Returns the rule of one part of the rows: a prefixed key wins over the plain one, that over the optimizer's."""
+
+    def given(key: str) -> Any:
+        for name in (f"{prefix}{key}", f"{prefix}sparse_{key}", key, f"sparse_{key}"):
+            if name in settings:
+                return settings[name]
+        return None
+
+    name = settings.get(f"{prefix}sparse_optimizer", settings.get("sparse_optimizer"))
+    hyper = {own: _number(config.name, key, given(key)) for key, own in _HYPER.items() if given(key) is not None}
+    bounds = given("weight_bounds")
+    if bounds is not None:
+        if not isinstance(bounds, list | tuple) or len(bounds) != 2:
+            raise ConfigError(
+                f"sparse_table_configs[{config.name!r}]: weight_bounds is {bounds!r}; it takes two numbers."
+            )
+        low, high = (_number(config.name, "weight_bounds", value) for value in bounds)
+        hyper |= {"lower_bound": low, "upper_bound": high}
+    if name is None:
+        return config.rule if not hyper else Rule(config.rule.name, {**config.rule.hyper, **hyper})
+    if name not in PADDLE_RULES:
+        raise ConfigError(
+            f"sparse_table_configs[{config.name!r}]: sparse_optimizer is {name!r}; one of {sorted(PADDLE_RULES)}."
+            + did_you_mean(str(name), PADDLE_RULES)
+        )
+    # The documented rate of the rule, not the optimizer's: the table says that it has a rule of its own.
+    defaults = RULES[PADDLE_RULES[name]].defaults
+    return rule_from_paddle(name, {key: value for key, value in hyper.items() if key in defaults or _refuse(name, key)})
+
+
+def _refuse(name: str, key: str) -> bool:
+    raise ConfigError(f"sparse_table_configs: the rule {name!r} does not read {key!r}. Leave it away.")
+
+
+def _number(table: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"sparse_table_configs[{table!r}]: {key} is {value!r}; it takes a number.")
+    return float(value)

@@ -1,0 +1,214 @@
+"""TablePlan: the tables of a job, worked out from model and optimizer alike on every worker and server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleet.errors import ConfigError
+from fleet.ps._dense_table import DenseTableConfig
+from fleet.ps._embedding import SparseEmbedding
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._optimizer_rules import rule_of_group
+from fleet.ps._rules import Rule
+from fleet.ps._served_embedding import ServedEmbedding
+from fleet.ps._shards import Rows
+
+__all__ = ["DensePart", "SparsePart", "TablePlan", "plan_tables"]
+
+Configure = Callable[[SparseTableConfig], SparseTableConfig]
+FLAT = "dense"
+
+
+@dataclass
+class SparsePart:
+    """One sparse table and the modules that read it.
+
+    ``group`` is the optimizer group that trains it, if any; ``follows`` says that its rule is the optimizer's, and so
+    its learning rate.
+    """
+
+    table_id: int
+    config: SparseTableConfig
+    modules: list[SparseEmbedding | ServedEmbedding]
+    group: dict[str, Any] | None
+    follows: bool = True
+
+
+@dataclass
+class DensePart:
+    """One dense table: the parameters of one optimizer group, flat, in the group's order."""
+
+    table_id: int
+    config: DenseTableConfig
+    parameters: list[nn.Parameter]
+    group: dict[str, Any]
+    follows: bool = True
+
+    def values(self) -> Rows:
+        """Returns the parameters as fresh float32 [size]."""
+        return _flat([p.detach() for p in self.parameters])
+
+    def gradients(self) -> Rows | None:
+        """Returns the gradients as fresh float32 [size], zeros where a parameter has none; ``None`` if none has one."""
+        if all(p.grad is None for p in self.parameters):
+            return None
+        return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+
+    @torch.no_grad()
+    def assign(self, values: Rows) -> None:
+        """Copies ``values`` into the parameters."""
+        whole, start = torch.from_numpy(values), 0
+        for parameter in self.parameters:
+            parameter.copy_(whole[start : start + parameter.numel()].view(parameter.shape))
+            start += parameter.numel()
+
+
+@dataclass
+class TablePlan:
+    """Every table of a job; ids count sparse tables first, both in the order of model and groups."""
+
+    sparse: list[SparsePart] = field(default_factory=list)
+    dense: list[DensePart] = field(default_factory=list)
+
+    @property
+    def configs(self) -> dict[int, SparseTableConfig | DenseTableConfig]:
+        """The configuration of each table, by id."""
+        sparse: dict[int, SparseTableConfig | DenseTableConfig] = {part.table_id: part.config for part in self.sparse}
+        return sparse | {part.table_id: part.config for part in self.dense}
+
+    def ids_of(self, names: Sequence[str]) -> list[int]:
+        """Returns the ids of the sparse tables called ``names``; raises ConfigError for another name."""
+        known = {part.config.name: part.table_id for part in self.sparse}
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{name!r} is not a sparse table of this model; those are {sorted(known)}.")
+        return [known[name] for name in names]
+
+
+def plan_tables(
+    models: Iterable[nn.Module],
+    optimizer: Optimizer,
+    *,
+    geo: bool = False,
+    adam_d2sum: bool = False,
+    configure: Configure = lambda config: config,
+) -> TablePlan:
+    """Returns the tables for the modules and parameters that ``optimizer`` trains.
+
+    Args:
+        models: the users' modules, after :func:`fleet.ps._served_embedding.serve_embeddings`.
+        optimizer: the user's optimizer.
+        geo: servers add differences, whatever the optimizer.
+        adam_d2sum: dense tables take the rule of that name in place of Adam.
+        configure: the last word on a sparse table, for ``sparse_table_configs``.
+
+    Raises:
+        ConfigError: a table would be made in two ways, or a parameter cannot be served.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    plan, stands_for_rows = TablePlan(), set()
+    for name, module in _embeddings(models):
+        stands_for_rows.add(id(module.weight))
+        _add_sparse(plan, name, module, groups.get(id(module.weight)), optimizer, geo, configure)
+    for part in plan.sparse:
+        for module in part.modules:
+            if isinstance(module, SparseEmbedding):
+                module.use_table(part.config)
+    for number, group in enumerate(optimizer.param_groups):
+        parameters = [p for p in group["params"] if p.requires_grad and id(p) not in stands_for_rows and p.numel()]
+        if not parameters:
+            continue
+        _check_parameters(parameters)
+        size = sum(p.numel() for p in parameters)
+        rule = _dense_rule(optimizer, group, geo, adam_d2sum)
+        config = DenseTableConfig(f"{FLAT}.{number}", size, rule)
+        plan.dense.append(DensePart(len(plan.sparse) + len(plan.dense), config, parameters, group))
+    return plan
+
+
+def _embeddings(models: Iterable[nn.Module]) -> list[tuple[str, SparseEmbedding | ServedEmbedding]]:
+    found: dict[int, tuple[str, SparseEmbedding | ServedEmbedding]] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, SparseEmbedding | ServedEmbedding):
+                found.setdefault(id(module), (name or "embedding", module))
+    return list(found.values())
+
+
+def _add_sparse(
+    plan: TablePlan,
+    name: str,
+    module: SparseEmbedding | ServedEmbedding,
+    group: dict[str, Any] | None,
+    optimizer: Optimizer,
+    geo: bool,
+    configure: Configure,
+) -> None:
+    trained = module.weight.requires_grad
+    if trained and group is None:
+        raise ConfigError(
+            f"the optimizer does not hold {name}.weight, which stands for the rows of the table. Make the optimizer of "
+            "model.parameters(), or freeze the rows with requires_grad_(False)."
+        )
+    rule = Rule("sum") if geo else rule_of_group(optimizer, group) if group is not None else Rule("sgd")
+    config = configure(module.table_config(rule, name))
+    if geo:
+        _check_geo(config)
+    for part in plan.sparse:
+        if part.config.name == config.name:
+            shared = isinstance(module, SparseEmbedding) and module.name is not None
+            if not shared or part.config != config:
+                raise ConfigError(
+                    f"two modules have a table {config.name!r} and describe it differently, or did not ask to share "
+                    "it. Give SparseEmbedding(name=...) and the same arguments to share, other names to separate."
+                )
+            part.modules.append(module)
+            return
+    group = group if trained else None
+    plan.sparse.append(SparsePart(len(plan.sparse), config, [module], group, follows=config.rule == rule))
+
+
+def _check_geo(config: SparseTableConfig) -> None:
+    if config.entry is not None or config.accessor is not None:
+        raise ConfigError(
+            f"table {config.name!r}: geo training exchanges differences of rows, which carry no counts for an entry "
+            "policy or an accessor. Leave entry and accessor away, or set k_steps to 0."
+        )
+    if config.rule.name != "sum":
+        raise ConfigError(f"table {config.name!r}: geo training takes no rule of its own, got {config.rule.name!r}.")
+
+
+def _dense_rule(optimizer: Optimizer, group: Mapping[str, Any], geo: bool, adam_d2sum: bool) -> Rule:
+    rule = rule_of_group(optimizer, group)
+    if geo:
+        return Rule("sum")
+    if adam_d2sum:
+        if rule.name != "adam":
+            raise ConfigError(
+                f"adam_d2sum = True takes the place of Adam, and the optimizer is {type(optimizer).__name__}. Use "
+                "torch.optim.Adam, or leave adam_d2sum False."
+            )
+        return Rule("adam_d2sum", {"learning_rate": rule["learning_rate"]})
+    return rule
+
+
+def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.dtype is not torch.float32:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; tables hold float32. Train in "
+                "float32."
+            )
+
+
+def _flat(tensors: Sequence[Tensor]) -> Rows:
+    parts = [t.to_dense() if t.layout is not torch.strided else t for t in tensors]
+    flat: Rows = torch.cat([t.detach().reshape(-1) for t in parts]).to("cpu", torch.float32).numpy()
+    return np.ascontiguousarray(flat)

@@ -1,0 +1,366 @@
+"""Trainer: a worker's side of training with parameter servers, from the first connection to the goodbye."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import NanInfError, NotInitializedError, PSError
+from fleet.ps._client import Client
+from fleet.ps._exchange import (
+    AsyncExchange,
+    Exchange,
+    GeoExchange,
+    HalfAsyncExchange,
+    SyncExchange,
+    check_mode,
+)
+from fleet.ps._lookup import RowSource
+from fleet.ps._merge import merge_gradients
+from fleet.ps._rules import LEARNING_RATE
+from fleet.ps._sender import SenderConfig
+from fleet.ps._served_embedding import ServedEmbedding
+from fleet.ps._shards import Gradient, Keys, Rows
+from fleet.ps._table_plan import DensePart, SparsePart, TablePlan
+
+__all__ = ["Trainer", "TrainerConfig"]
+
+START, SAVE = "fleet.start", "fleet.save"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How a worker trains.
+
+    Args:
+        mode: one of :data:`fleet.ps._exchange.MODES`.
+        k_steps: steps between the exchanges of geo mode.
+        sender: the queues of async mode.
+        num_batches: batches per push of half-async mode.
+        launch_barrier: all workers wait for each other before the first step.
+        check_finite: a gradient with a NaN or Inf raises and is not pushed.
+    """
+
+    mode: str = "async"
+    k_steps: int = 0
+    sender: SenderConfig = field(default_factory=SenderConfig)
+    num_batches: int = 1
+    launch_barrier: bool = True
+    check_finite: bool = False
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+
+
+class Trainer:
+    """Connects the modules of a plan to the servers, and exchanges gradients for parameters.
+
+    Args:
+        plan: the tables.
+        config: how to train.
+        make_client: returns a client that is not open yet, on the channel with the given number.
+        train_dense: one step of the user's optimizer, for geo mode.
+    """
+
+    def __init__(
+        self,
+        plan: TablePlan,
+        config: TrainerConfig,
+        make_client: Callable[[int], Client],
+        train_dense: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.plan, self.config = plan, config
+        self._make_client, self._train_dense = make_client, train_dense
+        self._pending: Mapping[str, Any] | None = None
+        self._rates: dict[int, float] = {}
+        self._days: dict[int, str] = {}
+        self._client: Client | None = None
+        self._exchange: Exchange | None = None
+        self.stopped = False
+
+    @property
+    def client(self) -> Client:
+        """The worker's main client."""
+        if self._client is None:
+            raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
+        return self._client
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connects, agrees on the tables, and starts from the servers' parameters.
+
+        Worker 0 gives the servers the parameters of its model, unless they have some from before: from a checkpoint,
+        or because this worker was restarted.
+        """
+        client = self._connect(0)
+        self._client = client
+        if self._pending is not None:
+            client.load_state_dict(self._pending)
+        self._rates = {part.table_id: part.config.rule.get(LEARNING_RATE) for part in self._parts()}
+        if client.config.rank == 0:
+            self._give_initial_values(client)
+        if self.config.launch_barrier or not self.plan.dense:
+            client.barrier(START)
+        else:
+            self._wait_for_values(client)
+        self._take_parameters(client)
+        self._exchange = self._start_exchange(client)
+        for table in self.plan.sparse:
+            for module in table.modules:
+                module.lookup.source = _Served(self, table.table_id)
+        self.drop_gradients()
+
+    def close(self) -> None:
+        """Sends what waits, says goodbye to the servers, and disconnects."""
+        if self._client is None or self.stopped:
+            return
+        try:
+            self.flush()
+            self._stop_exchange()
+            self._client.goodbye()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Disconnects without a goodbye: the servers wait for this worker to come back, until its lease ends."""
+        self.stopped = True
+        if self._client is not None:
+            self._client.close()
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def rows(self, table_id: int, keys: Keys) -> Rows:
+        """Returns the rows of distinct ``keys``."""
+        return self._running().rows(table_id, keys)
+
+    def step(self) -> None:
+        """Hands the gradients that backward left to the servers, and takes parameters from them.
+
+        Raises:
+            NanInfError: a gradient is not finite and the check is on; nothing was pushed.
+            PSError: a server is lost for longer than the deadline.
+        """
+        exchange, gradients = self._running(), self._gradients()
+        if self.config.check_finite:
+            self._check_finite(gradients)
+        self._send_rates()
+        exchange.put(gradients)
+
+    def flush(self) -> None:
+        """Returns when all steps of this worker are applied on the servers."""
+        self._running().flush()
+
+    def has_gradients(self) -> bool:
+        """Returns whether rows have gradients that were not pushed."""
+        return any(m.lookup.has_gradients() for part in self.plan.sparse for m in part.modules)
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients of rows."""
+        for part in self.plan.sparse:
+            for module in part.modules:
+                module.lookup.drop()
+
+    def refresh(self) -> None:
+        """Copies the servers' rows into the weights of ``nn.Embedding`` modules."""
+        if self._client is None or self.stopped:
+            return
+        for part in self.plan.sparse:
+            for module in part.modules:
+                if isinstance(module, ServedEmbedding):
+                    module.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a worker that comes back must know: a restart then repeats no step."""
+        if self._client is None:
+            return dict(self._pending or {})
+        if self._exchange is not None:
+            self.flush()  # a step that is still in a queue would be lost with this process
+        return self._client.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes back to a checkpoint: the servers leave out the steps they have had from this worker."""
+        if self._client is None:
+            self._pending = dict(state)
+        else:
+            self._client.load_state_dict(state)
+
+    # -- files and the life of rows ------------------------------------------------------------------------------
+
+    def save(self, dirname: str, mode: int, tables: list[int] | None = None) -> int:
+        """Makes the servers save, once every worker has come here with its steps applied; returns the rows saved.
+
+        Every worker calls it; worker 0 triggers the save, and all return when it is done.
+        """
+        client, rows = self.client, 0
+        self.flush()
+        client.barrier(SAVE)
+        if client.config.rank == 0:
+            rows = client.save(dirname, mode=mode, tables=tables)
+        client.barrier(SAVE)
+        return rows
+
+    def load(self, dirname: str, tables: list[int] | None = None) -> None:
+        """Makes the servers read a save, once every worker has come here; all go on with what was read."""
+        client = self.client
+        self.flush()
+        client.barrier(SAVE)
+        if client.config.rank == 0:
+            client.load(dirname, tables=tables)
+        client.barrier(SAVE)
+        self._stop_exchange()  # geo: rows kept here are those of before
+        self._take_parameters(client)
+        self._exchange = self._start_exchange(client)
+
+    def shrink(self, threshold: float | None) -> int:
+        """Makes the servers delete rows of every sparse table, once every worker has come here."""
+        client, rows = self.client, 0
+        self.flush()
+        client.barrier(SAVE)
+        if client.config.rank == 0:
+            fields = {} if threshold is None else {"threshold": float(threshold)}
+            rows = sum(client.alter(part.table_id, "shrink", **fields) for part in self.plan.sparse)
+        client.barrier(SAVE)
+        return rows
+
+    def set_date(self, table_id: int, day: str) -> None:
+        """Lets a day pass for the rows of a table, when ``day`` is another one than at the last call."""
+        if self.client.config.rank == 0 and self._days.get(table_id) != day:
+            self.client.alter(table_id, "advance_day")
+            self._days[table_id] = day
+
+    def table_facts(self, table_id: int) -> dict[str, int]:
+        """Returns rows and bytes of a table over all servers."""
+        facts = [fact["tables"][str(table_id)] for fact in self.client.stat()]
+        return {name: sum(int(fact[name]) for fact in facts) for name in ("rows", "bytes")}
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _take_parameters(self, client: Client) -> None:
+        if self.plan.dense:
+            wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
+            values = client.wait(client.pull(wanted, wait_for_others=False))
+            for part in self.plan.dense:
+                part.assign(values[part.table_id])
+
+    def _connect(self, channel: int) -> Client:
+        client = self._make_client(channel)
+        client.open()
+        client.create_tables(self.plan.configs)
+        return client
+
+    def _parts(self) -> list[SparsePart | DensePart]:
+        return [*self.plan.sparse, *self.plan.dense]
+
+    def _running(self) -> Exchange:
+        if self.stopped:
+            raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
+        if self._exchange is None:
+            raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
+        return self._exchange
+
+    def _start_exchange(self, client: Client) -> Exchange:
+        config = self.config
+        if config.mode == "sync":
+            return SyncExchange(client, self.plan)
+        if config.mode == "geo":
+            return GeoExchange(client, self.plan, config.k_steps, self._train_dense)
+        if config.mode == "half_async":
+            return HalfAsyncExchange(client, self.plan, config.num_batches)
+        count = config.sender.thread_pool_size + config.sender.independent_recv_thread
+        return AsyncExchange(client, self.plan, config.sender, [self._connect(i + 1) for i in range(count)])
+
+    def _stop_exchange(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def _give_initial_values(self, client: Client) -> None:
+        facts = client.stat()
+        for table in self.plan.sparse:
+            served = [module for module in table.modules if isinstance(module, ServedEmbedding)]
+            if served and not sum(fact["tables"][str(table.table_id)]["rows"] for fact in facts):
+                for ids, rows in served[0].initial_rows():
+                    client.wait(client.add({table.table_id: Gradient(ids, rows)}))
+        unset = [part for part in self.plan.dense if not _is_set(facts, part)]
+        if unset:
+            client.wait(client.set_dense({part.table_id: part.values() for part in unset}))
+
+    def _wait_for_values(self, client: Client) -> None:
+        deadline = time.monotonic() + client.config.deadline_s
+        while not all(_is_set(facts, part) for facts in [client.stat()] for part in self.plan.dense):
+            if time.monotonic() > deadline:
+                raise PSError(
+                    f"worker 0 has not given the servers the first parameters within {client.config.deadline_s:g} s. "
+                    "Is it running?"
+                )
+            time.sleep(_POLL_S)
+
+    def _gradients(self) -> dict[int, Gradient | Rows]:
+        found: dict[int, Gradient | Rows] = {}
+        for table in self.plan.sparse:
+            taken = [module.lookup.take() for module in table.modules]
+            some = [gradient for gradient in taken if gradient is not None]
+            if some and table.group is not None:
+                keeps_shows = table.config.accessor is not None
+                found[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
+        for part in self.plan.dense:
+            values = part.gradients()
+            if values is not None:
+                found[part.table_id] = values
+        return found
+
+    def _send_rates(self) -> None:
+        """Lets the servers know when a scheduler has changed a rate; worker 0's schedule counts."""
+        if self.client.config.rank or self.config.mode == "geo":
+            return
+        for part in self._parts():
+            if part.group is None or not part.follows:
+                continue
+            rate = float(part.group["lr"])
+            if rate != self._rates[part.table_id]:
+                self.client.alter(part.table_id, LEARNING_RATE, value=rate)
+                self._rates[part.table_id] = rate
+
+    def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
+        names = {part.table_id: part.config.name for part in self._parts()}
+        rank, step = self.client.config.rank, self.client.step + 1
+        for table_id, value in gradients.items():
+            if isinstance(value, Gradient):
+                bad = ~np.isfinite(value.rows).all(axis=1)
+                what = f"the key {value.ids[bad][0]}" if bad.any() else ""
+            else:
+                bad = ~np.isfinite(value)
+                what = f"element {int(np.flatnonzero(bad)[0])}" if bad.any() else ""
+            if what:
+                raise NanInfError(
+                    f"FLAGS_check_nan_inf: worker {rank}, step {step}: the gradient of {what} of table "
+                    f"{names[table_id]!r} is not finite ({int(bad.sum())} in all). Nothing was pushed.",
+                    rank=rank,
+                    step=step,
+                )
+
+
+class _Served(RowSource):
+    """The rows of one table, as a module asks for them."""
+
+    trains = True
+
+    def __init__(self, trainer: Trainer, table_id: int) -> None:
+        self._trainer, self._table_id = trainer, table_id
+
+    def rows(self, keys: Keys) -> Rows:
+        """Returns the rows of ``keys``."""
+        return self._trainer.rows(self._table_id, keys)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Served:
+        return self
+
+
+def _is_set(facts: list[dict[str, Any]], part: DensePart) -> bool:
+    return all(fact["tables"][str(part.table_id)]["is_set"] for fact in facts)

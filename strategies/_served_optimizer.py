@@ -1,0 +1,110 @@
+"""ServedOptimizer: the user's optimizer in a job whose servers update; its step pushes and pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from fleet.errors import CheckpointError, NotInitializedError
+from fleet.strategies._optimizer import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from fleet.ps._trainer import Trainer
+
+__all__ = ["SERVERS", "ServedOptimizer"]
+
+SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
+
+
+class ServedOptimizer(OptimizerWrapper):
+    """Hands gradients to the parameter servers; ``trainer`` is set by ``fleet.init_worker``."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.trainer: Trainer | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def connect(self, trainer: Trainer) -> None:
+        """Makes steps go to ``trainer``, which is not open yet."""
+        if self._loaded is not None:
+            trainer.load_state_dict(self._loaded)
+        self.trainer = trainer
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Pushes the gradients of this step and takes the parameters from the servers, as the mode says.
+
+        Raises:
+            NotInitializedError: before ``fleet.init_worker`` or after ``fleet.stop_worker``.
+            PSError: a server is lost for longer than the deadline.
+        """
+        if self.trainer is None:
+            raise NotInitializedError(
+                "optimizer.step(): the parameter servers update, and they are not connected. Call fleet.init_worker() "
+                "before training."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._run_hooks("_optimizer_step_pre_hooks")
+        self.trainer.step()
+        self._run_hooks("_optimizer_step_post_hooks")
+        self.note_step()
+        return loss
+
+    def train_here(self) -> None:
+        """Steps the user's optimizer on this worker's parameters (geo)."""
+        hooks = {
+            name: dict(getattr(self.optimizer, name))
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        }
+        for name in hooks:
+            getattr(self.optimizer, name).clear()  # they run in step(), around the whole
+        try:
+            self.optimizer.step()
+        finally:
+            for name, found in hooks.items():
+                getattr(self.optimizer, name).update(found)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of parameters and rows."""
+        super().zero_grad(set_to_none=set_to_none)
+        self.drop_row_gradients()
+
+    def drop_row_gradients(self) -> None:
+        """Forgets the gradients of rows."""
+        if self.trainer is not None:
+            self.trainer.drop_gradients()
+
+    def has_new_gradients(self) -> bool:
+        """Returns whether rows have gradients that were not pushed."""
+        return self.trainer is not None and self.trainer.has_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the groups, and how far this worker has come: after a restart no step is applied twice.
+
+        The state of the rule (moments and the like) is on the servers; ``fleet.save_persistables`` saves it.
+        """
+        own = self._loaded or {} if self.trainer is None else self.trainer.state_dict()
+        return {**super().state_dict(), SERVERS: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state that :meth:`state_dict` returned."""
+        own = state_dict.get(SERVERS)
+        if own is not None and not isinstance(own, dict):
+            raise CheckpointError(f"the optimizer state has {own!r} under {SERVERS!r}; it is not one of this package.")
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != SERVERS})
+        if own:
+            self._loaded = own
+            if self.trainer is not None:
+                self.trainer.load_state_dict(own)
+
+    def _run_hooks(self, kind: str) -> None:
+        for hook in list(getattr(self.optimizer, kind).values()):
+            hook(self.optimizer, (), {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "trainer": None}
