@@ -16,10 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Launcher:
-    """One ``python -m fleet.launch`` in ``folder``; output goes to files, so that no pipe is ever full."""
+    """One ``python -m fleet.launch`` in ``folder``; output goes to files, so that no pipe is ever full.
+
+    ``inside`` stands before the command: words that enter a network namespace and then become the launcher.
+    """
 
     def __init__(
-        self, folder: Path, script: str, *flags: str, env: dict[str, str] | None = None, args: Iterable[str] = ()
+        self,
+        folder: Path,
+        script: str,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        args: Iterable[str] = (),
+        inside: Iterable[str] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -29,7 +38,7 @@ class Launcher:
         self._out, self._err = (folder / "stdout").open("wb"), (folder / "stderr").open("wb")
         self.started_at = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fleet.launch", *flags, "train.py", *args],
+            [*inside, sys.executable, "-m", "fleet.launch", *flags, "train.py", *args],
             cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,

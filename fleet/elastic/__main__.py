@@ -1,0 +1,10 @@
+"""``python -m fleet.elastic``."""
+
+from __future__ import annotations
+
+import sys
+
+from fleet.launch._elastic_command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

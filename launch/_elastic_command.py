@@ -1,0 +1,200 @@
+"""``python -m fleet.elastic``: changes the number of nodes of a running elastic job, shows a job, removes what is left.
+
+Only this module and the launchers write a job's keys on etcd; each change is a compare-and-set on its one record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fleet.env import Environment
+from fleet.errors import ConfigError, LaunchError
+from fleet.launch import _world
+from fleet.launch._config import check_name
+from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
+from fleet.launch._kv_client import View
+from fleet.launch._redact import redact
+
+_TIMEOUT_S = 3.0
+_PROGRAM = "python -m fleet.elastic"
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Carries out one action on the job that flags or variables name.
+
+    Args:
+        argv: the arguments without the program's name; None takes those of this process.
+        environ: the environment; None takes that of this process.
+
+    Returns:
+        0 when it is done; 1 when the job, or etcd, does not allow it; 2 for a command line that cannot be used.
+    """
+    environment = Environment(environ)
+    try:
+        arguments = _parser(environment).parse_args(None if argv is None else list(argv))
+        return _run(arguments, environment)
+    except SystemExit as stop:  # argparse has printed the usage, or the help
+        return stop.code if isinstance(stop.code, int) else 0
+    except ConfigError as error:
+        return _report(error, 2)
+    except LaunchError as error:
+        return _report(error, 1)
+
+
+def _report(error: Exception, code: int) -> int:
+    print(f"{_PROGRAM}: error: {redact(f'{error}')}", file=sys.stderr)
+    return code
+
+
+def _parser(environment: Environment) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__, allow_abbrev=False)
+    parser.add_argument("action", choices=("scale", "status", "clean"), help="what to do with the job")
+    parser.add_argument(
+        "--elastic_server",
+        default=environment.raw("PADDLE_ELASTIC_SERVER"),
+        help="etcd host:port; default PADDLE_ELASTIC_SERVER",
+    )
+    parser.add_argument(
+        "--job_id",
+        default=environment.first("PADDLE_ELASTIC_JOB_ID", "PADDLE_JOB_ID"),
+        help="name of the job; default PADDLE_ELASTIC_JOB_ID",
+    )
+    parser.add_argument(
+        "--np",
+        default=environment.raw("PADDLE_ELASTIC_NP"),
+        help="number of nodes, N or MIN:MAX, for scale; default PADDLE_ELASTIC_NP",
+    )
+    parser.add_argument("--json", action="store_true", help="status as JSON")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, environment: Environment) -> int:
+    if not arguments.elastic_server:
+        raise ConfigError(
+            "The address of etcd is missing. Give --elastic_server=ip:port, or set PADDLE_ELASTIC_SERVER."
+        )
+    if not arguments.job_id:
+        raise ConfigError("The name of the job is missing. Give --job_id=NAME, or set PADDLE_ELASTIC_JOB_ID.")
+    check_name(arguments.job_id, "--job_id")
+    if arguments.action == "scale" and not arguments.np:
+        raise ConfigError("scale needs the number of nodes: --np=N or --np=MIN:MAX.")
+    check_etcd_client()
+    from fleet.launch._etcd import EtcdStore
+
+    store = EtcdStore(read_etcd_address(arguments.elastic_server, environment), timeout_s=_TIMEOUT_S)
+    try:
+        job = ElasticJob(store, arguments.job_id)
+        if arguments.action == "scale":
+            print(job.scale(*read_np(arguments.np)))
+        elif arguments.action == "clean":
+            print(job.clean())
+        else:
+            print(job.status_json() if arguments.json else job.status())
+    finally:
+        store.close()
+    return 0
+
+
+def read_np(text: str) -> tuple[int, int]:
+    """Returns MIN and MAX of ``N`` or ``MIN:MAX``; raises ConfigError for anything else.
+
+    Example:
+        >>> read_np("2:4")
+        (2, 4)
+    """
+    parts = text.split(":")
+    numbers = [int(part) for part in parts if part.strip().isdigit()]
+    if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
+        raise ConfigError(f"--np is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with MIN <= MAX.")
+    return numbers[0], numbers[-1]
+
+
+class ElasticJob:
+    """One job as etcd shows it.
+
+    Args:
+        store: an open :class:`fleet.launch._etcd.EtcdStore`.
+        job_id: the job's name.
+    """
+
+    def __init__(self, store: object, job_id: str) -> None:
+        from fleet.launch._elastic_job import job_prefix
+        from fleet.launch._etcd import EtcdStore
+
+        assert isinstance(store, EtcdStore)
+        self._store, self._job_id, self._prefix = store, job_id, job_prefix(job_id)
+
+    def scale(self, low: int, high: int) -> str:
+        """Sets how many nodes the job wants; the same number restarts nothing.
+
+        Raises LaunchError for a job that does not exist, is complete, or has failed.
+        """
+        from fleet.launch._elastic_world import wanted_text
+
+        while True:
+            view = self._store.read(self._prefix)
+            world = self._world(view)
+            ended = world.state == _world.COMPLETE or (world.reason is not None and not world.reason.restart)
+            if ended:
+                raise LaunchError(f"The job {self._job_id!r} is over ({world.state}), so it cannot be scaled.")
+            before = wanted_text(world)
+            if (low, high) == (world.min_nodes, world.max_nodes):
+                return f"The job {self._job_id!r} has --np={before} already; nothing restarts. action scale done"
+            changed = replace(world, min_nodes=low, max_nodes=high)
+            text = json.dumps(_world.to_json(changed), sort_keys=True)
+            if self._store.swap(self._prefix + _world.WORLD_KEY, view.texts[_world.WORLD_KEY], text):
+                return f"The job {self._job_id!r} has --np={wanted_text(changed)} (was {before}). action scale done"
+
+    def clean(self) -> str:
+        """Removes every key of the job; raises LaunchError while launchers of it are alive."""
+        view = self._store.read(self._prefix)
+        alive = sorted(node.host for node in _world.read_nodes(view).values())
+        if alive:
+            raise LaunchError(
+                f"The job {self._job_id!r} still has launchers on {', '.join(alive)}. Stop them first (SIGTERM); a "
+                "launcher that was killed is forgotten when its lease ends."
+            )
+        return f"{self._store.delete(self._prefix)} key(s) of the job {self._job_id!r} removed. action clean done"
+
+    def status(self) -> str:
+        """Returns the state of the job and its nodes, one line each."""
+        from fleet.launch._elastic_world import wanted_text
+
+        view = self._store.read(self._prefix)
+        world, nodes = self._world(view), _world.read_nodes(view)
+        lines = [
+            f"job {self._job_id}: {world.state}, generation {world.generation}, wants {wanted_text(world)} nodes, "
+            f"{world.restarts} restarts"
+        ]
+        if world.reason is not None:
+            lines.append(f"last end: {world.reason.kind}: {world.reason.text}")
+        for name, node in sorted(nodes.items(), key=lambda item: self._rank(world, item[0])):
+            rank = self._rank(world, name)
+            place = f"rank {rank}" if rank < len(world.nodes) else "no rank"
+            lines.append(f"node {node.host}: {place}, {node.phase}, pod {node.peer.get('name', '?')}")
+        return "\n".join(lines)
+
+    def status_json(self) -> str:
+        """Returns the same as one JSON object."""
+        view = self._store.read(self._prefix)
+        world, nodes = self._world(view), _world.read_nodes(view)
+        data = {"world": _world.to_json(world), "nodes": {name: _world.to_json(node) for name, node in nodes.items()}}
+        return json.dumps(data, sort_keys=True)
+
+    @staticmethod
+    def _rank(world: _world.World, name: str) -> int:
+        running = world.state in (_world.FIXED, _world.COMPLETE)
+        return world.nodes.index(name) if running and name in world.nodes else len(world.nodes)
+
+    def _world(self, view: View) -> _world.World:
+        world = _world.read_world(view)
+        if world is None:
+            raise LaunchError(
+                f"No job {self._job_id!r} is on this etcd. Check --job_id and --elastic_server; a job exists once its "
+                "first launcher has started."
+            )
+        return world

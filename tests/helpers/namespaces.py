@@ -1,0 +1,79 @@
+"""Nodes as network namespaces: each has its own address, and its cable can be pulled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+
+def missing() -> str:
+    """Returns why nodes cannot be namespaces here; empty when they can."""
+    if shutil.which("ip") is None:
+        return "needs the program ip (Debian: iproute2)"
+    if os.geteuid() != 0:
+        return "needs root for network namespaces"
+    name = f"fleet-try-{os.getpid()}"
+    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"network namespaces cannot be made here: {done.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=False)
+    return ""
+
+
+class Network:
+    """``count`` nodes 10.77.0.11, .12, ... on a bridge, and a hub 10.77.0.1 for what all of them need.
+
+    Everything lies in namespaces of its own, so nothing of the machine's network changes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tag = f"fl{os.getpid() % 100000}"
+        self._names = [f"{self._tag}hub", *(f"{self._tag}n{i}" for i in range(1, count + 1))]
+
+    def __enter__(self) -> Network:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self) -> None:
+        hub = self._names[0]
+        for name in self._names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", hub, "link", "add", "br0", "type", "bridge")
+        _ip("-n", hub, "addr", "add", "10.77.0.1/24", "dev", "br0")
+        _ip("-n", hub, "link", "set", "br0", "up")
+        for i, name in enumerate(self._names[1:], start=1):
+            _ip("-n", hub, "link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", hub, "link", "set", f"v{i}", "master", "br0", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+    @staticmethod
+    def address(node: int) -> str:
+        """Returns the address of node 1, 2, ...; of the hub for 0."""
+        return f"10.77.0.{10 + node}" if node else "10.77.0.1"
+
+    def inside(self, node: int) -> list[str]:
+        """Returns the words that run a command on a node; 0 is the hub."""
+        return ["ip", "netns", "exec", self._names[node]]
+
+    def pull_cable(self, node: int) -> None:
+        """Cuts a node off silently: no connection is closed, packets just stop."""
+        _ip("-n", self._names[0], "link", "set", f"v{node}", "down")
+
+    def plug_in(self, node: int) -> None:
+        """Puts the cable back."""
+        _ip("-n", self._names[0], "link", "set", f"v{node}", "up")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
