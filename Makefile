@@ -1,5 +1,6 @@
 # Every target sets up what it needs first; all it takes is make and python3 (3.10 or newer) with its venv module.
 #   make demo        train the ResNet example on two processes and plot its curves
+#   make demo-ps     train the wide & deep example with a parameter server and two workers, and plot its curves
 #   make test        the quick tests            make test-slow   the slow ones
 #   make lint        style and types            make docs        rewrite the generated parts of the documentation
 #   make bench       the benchmarks             make dist        source archive and wheel in dist/
@@ -11,7 +12,7 @@ READY := $(VENV)/ready
 unexport PYTHONPATH PYTHONHOME
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo test test-slow lint docs bench dist clean
+.PHONY: install demo demo-ps test test-slow lint docs bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -34,6 +35,12 @@ demo: $(READY)
 	$(PY) -m fleet.launch --gpus=0,1 --log_dir output/demo/log \
 		examples/resnet/train_fleet_dygraph.py --history output/demo/history.jsonl
 	$(PY) examples/resnet/plot.py output/demo/history.jsonl output/demo/resnet.png
+
+demo-ps: $(READY)
+	@mkdir -p output/demo-ps
+	$(PY) -m fleet.launch --server_num=1 --worker_num=2 --log_dir output/demo-ps/log \
+		examples/wide_and_deep/train_fleet_ps.py --layers 128 64 --history output/demo-ps/history.jsonl
+	$(PY) examples/wide_and_deep/plot.py output/demo-ps/history.jsonl output/demo-ps/flights.png
 
 test: $(READY)
 	$(PY) -m pytest

@@ -1,0 +1,27 @@
+"""How well predictions rank the samples."""
+
+from __future__ import annotations
+
+import torch
+from data import Batch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+@torch.no_grad()
+def find_auc(model: nn.Module, loader: DataLoader[Batch]) -> float:
+    """Returns the area under the ROC curve: how often a late flight (a click) has the higher score of a random pair.
+
+    Raises:
+        ValueError: all labels of the loader are the same.
+    """
+    model.eval()
+    scores, labels = [], []
+    for ids, dense, label in loader:
+        scores.append(model(ids, dense))
+        labels.append(label)
+    truth = torch.cat(labels).numpy()
+    if truth.min() == truth.max():
+        raise ValueError(f"The {len(truth)} test samples all have label {truth[0]:g}; AUC needs both.")
+    return float(roc_auc_score(truth, torch.cat(scores).numpy()))

@@ -1,0 +1,78 @@
+"""Trains wide & deep or DeepFM on parameter servers with Fleet: ``train_torch.py`` and what roles need."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from data import Batch, batches_of, open_data
+from evaluation import find_auc
+from model import MODELS
+from options import make_optimizer, training_options
+from report import Report
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+
+from fleet import fleet
+from fleet.ps import Initializer
+
+NEW_ROWS = Initializer("normal", 0.0, 0.01)
+
+
+def main() -> None:
+    """Serves the rows, or trains; the first worker prints after each pass its loss and the AUC on the test samples."""
+    parser = training_options(__doc__)
+    parser.add_argument("--mode", choices=("sync", "async", "geo"), default="sync", help="(default: %(default)s)")
+    parser.add_argument("--k-steps", type=int, default=100, help="steps between exchanges of geo (default: 100)")
+    parser.add_argument("--save", metavar="DIR", help="write the rows and the network here at the end")
+    args = parser.parse_args()
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = args.mode != "sync"
+    if args.mode == "geo":
+        strategy.a_sync_configs = {"k_steps": args.k_steps}
+    fleet.init(strategy=strategy)
+    torch.manual_seed(args.seed)
+
+    data = open_data(args.data)
+    sampler = DistributedSampler(data.train, fleet.worker_num(), max(fleet.worker_index(), 0), seed=args.seed)
+    train_loader = batches_of(data.train, sampler, args.batch_size, drop_last=True)
+    test_loader = batches_of(data.test, SequentialSampler(data.test), 1024, drop_last=False)
+
+    table = partial(fleet.SparseEmbedding, padding_idx=0, initializer=NEW_ROWS)
+    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers)
+    optimizer = make_optimizer(args, model.parameters())
+    optimizer = fleet.distributed_optimizer(optimizer, strategy)
+    model = fleet.distributed_model(model)
+    if fleet.is_server():
+        fleet.init_server()
+        fleet.run_server()
+        return
+
+    fleet.init_worker()
+    report = Report(args, active=fleet.is_first_worker())
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        train_epoch(model, optimizer, train_loader, report)
+        report.end_pass(epoch)
+        fleet.barrier_worker()
+        if fleet.is_first_worker():
+            report.end_test(epoch, find_auc(model, test_loader), report.seconds())
+    if args.save:
+        fleet.save_persistables(args.save)
+    fleet.stop_worker()
+
+
+def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Batch], report: Report) -> None:
+    """Makes one pass over the training samples of this process."""
+    model.train()
+    for ids, dense, labels in report.batches(loader):
+        loss = binary_cross_entropy_with_logits(model(ids, dense), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report.add_batch(loss, len(labels))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The wide & deep example for its tests: its modules, and its scripts with and without servers."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from tests.examples.scripts import ROOT
+
+EXAMPLE = ROOT / "examples" / "wide_and_deep"
+NAMES = [path.stem for path in EXAMPLE.glob("*.py")]
+_LOADED: dict[str, ModuleType] = {}
+
+
+def example_module(name: str) -> ModuleType:
+    """Returns a module of this example; another example has modules with the same names, and both stay whole."""
+    with only_this_example():
+        return importlib.import_module(name)
+
+
+@contextmanager
+def only_this_example() -> Iterator[None]:
+    """Lets ``import data`` find this example's module, and nobody else's, until the block ends."""
+    others = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
+    sys.modules.update(_LOADED)
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        _LOADED.update({name: sys.modules.pop(name) for name in NAMES if name in sys.modules})
+        sys.modules.update(others)
+
+
+def command(script: str, *arguments: str) -> list[str]:
+    """Returns the command that runs a script of the example in one process."""
+    return [sys.executable, "-W", "ignore::UserWarning", str(EXAMPLE / script), *arguments]
+
+
+def served(*arguments: str) -> list[str]:
+    """Returns the command that trains with one server and two workers."""
+    launcher = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=2", "--log_dir", "log"]
+    return [*launcher, str(EXAMPLE / "train_fleet_ps.py"), *arguments]
+
+
+def losses(output: str) -> list[float]:
+    """Returns the losses that were printed, pass by pass."""
+    return [float(loss) for loss in re.findall(r"^TRAIN ---> pass: \d+ loss: (\S+)$", output, re.MULTILINE)]
+
+
+def aucs(output: str) -> list[float]:
+    """Returns the areas that were printed, pass by pass."""
+    return [float(auc) for auc in re.findall(r"^TEST ---> pass: \d+ AUC: (\S+)$", output, re.MULTILINE)]
+
+
+def criteo_line(label: int, integers: list[str], categories: list[str]) -> str:
+    """Returns a line in Criteo's format; missing fields at the end are empty."""
+    fields = [str(label), *integers, *[""] * (13 - len(integers)), *categories, *[""] * (26 - len(categories))]
+    return "\t".join(fields) + "\n"
+
+
+def write_criteo(path: Path, lines: int) -> Path:
+    """Writes samples whose first category decides the label in four cases of five; returns the path."""
+    text = ""
+    for number in range(lines):
+        kind = number * 7 % 3
+        label = int(kind == 0) if number % 5 else number % 2
+        text += criteo_line(label, [str(number % 11), "-2", ""], [f"{kind:08x}", "", f"{number % 17:08x}"])
+    path.write_text(text)
+    return path
