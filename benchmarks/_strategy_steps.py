@@ -1,15 +1,15 @@
 """One worker of the strategy benchmark: plain data parallel and one other job, in turn, block by block.
 
 The other job is a strategy file, or the same mechanism written by hand in torch. Rank 0 writes, for both: seconds per
-step of each block, bytes this worker sent per step (read from its sockets), and the loss after the run.
-Arguments: name of the job, ``turns`` or ``alone``, result file.
+step of each block, bytes this worker sent per step (read from its sockets), and the loss after the run. ``alone``
+writes the job's peak of memory instead: the most that torch's allocator had handed out.
+Arguments: name of the job (alone also ``plain_sgd``, ``plain_adam``), ``turns`` or ``alone``, result file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import struct
 import sys
@@ -26,10 +26,11 @@ import fleet
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet"))
+from _memory_steps import measured_bytes  # noqa: E402
 from _strategy_jobs import BY_HAND, JOBS, fresh  # noqa: E402
 
 Step = Callable[[torch.Tensor, torch.Tensor], float]
-BLOCKS, STEPS = 8, 5
+BLOCKS, STEPS, BATCH_SIZE = 8, 5, 32
 
 
 def with_fleet(options: dict[str, Any], adam: bool) -> Step:
@@ -77,33 +78,51 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return x[mine], torch.tensor(labels)[mine]
 
 
-def main() -> None:
-    """Measures and writes the result."""
-    name, how, target = sys.argv[1:4]
+def in_turns(name: str) -> dict[str, Any]:
+    """Returns times, bytes sent and loss of plain data parallel, the job, and the job by hand, block by block."""
     options, adam = JOBS[name]
-    jobs: dict[str, Step] = {}
-    if how == "turns":
-        jobs["plain"] = with_fleet({}, adam)
-    jobs["job"] = with_fleet(options, adam)
-    if how == "turns" and name in BY_HAND:
+    jobs = {"plain": with_fleet({}, adam), "job": with_fleet(options, adam)}
+    if name in BY_HAND:
         jobs["by hand"] = BY_HAND[name](adam)
     x, y = digits()
-    start_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found: dict[str, Any] = {key: {"times": [], "sent": [], "loss": 0.0} for key in jobs}
-    batch = 32
     for block in range(BLOCKS + 1):
         for key in jobs if block % 2 else reversed(jobs):
             dist.barrier()
             before, start = sent_bytes(), time.perf_counter()
             for step in range(STEPS):
-                at = (block * STEPS + step) * batch % (len(x) - batch)
-                loss = jobs[key](x[at : at + batch], y[at : at + batch])
+                loss = jobs[key](*batch_of(x, y, block * STEPS + step))
             dist.barrier()
             if block:  # the first block warms up
                 found[key]["times"].append((time.perf_counter() - start) / STEPS)
                 found[key]["sent"].append((sent_bytes() - before) / STEPS)
             found[key]["loss"] = loss
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start_bytes
+    return found
+
+
+def batch_of(x: torch.Tensor, y: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the batch of one step."""
+    at = step * BATCH_SIZE % (len(x) - BATCH_SIZE)
+    return x[at : at + BATCH_SIZE], y[at : at + BATCH_SIZE]
+
+
+def peak_bytes(name: str) -> int:
+    """Returns the peak of memory of a job: its model, gradients, optimizer state, buffers and activations."""
+    options, adam = ({}, name == "plain_adam") if name.startswith("plain") else JOBS[name]
+
+    def train() -> None:
+        step = with_fleet(options, adam)
+        x, y = digits()
+        for number in range(2 * STEPS):
+            step(*batch_of(x, y, number))
+
+    return measured_bytes(train)
+
+
+def main() -> None:
+    """Measures and writes the result."""
+    name, how, target = sys.argv[1:4]
+    found = {"peak_bytes": peak_bytes(name)} if how == "alone" else in_turns(name)
     if dist.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
 

@@ -39,7 +39,7 @@ def run(name: str, how: str) -> dict[str, Any] | str:
         return found
 
 
-def measure(name: str, plain_peak: float) -> list[str]:
+def measure(name: str, plain_peak_bytes: int) -> list[str]:
     """Returns the row of one strategy."""
     turns, alone = run(name, "turns"), run(name, "alone")
     if isinstance(turns, str) or isinstance(alone, str):
@@ -51,7 +51,7 @@ def measure(name: str, plain_peak: float) -> list[str]:
         f"{median(job['times']) * 1e3:.0f} ms",
         spread(ratios(job["times"], plain["times"])),
         hand,
-        f"{alone['peak_bytes'] / plain_peak:.2f}",
+        f"{alone['peak_bytes'] / plain_peak_bytes:.2f}",
         f"{sum(job['sent']) / max(sum(plain['sent']), 1) * 100:.1f} %",
         f"{job['loss']:.3f} / {plain['loss']:.3f}",
     ]
@@ -86,10 +86,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(JOBS), help="these strategies")
     parser.add_argument("--plot", metavar="PNG", help="draw the table")
     args = parser.parse_args()
-    baseline = run("op_fusion", "alone")
-    if isinstance(baseline, str):
-        sys.exit(f"plain data parallel failed: {baseline}")
-    rows = [measure(name, baseline["peak_bytes"]) for name in args.only or JOBS]
+    peaks: dict[bool, Any] = {adam: run(f"plain_{'adam' if adam else 'sgd'}", "alone") for adam in (False, True)}
+    for peak in peaks.values():
+        if isinstance(peak, str):
+            sys.exit(f"plain data parallel failed: {peak}")
+    rows = [measure(name, peaks[JOBS[name][1]]["peak_bytes"]) for name in args.only or JOBS]
     header = [
         "strategy",
         "step",

@@ -156,13 +156,13 @@ def _sharded(
             "sharding_configs['optimize_offload']: what it keeps in host memory is counted as if it stayed on the "
             "device."
         )
-    buffer_MiB = options["hybrid_configs"].sharding_configs.comm_buffer_size_MB
+    buffer_MiB = min(config.segment_broadcast_MB, options["hybrid_configs"].sharding_configs.comm_buffer_size_MB)
     if stage_of(options) == 1:
         return SharedUpdate(tracker, model, degree, buffer_MiB * _MIB)
     if config.sharding_segment_strategy == "segment_anchors":
         units = find_anchors(model, config.segment_anchors)
     else:
-        units = plan_units(model, min(config.segment_broadcast_MB, buffer_MiB) * _MIB)
+        units = plan_units(model, buffer_MiB * _MIB)
     return Divided(tracker, model, units, degree, reshard=stage_of(options) == 3, on_host=on_host)
 
 

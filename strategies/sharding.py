@@ -46,7 +46,11 @@ class ShardingConfig(Config, option="sharding_configs"):
         "how the model is cut into units: by size, or at named modules",
         choices=("segment_broadcast_MB", "segment_anchors"),
     )
-    segment_broadcast_MB: float = setting(32.0, "size in MiB of a unit that is gathered at once", above=0)
+    segment_broadcast_MB: float = setting(
+        32.0,
+        "size in MiB of a unit that is gathered at once; in stage 1, of the parameters that are sent at once",
+        above=0,
+    )
     segment_anchors: tuple[str, ...] = setting([], "qualified names of the modules that are units")
     gradient_merge_acc_step: int = setting(1, "batches per update, as gradient_merge has k_steps", at_least=1)
     hybrid_dp: bool = setting(
@@ -158,7 +162,7 @@ class Sharding(Strategy):
         config: ShardingConfig = options["sharding_configs"]
         found = []
         if stage_of(options) == 1:
-            keys = ("sharding_segment_strategy", "segment_broadcast_MB", "segment_anchors")
+            keys = ("sharding_segment_strategy", "segment_anchors")
             found = [
                 f"sharding_configs[{key!r}] changes nothing in stage 1: the model is not divided into units."
                 for key in keys
@@ -179,7 +183,7 @@ class Sharding(Strategy):
         hybrid = session.options["hybrid_configs"].sharding_configs
         self.zero_stage = stage_of(session.options)
         self.batches = Batches(config.gradient_merge_acc_step, hybrid.accumulate_steps)
-        self._buffer_bytes = hybrid.comm_buffer_size_MB * _MIB
+        self._buffer_bytes = min(config.segment_broadcast_MB, hybrid.comm_buffer_size_MB) * _MIB
         self._sum_first = not hybrid.use_reduce_avg
         self._window = Window(config.gradient_merge_acc_step, average=True)
         self._divided: list[DividedModule] = []
@@ -263,7 +267,7 @@ class Sharding(Strategy):
     def _units(self, model: nn.Module) -> list[str]:
         if self.config.sharding_segment_strategy == "segment_anchors":
             return find_anchors(model, self.config.segment_anchors)
-        return plan_units(model, min(self.config.segment_broadcast_MB * _MIB, self._buffer_bytes))
+        return plan_units(model, self._buffer_bytes)
 
     def _division(self) -> Division:
         from fleet.strategies._sharding_model import Division
