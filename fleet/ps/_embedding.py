@@ -142,6 +142,12 @@ class SparseEmbedding(nn.Module):
         shows, clicks = self._counts(bags, show, click)
         return self._combined(bags, keys, shows, clicks)
 
+    def lookup_rows(self, ids: Tensor) -> Tensor:
+        """Returns the rows of ``ids`` as they are now, float32 [..., dim], without recording gradients."""
+        bags = bags_of(ids.reshape(-1), None, "none", 1)
+        with torch.no_grad():
+            return self._combined(bags, bags.ids, None, None).view(*ids.shape, -1)
+
     def extra_repr(self) -> str:
         """Returns the arguments that matter."""
         return f"{self.dim}, name={self.name!r}, combiner={self.combiner!r}, num_slots={self.num_slots}"

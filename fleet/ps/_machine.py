@@ -50,6 +50,7 @@ class Machine:
         self.counts = {"applied": 0, "duplicates": 0, "rows": 0}
         self.make_table = make_table
         self._applying = threading.Lock()
+        self._unfinished: int | None = None  # the step whose gradients are being applied at this moment
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -236,6 +237,7 @@ class Machine:
                 with self._held([part.table_id for part in merged]):
                     with self.session.changed:
                         self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
+                        self._unfinished = step
                         self.session.take_held(step, ranks)
                     try:
                         self._apply(RecordKind.PUSH, merged)
@@ -243,7 +245,14 @@ class Machine:
                         self._fail(error)
                         raise
                 with self.session.changed:
+                    self._unfinished = None
                     self.session.changed.notify_all()
+
+    @property
+    def visible_step(self) -> int:
+        """The last step that is applied whole: what a pull may wait for (sync mode)."""
+        applied, unfinished = self.session.applied_step, self._unfinished  # in this order: they change in the other
+        return applied if unfinished is None else min(applied, unfinished - 1)
 
     def _merged(self, gradients: Sequence[Held], divisor: int) -> list[Part]:
         by_table: dict[int, list[Part]] = {}

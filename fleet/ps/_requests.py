@@ -235,7 +235,7 @@ class Requests:
 
     def _fresh_enough(self, step: int) -> bool:
         if self._machine.sync:
-            return self._session.applied_step >= step or not self._session.active()
+            return self._machine.visible_step >= step or not self._session.active()
         if self._config.staleness is None:
             return True
         slowest = self._session.min_clock()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet.errors import NanInfError, NotInitializedError, PSError
+from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError
 from fleet.ps._client import Client
 from fleet.ps._exchange import (
     AsyncExchange,
@@ -98,8 +98,11 @@ class Trainer:
         Worker 0 gives the servers the parameters of its model, unless they have some from before: from a checkpoint,
         or because this worker was restarted.
         """
-        client = self._connect(0)
+        client = self._make_client(0)
         self._client = client
+        client.open()
+        self._check_mode(client)
+        client.create_tables(self.plan.configs)
         if self._pending is not None:
             client.load_state_dict(self._pending)
         self._rates = {part.table_id: part.config.rule.get(LEARNING_RATE) for part in self._parts()}
@@ -253,6 +256,15 @@ class Trainer:
         client.open()
         client.create_tables(self.plan.configs)
         return client
+
+    def _check_mode(self, client: Client) -> None:
+        theirs = client.welcomes()[0]["mode"]
+        wanted = "sync" if self.config.mode == "sync" else "async"
+        if theirs != wanted:
+            raise ConfigError(
+                f"this worker trains in mode {self.config.mode!r} and the parameter servers in mode {theirs!r}. Call "
+                "distributed_optimizer() with the same strategy on servers and workers, before fleet.init_server()."
+            )
 
     def _parts(self) -> list[SparsePart | DensePart]:
         return [*self.plan.sparse, *self.plan.dense]
