@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from fleet.launch._etcd_address import EtcdAddress
 from fleet.launch._kv_client import View
 
 _CONNECT_S = 2.0
+_REFUSED = f"[Errno {errno.ECONNREFUSED}]"  # this machine's own words; etcd's gateway has others for its inside
 _TOKEN_ENDED = ("invalid auth token", "user name is empty", "revision of auth store is old")
 _OUTAGE = ("no leader", "leader changed", "timed out", "too many requests", "etcdserver: stopped")
 
@@ -141,7 +143,7 @@ class EtcdStore:
                 continue
             self._first = index
             return answer
-        is_down = all("Connection refused" in text for text in errors)
+        is_down = all(_REFUSED in text for text in errors)
         what = "nothing listens there" if is_down else errors[-1][:200]
         raise EtcdUnreachableError(f"etcd at {self._address.text} does not answer ({what}).", is_down=is_down)
 

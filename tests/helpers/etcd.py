@@ -75,8 +75,10 @@ class Etcd:
 
     def start(self) -> None:
         """Starts it on the data it has, and waits until it answers."""
+        log_path = self._folder / "log"
+        start_bytes = log_path.stat().st_size if log_path.exists() else 0
         client, peer = f"{self._scheme}://{self._host}:{self.port}", f"http://{self._host}:{self._peer_port}"
-        with (self._folder / "log").open("ab") as log:
+        with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *(*self._inside, "etcd", "--data-dir", f"{self._folder / 'data'}"),
@@ -89,13 +91,13 @@ class Etcd:
                 stderr=log,
                 preexec_fn=die_with_parent,
             )
-        self._wait_until_ready()
+        self._wait_until_ready(start_bytes)
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, start_bytes: int) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
-            text = (self._folder / "log").read_text(errors="replace")
-            if "ready to serve client requests" in text.rpartition("etcd Version")[2]:
+            text = (self._folder / "log").read_bytes()[start_bytes:]
+            if b"ready to serve client requests" in text or b"serving client traffic" in text:
                 return
             time.sleep(0.05)
         raise AssertionError(f"etcd did not start: {(self._folder / 'log').read_text(errors='replace')[-2000:]}")

@@ -1,0 +1,130 @@
+"""scale, status and clean on a real etcd."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleet.errors import ConfigError
+from fleet.launch._elastic_command import main, read_np
+from fleet.launch._elastic_world import ElasticRules, first_world
+from fleet.launch._etcd_address import EtcdAddress
+from fleet.launch._world import COMPLETE, FIXED, RUNNING, Node, World, to_json
+from tests.helpers import etcd as helper
+from tests.helpers.etcd import Etcd
+
+with_etcd = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
+PEER = {"host": "10.0.0.1", "name": "abcdef"}
+RUNS = World(generation=3, state=FIXED, nodes=("a", "b"), peers=(PEER, PEER), min_nodes=2, max_nodes=2)
+
+
+class Command:
+    """The command on one etcd, and the store behind it."""
+
+    def __init__(self, server: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
+        from fleet.launch._etcd import EtcdStore
+
+        self.store = EtcdStore(EtcdAddress(endpoints=(server.endpoint,)), timeout_s=2.0)
+        self._capsys, self._env = capsys, {"PADDLE_ELASTIC_SERVER": server.endpoint, "PADDLE_ELASTIC_JOB_ID": "J"}
+
+    def put(self, key: str, record: World | Node) -> None:
+        self.store.put(f"/paddle/J/{key}", json.dumps(to_json(record), sort_keys=True))
+
+    def __call__(self, *argv: str, **env: str) -> tuple[int, str]:
+        code = main(argv, {**self._env, **env})
+        captured = self._capsys.readouterr()
+        return code, captured.out + captured.err
+
+
+@pytest.fixture
+def command(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    one = Command(etcd, capsys)
+    yield one
+    one.store.delete("/paddle/J/")
+    one.store.close()
+
+
+@with_etcd
+def test_scale_status_and_clean(command: Command) -> None:
+    """004-09, 004-13: a real key, compared and set; refused for a job that does not exist or is over."""
+    code, text = command("--np=4", "scale")
+    assert (code, "No job 'J' is on this etcd" in text) == (1, True)
+    command.put("world", RUNS)
+    command.put("node/a", Node(host="10.0.0.1", phase=RUNNING, generation=3, peer=PEER))
+    before = command.store.read("/paddle/J/").revision
+    code, text = command("scale", PADDLE_ELASTIC_NP="2")
+    assert (code, "nothing restarts" in text) == (0, True)
+    assert command.store.read("/paddle/J/").revision == before, "nothing was written"
+    code, text = command("--np=2:4", "scale")
+    assert (code, "has --np=2:4 (was 2). action scale done" in text) == (0, True)
+    world = command.store.read("/paddle/J/").values["world"]
+    assert (world["min_nodes"], world["max_nodes"], world["generation"], world["state"]) == (2, 4, 3, FIXED)
+    code, text = command("status")
+    assert code == 0
+    assert "fixed, generation 3, wants 2:4 nodes" in text
+    assert "node 10.0.0.1: rank 0, running, pod abcdef" in text
+    assert json.loads(command("status", "--json")[1])["world"]["max_nodes"] == 4
+    code, text = command("clean")
+    assert (code, "still has launchers on 10.0.0.1" in text) == (1, True)
+    command.store.delete("/paddle/J/node/")
+    assert command("clean")[0] == 0
+    assert command.store.read("/paddle/").values == {}
+    command.put("world", World(**{**vars(RUNS), "state": COMPLETE}))
+    assert "is over (complete)" in command("--np=4", "scale")[1]
+    command.put("world", first_world(ElasticRules(min_nodes=1, max_nodes=1)))
+    assert command("--np=4", "scale")[0] == 0, "a job that waits for its nodes exists"
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "text"),
+    [
+        (("--job_id=J", "status"), {}, "The address of etcd is missing"),
+        (("--elastic_server=127.0.0.1:1", "status"), {}, "The name of the job is missing"),
+        (("--elastic_server=127.0.0.1:1", "--job_id=a/b", "status"), {}, "letters, digits"),
+        (("--elastic_server=127.0.0.1:1", "--job_id=J", "scale"), {}, "scale needs the number of nodes"),
+        (("--elastic_server=127.0.0.1:1", "--job_id=J", "--np=x", "scale"), {}, "N or MIN:MAX"),
+        (("--elastic_server=127.0.0.1:1", "--job_id=J", "grow"), {}, "invalid choice: 'grow'"),
+        ((), {"PADDLE_ELASTIC_SERVER": "127.0.0.1:1"}, "the following arguments are required: action"),
+    ],
+)
+def test_what_cannot_be_used_exits_with_2(
+    argv: tuple[str, ...], env: dict[str, str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C.7: a missing or unknown action is an error."""
+    assert main(argv, env) == 2
+    assert text in capsys.readouterr().err
+
+
+@with_etcd
+def test_etcd_that_is_not_there_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("--elastic_server", f"127.0.0.1:{helper.free_port()}", "--job_id=J", "status"), {}) == 1
+    assert "nothing listens there" in capsys.readouterr().err
+
+
+def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """004-20."""
+    monkeypatch.setattr("fleet.launch._etcd_address.find_spec", lambda name: None)
+    assert main(("--elastic_server=127.0.0.1:1", "--job_id=J", "status"), {}) == 2
+    assert "pip install 'torch-fleet[elastic]'" in capsys.readouterr().err
+
+
+def test_numbers_of_nodes() -> None:
+    assert [read_np("3"), read_np("2:4")] == [(3, 3), (2, 4)]
+    for wrong in ("0", "4:2", "a", "1:2:3", ""):
+        with pytest.raises(ConfigError, match="--np"):
+            read_np(wrong)
+
+
+def test_the_command_starts_without_torch_and_without_a_client(tmp_path: Path) -> None:
+    """The etcd client is imported only once a request is to be sent."""
+    script = (
+        "import sys; from fleet.launch._elastic_command import main; code = main(['status'], {}); "
+        "print(code, 'torch' in sys.modules, 'etcd3gw' in sys.modules, 'requests' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.split() == ["2", "False", "False", "False"]

@@ -1,0 +1,232 @@
+"""Nodes that meet on a real etcd, each in a thread: starts, ends, whose fault it was. No process is started."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.errors import RendezvousError
+from fleet.launch._elastic_world import END, IN_PLACE, ElasticRules
+from fleet.launch._etcd_address import EtcdAddress
+from fleet.launch._logs import LaunchLog
+from fleet.launch._membership import LeftJobError, Outcome
+from fleet.launch._outage import ContactAnswer
+from fleet.launch._records import GroupResult, ProcessExit, ProcessSpec
+from fleet.launch._signals import SignalInbox
+from fleet.launch._world import NODE_PREFIX, Node
+from tests.helpers import etcd as helper
+from tests.helpers.etcd import Etcd
+
+pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
+if not helper.missing():
+    from fleet.launch._elastic_membership import ElasticMembership, ElasticSettings
+    from fleet.launch._etcd_contact import EtcdContact
+
+RULES = ElasticRules(min_nodes=2, max_nodes=2, quiet_s=0.5)
+
+
+class Place:
+    """The nodes of one job; all are closed at the end."""
+
+    def __init__(self, server: Etcd, folder: Path) -> None:
+        self._server, self._folder, self._prefix = server, folder, f"/m{id(self)}/"
+        self.signals = SignalInbox()
+        self.nodes: list[ElasticMembership] = []
+
+    def node(self, name: str, rules: ElasticRules = RULES, **settings: Any) -> ElasticMembership:
+        contact = EtcdContact(
+            EtcdAddress(endpoints=(self._server.endpoint,)),
+            prefix=self._prefix,
+            key=NODE_PREFIX + name,
+            ttl_s=2,
+            is_outage=lambda: False,
+        )
+        one = ElasticMembership(
+            contact,
+            name=name,
+            node=Node(host="127.0.0.1"),
+            settings=ElasticSettings(rules=rules, grace_s=7.0, **settings),
+            answer=ContactAnswer("127.0.0.1", b"", contact.has_contact),
+            log=LaunchLog("CRITICAL"),
+            signals=self.signals,
+        )
+        self.nodes.append(one)
+        return one
+
+    def pair(self, rules: ElasticRules = RULES, **settings: Any) -> tuple[ElasticMembership, ElasticMembership]:
+        """Two nodes whose workers run."""
+        two = self.node("a", rules, **settings), self.node("b", rules, **settings)
+        self.join(*two)
+        return two
+
+    def join(self, *nodes: ElasticMembership) -> list[Any]:
+        return together(*(lambda node=node: node.join({"name": node.name, "host": "127.0.0.1"}) for node in nodes))
+
+    def failure(self, code: int, words: str = "") -> GroupResult:
+        """A worker that ended with ``code`` and these last words."""
+        log = self._folder / "workerlog.0"
+        log.write_text(words)
+        spec = ProcessSpec(role="worker", index=0, local_index=0, command=("x",), environment={}, log_path=log)
+        end = ProcessExit(spec=spec, pid=1, exit_code=code, signal_name=None, lifetime_s=1.0, ended_at=0.0)
+        return GroupResult(exit_code=code, first_failure=end)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+        self.signals.__exit__(None, None, None)
+
+
+@pytest.fixture
+def place(etcd: Etcd, tmp_path: Path) -> Iterator[Place]:
+    one = Place(etcd, tmp_path)
+    yield one
+    one.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs the calls at the same time and returns their results; an exception is a result."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def ends(node: ElasticMembership, result: GroupResult) -> Outcome:
+    """Lets a node's workers end with ``result``."""
+    if result.first_failure is not None or result.stop_signal is not None:
+        node.announce_end(result, "Worker 0 was the first to fail.")
+    return node.settle(result)
+
+
+def held(node: ElasticMembership) -> Outcome:
+    """Waits until a node is told to stop its workers, and stops them."""
+    for _ in range(1000):
+        if (event := node.take()) is not None and event.kind == "stop":
+            return node.settle(GroupResult(exit_code=0, interrupted=True))
+        threading.Event().wait(0.01)
+    raise AssertionError("never told to stop")
+
+
+def test_start_and_end(place: Place) -> None:
+    """004-03, 004-16: one world on all nodes; the job is complete when all are done, and for whoever comes late."""
+    pair = place.node("a"), place.node("b")
+    first, second = place.join(*pair)
+    assert (first.number, first.peers) == (second.number, second.peers) == (0, first.peers)
+    assert sorted((first.node_rank, second.node_rank)) == [0, 1]
+    assert [peer["contact_port"] > 0 for peer in first.peers] == [True, True]
+    assert together(*(lambda node=node: node.settle(GroupResult(exit_code=0)) for node in pair)) == [Outcome(0)] * 2
+    (late,) = place.join(place.node("c"))
+    assert isinstance(late, LeftJobError)
+    assert late.exit_code == 0
+
+
+def test_own_failure_asks_the_scheduler_and_the_others_hold(place: Place) -> None:
+    """004-06, G13: exit 101; the peer waits for the replacement and keeps its rank."""
+    one, two = place.pair()
+    rank = two.world.nodes.index("b") if two.world is not None else -1
+    assert ends(one, place.failure(7)) == Outcome(101)
+    assert held(two).restart
+    place.nodes.remove(one)
+    one.close()
+    _, again = place.join(place.node("c"), two)
+    assert (again.number, again.restarts, again.node_rank) == (1, 0, rank)
+
+
+def test_another_level_ends_the_job_with_3(place: Place) -> None:
+    """004-06."""
+    one, two = place.pair(replace(RULES, fault=END))
+    assert ends(one, place.failure(7)) == Outcome(3)
+    assert held(two) == Outcome(3)
+
+
+def test_restart_in_place_up_to_the_limit(place: Place) -> None:
+    """G13: the newer family; then the worker's own code on every node."""
+    one, two = place.pair(replace(RULES, fault=IN_PLACE), max_restarts=1)
+    assert ends(one, place.failure(7)).restart
+    assert held(two).restart
+    generations = place.join(one, two)
+    assert [(g.number, g.restarts) for g in generations] == [(1, 1), (1, 1)]
+    assert ends(two, place.failure(9)) == Outcome(9)
+    assert held(one) == Outcome(9)
+
+
+def test_leave_record(place: Place) -> None:
+    """SIGTERM: the node says that it goes; in a range the others go on at once."""
+    one, two = place.pair(replace(RULES, min_nodes=1, quiet_s=60.0))
+    assert ends(one, GroupResult(exit_code=143, stop_signal=15)) == Outcome(143)
+    outcome = held(two)
+    assert outcome.restart
+    place.nodes.remove(one)
+    one.close()
+    (again,) = place.join(two)
+    assert (again.number, len(again.peers)) == (1, 1)
+
+
+LOST_PEER = "RuntimeError: Connection closed by peer [10.0.0.9]:1234\n"
+
+
+def test_a_victim_does_not_take_the_blame(place: Place) -> None:
+    """004-04: the worker of a survivor fails because its peer is gone; its launcher must not exit."""
+    one, two = place.pair()
+    blamed: list[Outcome] = []
+    victim = threading.Thread(target=lambda: blamed.append(ends(two, place.failure(1, LOST_PEER))))
+    victim.start()
+    place.nodes.remove(one)
+    one.close()  # its node is gone
+    victim.join(10)
+    assert [outcome.restart for outcome in blamed] == [True]
+
+
+@pytest.mark.slow
+def test_who_looks_like_a_victim_of_nobody_is_to_blame(place: Place) -> None:
+    """After a lease in which nobody was lost, the failure was the worker's own."""
+    one, two = place.pair()
+    assert ends(two, place.failure(1, LOST_PEER)) == Outcome(101)
+    assert held(one).restart
+
+
+def test_another_number_of_nodes_is_refused(place: Place) -> None:
+    """004-12; with --force it is taken."""
+    place.pair()
+    (refused,) = place.join(place.node("c", replace(RULES, min_nodes=4, max_nodes=4)))
+    assert isinstance(refused, RendezvousError)
+    assert "started for 4 nodes, but the job on etcd has 2" in str(refused)
+
+
+def test_force_changes_the_number_of_nodes(place: Place) -> None:
+    one, two = place.pair()
+    three = place.node("c", replace(RULES, min_nodes=3, max_nodes=3), changes_np=True)
+    results = together(
+        lambda: three.join({"name": "c", "host": "127.0.0.1"}),
+        *(lambda node=node: (held(node), node.join({"name": node.name}))[1] for node in (one, two)),
+    )
+    assert [(g.number, len(g.peers)) for g in results] == [(1, 3)] * 3
+    assert results[0].node_rank == 2
+
+
+def test_fixed_job_waits_for_a_limited_time_and_ends_with_a_lost_node(place: Place) -> None:
+    """--nnodes=2 --master etcd://...: not elastic."""
+    fixed = replace(RULES, is_elastic=False, fault=IN_PLACE)
+    (absent,) = place.join(place.node("x", fixed, wait_limit_s=0.5))
+    assert isinstance(absent, RendezvousError)
+    assert "Not every node came within 0 s" in str(absent) or "within 1 s" in str(absent)
+    place.nodes.pop().close()
+    one, two = place.pair(fixed)
+    place.nodes.remove(one)
+    one.close()
+    assert held(two) == Outcome(1)
