@@ -32,10 +32,14 @@ def main() -> None:
     if args.mode == "geo":
         strategy.a_sync_configs = {"k_steps": args.k_steps}
     fleet.init(strategy=strategy)
+    if fleet.is_server():  # it needs neither data nor model: the workers say which tables there are
+        fleet.init_server()
+        fleet.run_server()
+        return
     torch.manual_seed(args.seed)
 
     data = open_data(args.data)
-    sampler = DistributedSampler(data.train, fleet.worker_num(), max(fleet.worker_index(), 0), seed=args.seed)
+    sampler = DistributedSampler(data.train, fleet.worker_num(), fleet.worker_index(), seed=args.seed)
     train_loader = batches_of(data.train, sampler, args.batch_size, drop_last=True)
     test_loader = batches_of(data.test, SequentialSampler(data.test), 1024, drop_last=False)
 
@@ -44,12 +48,8 @@ def main() -> None:
     optimizer = make_optimizer(args, model.parameters())
     optimizer = fleet.distributed_optimizer(optimizer, strategy)
     model = fleet.distributed_model(model)
-    if fleet.is_server():
-        fleet.init_server()
-        fleet.run_server()
-        return
-
     fleet.init_worker()
+
     report = Report(args, active=fleet.is_first_worker())
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)

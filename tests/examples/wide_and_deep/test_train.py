@@ -32,10 +32,10 @@ def test_the_fleet_script_is_the_torch_script_and_the_roles() -> None:
     added = "\n".join(line for line in lines if line.startswith("+"))
     calls = (
         "fleet.init(",
-        "fleet.distributed_optimizer(",
-        "fleet.distributed_model(",
         "fleet.init_server(",
         "fleet.run_server(",
+        "fleet.distributed_optimizer(",
+        "fleet.distributed_model(",
         "fleet.init_worker(",
         "fleet.save_persistables(",
         "fleet.stop_worker(",
