@@ -1,0 +1,38 @@
+"""Data in the MultiSlot text form: datasets that stream files or hold them in memory, and shuffles over all workers.
+
+The programs that write this form are in :mod:`fleet.data_generator`. Names are resolved at first use.
+
+Example:
+    >>> slots = [fleet.dataset.Slot("words", lod_level=1), fleet.dataset.Slot("label")]
+    >>> dataset = fleet.InMemoryDataset()
+    >>> dataset.init(batch_size=32, use_var=slots)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Batch": "_batch",
+    "BoxPSDataset": "_not_offered",
+    "DatasetBase": "_base",
+    "FileInstantDataset": "_not_offered",
+    "InMemoryDataset": "_in_memory",
+    "QueueDataset": "_queue",
+    "Slot": "_slots",
+    "TreeIndex": "_not_offered",
+    "WorkerGroup": "_workers",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,77 @@
+"""DatasetBase: options, list of files, and the reading of one file; what both datasets share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fleet.dataset._samples import Samples
+from fleet.dataset._settings import BASE_OPTIONS, Settings
+from fleet.dataset._source import Source, read_blocks
+from fleet.dataset._text import TextForm, parse
+from fleet.errors import ConfigError
+
+__all__ = ["DatasetBase"]
+
+
+class DatasetBase:
+    """What :class:`InMemoryDataset` and :class:`QueueDataset` share; it cannot be iterated itself."""
+
+    _feed = "MultiSlotDataFeed"
+    _options: tuple[str, ...] = BASE_OPTIONS
+
+    def __init__(self) -> None:
+        self._settings = Settings(data_feed_type=self._feed)
+        self.filelist: list[str] = []
+
+    def init(self, **options: Any) -> None:
+        """Sets the options; those left out keep their defaults.
+
+        Args:
+            options: by name:
+
+                - ``batch_size`` (1): samples of a batch; the last batch may be smaller.
+                - ``thread_num`` (1): threads that read files, each one file at a time.
+                - ``use_var``: the slots of a line, all of them in order, as :class:`Slot`.
+                - ``pipe_command`` ("cat"): program that gets each file on its standard input and writes the text form;
+                  ``|`` joins several. No shell runs it.
+                - ``input_type`` (0): 1 says that a line is a whole batch.
+                - ``download_cmd`` ("cat"): program that is started with the name of each file and writes its bytes, in
+                  place of opening it.
+                - ``fs_name``, ``fs_ugi`` (""): address and user of Hadoop, for files named ``hdfs:...`` or ``afs:...``.
+                - ``data_feed_type``: kept as it is; another reader is refused.
+
+        Raises:
+            ConfigError: an unknown option or a wrong value; nothing was changed.
+        """
+        call = f"{type(self).__name__}.init"
+        self._settings = Settings(data_feed_type=self._feed).changed(options, self._options, call)
+
+    def set_filelist(self, filelist: Sequence[str]) -> None:
+        """Sets the files of this worker; ``fleet.util.get_file_shard`` gives each worker its part of a list.
+
+        Raises:
+            ConfigError: not a list of names.
+        """
+        if not isinstance(filelist, list | tuple) or not all(isinstance(file, str | os.PathLike) for file in filelist):
+            raise ConfigError(f"set_filelist({filelist!r}) takes a list of file names.")
+        self.filelist = [os.fspath(file) for file in filelist]
+
+    def _start_reading(self) -> tuple[TextForm, Source]:
+        """Returns form and source once everything that can be checked before reading is checked."""
+        form, source = self._settings.form, self._settings.source
+        source.check_files(self.filelist)
+        return form, source
+
+
+def read_samples(file: str, form: TextForm, source: Source, stop: threading.Event) -> Iterator[Samples]:
+    """Yields the samples of a file, block by block, until ``stop`` is set."""
+    line = 1
+    for data in read_blocks(file, source):
+        if stop.is_set():
+            return
+        samples = parse(data, form, file, line)
+        line += len(samples)
+        yield samples

@@ -1,0 +1,281 @@
+"""InMemoryDataset: holds the samples of its files, shuffles them here or over all workers, yields batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fleet._log import LOGGER
+from fleet.dataset._base import DatasetBase, read_samples
+from fleet.dataset._batch import Batch, batch_of
+from fleet.dataset._samples import Ints, Samples, empty_samples
+from fleet.dataset._settings import MEMORY_OPTIONS, Settings
+from fleet.dataset._shuffle import choose_workers, exchange_samples, merge_by_id, random_places, replaced_places
+from fleet.dataset._source import Source
+from fleet.dataset._text import TextForm
+from fleet.dataset._workers import OneWorker, sum_over, worker_group_of
+from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+
+__all__ = ["InMemoryDataset"]
+
+_FORM_OPTIONS = ("use_var", "parse_ins_id", "parse_content", "input_type")
+
+
+class InMemoryDataset(DatasetBase):
+    """Holds the samples of this worker's files in memory; iteration yields them as :class:`Batch`, again and again.
+
+    Example:
+        >>> with open("part-0", "w") as file:
+        ...     _ = file.write("2 7 9 1 1\\n1 4 1 0\\n")
+        >>> dataset = fleet.InMemoryDataset()
+        >>> dataset.init(batch_size=2, use_var=[fleet.dataset.Slot("words", lod_level=1), fleet.dataset.Slot("label")])
+        >>> dataset.set_filelist(["part-0"])
+        >>> dataset.load_into_memory()
+        >>> for batch in dataset:
+        ...     print(batch["words"], batch["label"].tolist())
+        (tensor([7, 9, 4]), tensor([0, 2, 3])) [[1], [0]]
+        >>> dataset.global_shuffle(fleet)
+        >>> dataset.get_shuffle_data_size(fleet)
+        2
+    """
+
+    _feed = "MultiSlotInMemoryDataFeed"
+    _options = MEMORY_OPTIONS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples: Samples | None = None
+        self._form: TextForm | None = None
+        self._order: Ints = np.empty(0, np.int64)
+        self._replaced: dict[int, Ints] = {}
+        self._num_shuffled = 0
+        self._preload: Future[Samples] | None = None
+
+    def init(self, **options: Any) -> None:
+        """Sets the options; those left out keep their defaults.
+
+        Args:
+            options: those of :meth:`DatasetBase.init`, and by name:
+
+                - ``parse_ins_id`` (False), ``parse_content`` (False): a line begins with ``1 ID``, then ``1 CONTENT``;
+                  both are in :class:`Batch`.
+                - ``merge_size`` (-1): above 0, :meth:`global_shuffle` merges that many samples of the same id into one
+                  and leaves out groups of another size.
+                - ``fleet_send_batch_size`` (1024): samples in one message of :meth:`global_shuffle`.
+                - ``fleet_send_sleep_seconds`` (0): pause after each round of messages.
+                - ``fea_eval`` (False), ``candidate_size`` (10000): allow :meth:`slots_shuffle`, and say from how many
+                  samples it draws values.
+                - ``queue_num`` (-1): no effect here, with a warning.
+
+        Raises:
+            ConfigError: an unknown option or a wrong value; nothing was changed.
+        """
+        super().init(**options)
+
+    def update_settings(self, **options: Any) -> None:
+        """Changes some options of :meth:`init`; the others keep their values.
+
+        What a line holds (``use_var``, ``parse_ins_id``, ``parse_content``, ``input_type``) cannot change while samples
+        are in memory.
+
+        Raises:
+            ConfigError: an unknown option or a wrong value; nothing was changed.
+        """
+        made = self._settings.changed(options, self._options, f"{type(self).__name__}.update_settings")
+        fixed = [name for name in _FORM_OPTIONS if getattr(made, name) != getattr(self._settings, name)]
+        if fixed and (self._samples is not None or self._preload is not None):
+            raise ConfigError(
+                f"update_settings({fixed[0]}=...) while samples are in memory; call release_memory() first."
+            )
+        self._settings: Settings = made
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def load_into_memory(self, is_shuffle: bool = False) -> None:
+        """Reads all files with ``thread_num`` threads, in their order; what was in memory before is replaced.
+
+        Args:
+            is_shuffle: call :meth:`local_shuffle` after it.
+
+        Raises:
+            ConfigError: no slots, a file that is absent, a malformed line, a program that failed; memory is as before.
+        """
+        form, source = self._start_reading()
+        self._keep(_load(self.filelist, form, source, self._settings.thread_num), form)
+        if is_shuffle:
+            self.local_shuffle()
+
+    def preload_into_memory(self, thread_num: int | None = None) -> None:
+        """Starts to read all files in the background; :meth:`wait_preload_done` brings the samples into memory.
+
+        Until then iteration yields what was loaded before.
+
+        Args:
+            thread_num: threads for this load; ``None``: ``thread_num`` of :meth:`init`.
+        """
+        if self._preload is not None:
+            raise ConfigError("preload_into_memory() is under way already; call wait_preload_done() first.")
+        threads = self._settings.thread_num if thread_num is None else thread_num
+        if type(threads) is not int or threads < 1:
+            raise ConfigError(f"preload_into_memory(thread_num={thread_num!r}) takes a whole number of at least 1.")
+        form, source = self._start_reading()
+        with_one = ThreadPoolExecutor(1, "fleet-preload")
+        self._preload = with_one.submit(_load, list(self.filelist), form, source, threads)
+        with_one.shutdown(wait=False)
+
+    def wait_preload_done(self) -> None:
+        """Returns when the samples that :meth:`preload_into_memory` reads are in memory; raises what reading raised."""
+        if self._preload is None:
+            raise NotInitializedError("wait_preload_done() needs preload_into_memory() first.")
+        preload, self._preload = self._preload, None
+        self._keep(preload.result(), self._settings.form)
+
+    def release_memory(self) -> None:
+        """Lets go of all samples; the options and the list of files stay."""
+        if self._preload is not None:
+            self._preload.exception()
+            self._preload = None
+        self._samples, self._form, self._num_shuffled = None, None, 0
+        self._order, self._replaced = np.empty(0, np.int64), {}
+
+    def get_memory_data_size(self, fleet: Any = None) -> int:
+        """Returns the number of samples in memory: of this worker, or with ``fleet`` the sum over all workers."""
+        return self._total(len(self._order), fleet, "get_memory_data_size")
+
+    def get_shuffle_data_size(self, fleet: Any = None) -> int:
+        """Returns the number of samples that the last shuffle left in memory, 0 before one; with ``fleet`` the sum."""
+        return self._total(self._num_shuffled, fleet, "get_shuffle_data_size")
+
+    # ---- order ---------------------------------------------------------------------------------------------------
+
+    def local_shuffle(self) -> None:
+        """Puts the samples of this worker into random order; ``torch.manual_seed`` fixes it."""
+        self._need_samples("local_shuffle")
+        self._order = self._order[random_places(len(self._order))]
+        self._num_shuffled = len(self._order)
+
+    def global_shuffle(self, fleet: Any = None, thread_num: int = 12) -> None:
+        """Sends every sample to a random worker and puts what came into random order; all workers call it.
+
+        Each worker then holds about as many samples as the others, and together they hold the same samples as before.
+        With ``merge_size`` samples go by their ids, so that equal ids meet, and are merged. A :meth:`slots_shuffle` is
+        undone. While it runs a worker holds its samples twice.
+
+        Args:
+            fleet: ``fleet`` after ``fleet.init()``, or a :class:`WorkerGroup`; ``None``: this worker's samples alone.
+            thread_num: threads that pack and unpack the messages.
+
+        Raises:
+            ConfigError: the workers have different slots; said before anything is sent.
+            UnsupportedOptionError: the workers of this job have no process group.
+        """
+        if type(thread_num) is not int or thread_num < 1:
+            raise ConfigError(f"global_shuffle(thread_num={thread_num!r}) takes a whole number of at least 1.")
+        samples, form = self._need_samples("global_shuffle")
+        group = OneWorker() if fleet is None else worker_group_of(fleet, "global_shuffle")
+        settings = self._settings
+        group.barrier()
+        samples = samples.take(self._order[random_places(len(self._order))])
+        if group.size > 1:
+            ids = samples.columns[0] if settings.merge_size > 0 else None
+            samples = exchange_samples(
+                samples,
+                choose_workers(len(samples), group.size, ids),
+                form,
+                group,
+                send_batch_size=settings.fleet_send_batch_size,
+                sleep_s=settings.fleet_send_sleep_seconds,
+                num_threads=thread_num,
+            )
+        if settings.merge_size > 0:
+            samples, dropped = merge_by_id(samples, form, settings.merge_size)
+            if dropped:
+                LOGGER.warning("merge_size=%d: %d samples were left out", settings.merge_size, dropped)
+        self._keep(samples, form)
+        self.local_shuffle()
+
+    def slots_shuffle(self, slots: Sequence[str]) -> None:
+        """Gives every sample the values of another random sample in these slots; the other slots keep theirs.
+
+        It shows how much a model relies on a slot. A slot named by an earlier call and not by this one gets its own
+        values back; an empty list brings all back. With ``candidate_size`` samples or fewer the values are permuted,
+        with more each sample draws from ``candidate_size`` random ones.
+
+        Raises:
+            ConfigError: ``fea_eval`` is off, or a name is no slot; nothing was changed.
+        """
+        samples, form = self._need_samples("slots_shuffle")
+        if not self._settings.fea_eval:
+            raise ConfigError("slots_shuffle() needs init(fea_eval=True).")
+        names = [slot.name for slot in form.slots]
+        if isinstance(slots, str) or not isinstance(slots, Sequence) or not all(name in names for name in slots):
+            raise ConfigError(f"slots_shuffle({slots!r}) takes a list of slot names; the slots are {names}.")
+        count, candidates = len(samples), self._settings.candidate_size
+        self._replaced = {form.first_slot + names.index(name): replaced_places(count, candidates) for name in slots}
+
+    def set_date(self, date: str) -> NoReturn:
+        """Raises UnsupportedOptionError: the day belongs to tables on GPUs."""
+        raise UnsupportedOptionError(
+            f"set_date({date!r}): in Fleet it sets the day of tables on GPUs; tables live in the servers' host memory."
+        )
+
+    def tdm_sample(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises UnsupportedOptionError: there is no tree to sample from."""
+        raise UnsupportedOptionError("tdm_sample(): tree-based deep match (TDM) is not offered.")
+
+    # ---- batches -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._settings.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        samples, form = self._need_samples("iteration")
+        order, replaced, size = self._order, self._replaced, self._settings.batch_size
+        for start in range(0, len(order), size):
+            places = order[start : start + size]
+            columns = [
+                column.take(replaced[index][places] if index in replaced else places)
+                for index, column in enumerate(samples.columns)
+            ]
+            yield batch_of(Samples(tuple(columns)), form)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _keep(self, samples: Samples, form: TextForm) -> None:
+        self._samples, self._form, self._num_shuffled = samples, form, 0
+        self._order, self._replaced = np.arange(len(samples)), {}
+
+    def _need_samples(self, call: str) -> tuple[Samples, TextForm]:
+        if self._samples is None or self._form is None:
+            raise NotInitializedError(f"InMemoryDataset: {call} needs load_into_memory() first.")
+        return self._samples, self._form
+
+    def _total(self, count: int, fleet: Any, call: str) -> int:
+        return count if fleet is None else sum_over(worker_group_of(fleet, call), count)
+
+
+def _load(files: list[str], form: TextForm, source: Source, num_threads: int) -> Samples:
+    """Returns the samples of all files in their order."""
+    stop = threading.Event()
+
+    def read(file: str) -> Samples:
+        try:
+            return Samples.joined([empty_samples(form.dtypes), *read_samples(file, form, source, stop)])
+        except BaseException:
+            stop.set()  # the other threads end at their next block
+            raise
+
+    with ThreadPoolExecutor(max(1, min(num_threads, len(files))), "fleet-dataset") as threads:
+        futures = [threads.submit(read, file) for file in files]
+        try:
+            blocks = [future.result() for future in futures]
+        except BaseException as interrupted:
+            stop.set()
+            threads.shutdown(cancel_futures=True)
+            failed = [error for future in futures if not future.cancelled() and (error := future.exception())]
+            raise failed[0] if failed else interrupted from None
+    return Samples.joined([empty_samples(form.dtypes), *blocks])

@@ -1,0 +1,183 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Compiled loops: a block of MultiSlot text to numbers, and runs of values to a new place.
+
+Twins: :func:`fleet.dataset._text.parse_plain`, and the numpy branch of :meth:`fleet.dataset._samples.Column.take`.
+
+[Note: Floats]
+A decimal with at most 19 digits and a power of ten up to 22 needs one multiplication or division. It is exact where
+the digits fit in 53 bits. Beyond, the double is off by at most two units in its last place, so the float32 made of it
+is that of the exact value unless it lies that near to the middle of two float32; such a text, as any other unusual
+one, is left to Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from fleet.ps._numba import cache_works
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "cache": cache_works(), "error_model": "numpy"}
+
+TEXT, INT, FLOAT = 0, 1, 2
+_POWERS = 10.0 ** np.arange(23)
+
+
+@njit(**_OPTIONS)
+def copy_runs(values, starts, offsets, out):
+    """Copies ``values[starts[i]:]`` to ``out[offsets[i]:offsets[i + 1]]`` for every i."""
+    for i in range(len(starts)):
+        source = starts[i] - offsets[i]
+        for at in range(offsets[i], offsets[i + 1]):
+            out[at] = values[source + at]
+
+
+@njit(**_OPTIONS)
+def _is_space(c):
+    return c == 32 or c == 9 or c == 13 or c == 11 or c == 12
+
+
+@njit(**_OPTIONS)
+def _read_int(data, at, end):
+    """Returns the integer in ``data[at:end]`` and whether it is one of at most 18 digits."""
+    negative = data[at] == 45
+    if negative or data[at] == 43:
+        at += 1
+    if at == end or end - at > 18:
+        return np.int64(0), False
+    value = np.int64(0)
+    for i in range(at, end):
+        digit = np.int64(data[i]) - 48
+        if digit < 0 or digit > 9:
+            return np.int64(0), False
+        value = value * 10 + digit
+    return -value if negative else value, True
+
+
+@njit(**_OPTIONS)
+def _read_decimal(data, at, end):
+    """Returns digits, power of ten, sign and whether ``data[at:end]`` is a decimal of at most 19 digits."""
+    negative = data[at] == 45
+    if negative or data[at] == 43:
+        at += 1
+    mantissa, power, digits, seen, point = np.uint64(0), np.int64(0), 0, False, False
+    while at < end:
+        c = np.int64(data[at])
+        if 48 <= c <= 57:
+            seen = True
+            if digits > 0 or c > 48:
+                digits += 1
+            if digits > 19:
+                return mantissa, 0, negative, False
+            mantissa = mantissa * np.uint64(10) + np.uint64(c - 48)
+            power -= 1 if point else 0
+        elif c == 46 and not point:
+            point = True
+        else:
+            break
+        at += 1
+    if at < end and seen and (data[at] == 101 or data[at] == 69):
+        exponent, good = _read_int(data, at + 1, end) if at + 1 < end else (np.int64(0), False)
+        if not good or exponent > 1000 or exponent < -1000:
+            return mantissa, 0, negative, False
+        power += exponent
+        at = end
+    return mantissa, power, negative, seen and at == end
+
+
+@njit(**_OPTIONS)
+def _read_float(data, at, end, double, bits):
+    """Returns the float32 in ``data[at:end]`` and whether it is certain; see [Note: Floats]."""
+    mantissa, power, negative, good = _read_decimal(data, at, end)
+    if not good or power > 22 or power < -22:
+        return np.float32(0), False
+    value = np.float64(mantissa)
+    value = value * _POWERS[power] if power >= 0 else value / _POWERS[-power]
+    if mantissa > np.uint64(1 << 53):
+        double[0] = value
+        middle = np.int64(bits[0] & 0x1FFFFFFF) - 0x10000000
+        if -8 < middle < 8:
+            return np.float32(0), False
+    if value != 0.0 and (value < 1e-37 or value > 3e38):
+        return np.float32(0), False
+    return np.float32(-value if negative else value), True
+
+
+@njit(**_OPTIONS)
+def _next_word(data, at):
+    """Returns where the next word of the line starts and stops; twice the same place at the end of the line."""
+    while _is_space(data[at]):
+        at += 1
+    start = at
+    while data[at] != 10 and not _is_space(data[at]):
+        at += 1
+    return start, at
+
+
+@njit(**_OPTIONS)
+def _count_fits(count, kind, width, multiples):
+    """Returns whether a field may have this many values."""
+    if count < 1 or (kind == TEXT and count != 1):
+        return False
+    return width == 0 or count == width or (multiples and count % width == 0)
+
+
+@njit(**_OPTIONS)
+def _read_value(data, start, stop, kind, double, bits, single, word):
+    """Returns a value as it is kept in ``numbers`` and whether it is certain."""
+    if kind == INT:
+        return _read_int(data, start, stop)
+    single[0], good = _read_float(data, start, stop, double, bits)
+    return np.int64(word[0]), good
+
+
+@njit(**_OPTIONS)
+def parse_block(data, kinds, widths, multiples, starts, counts, numbers, hard):
+    """Reads lines of ``data`` (whole lines, each ended by a newline) in one pass.
+
+    Args:
+        data: uint8 text.
+        kinds: TEXT, INT or FLOAT of each field of a line.
+        widths: number of values a field must have, 0 for any.
+        multiples: accept any multiple of the width.
+        starts: out, int64 [lines, fields], where the values of a field start: in ``numbers``, of a TEXT in ``data``.
+        counts: out, int64 [lines, fields], number of values, of a TEXT of bytes.
+        numbers: out, int64, values in order: the integer, or the float32's bits.
+        hard: out, int64 rows (place in ``numbers``, start, stop, line * fields + field) of what Python must read.
+
+    Returns:
+        Lines read, rows of ``hard``, and a code: 0 all read, 1 the next line is malformed, 2 ``hard`` is full.
+    """
+    double, single = np.zeros(1, np.float64), np.zeros(1, np.float32)
+    bits, word = double.view(np.int64), single.view(np.int32)
+    at, line, total, num_hard = 0, 0, 0, 0
+    while at < len(data):
+        for f in range(len(kinds)):
+            start, at = _next_word(data, at)
+            count, good = _read_int(data, start, at) if start < at else (np.int64(0), False)
+            if not good or not _count_fits(count, kinds[f], widths[f], multiples):
+                return line, num_hard, 1
+            starts[line, f], counts[line, f] = total, count
+            for _ in range(count):
+                start, at = _next_word(data, at)
+                if start == at:
+                    return line, num_hard, 1
+                if kinds[f] == TEXT:
+                    starts[line, f], counts[line, f] = start, at - start
+                    continue
+                numbers[total], good = _read_value(data, start, at, kinds[f], double, bits, single, word)
+                if not good:
+                    if num_hard == len(hard):
+                        return line, num_hard, 2
+                    hard[num_hard, 0], hard[num_hard, 1] = total, start
+                    hard[num_hard, 2], hard[num_hard, 3] = at, line * len(kinds) + f
+                    num_hard += 1
+                total += 1
+        start, at = _next_word(data, at)
+        if start != at:
+            return line, num_hard, 1
+        at += 1
+        line += 1
+    return line, num_hard, 0

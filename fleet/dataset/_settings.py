@@ -1,0 +1,160 @@
+"""Settings: every option of a dataset, checked when it is set."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fleet.dataset._command import split_pipeline
+from fleet.dataset._slots import Slot, read_slots
+from fleet.dataset._source import Source
+from fleet.dataset._text import TextForm
+from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError, did_you_mean
+
+__all__ = ["BASE_OPTIONS", "MEMORY_OPTIONS", "Settings"]
+
+BASE_OPTIONS = (
+    "batch_size",
+    "thread_num",
+    "use_var",
+    "pipe_command",
+    "input_type",
+    "fs_name",
+    "fs_ugi",
+    "download_cmd",
+    "data_feed_type",
+)
+MEMORY_OPTIONS = (
+    *BASE_OPTIONS,
+    "queue_num",
+    "merge_size",
+    "parse_ins_id",
+    "parse_content",
+    "fleet_send_batch_size",
+    "fleet_send_sleep_seconds",
+    "fea_eval",
+    "candidate_size",
+)
+_WHOLE = {"batch_size": 1, "thread_num": 1, "fleet_send_batch_size": 1, "candidate_size": 1}
+_SWITCHES = ("parse_ins_id", "parse_content", "fea_eval")
+_TEXTS = ("fs_name", "fs_ugi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of a dataset; the docstrings of the datasets say what each does."""
+
+    data_feed_type: str
+    batch_size: int = 1
+    thread_num: int = 1
+    use_var: tuple[Slot, ...] = ()
+    pipe_command: str = "cat"
+    input_type: int = 0
+    fs_name: str = ""
+    fs_ugi: str = ""
+    download_cmd: str = "cat"
+    queue_num: int = -1
+    merge_size: int = -1
+    parse_ins_id: bool = False
+    parse_content: bool = False
+    fleet_send_batch_size: int = 1024
+    fleet_send_sleep_seconds: float = 0
+    fea_eval: bool = False
+    candidate_size: int = 10000
+
+    def changed(self, given: Mapping[str, Any], known: tuple[str, ...], call: str) -> Settings:
+        """Returns the settings with ``given`` in place.
+
+        Raises:
+            ConfigError: an unknown option, or a value against its rule; these settings stay as they are.
+        """
+        for name in given:
+            if name not in known:
+                raise UnknownOptionError(f"{call}({name}=...) is no option.{did_you_mean(name, known)}")
+        values = dict(given)
+        if "use_var" in values:
+            values["use_var"] = read_slots(values["use_var"])
+        for name, value in values.items():
+            _check_value(name, value, call)
+        if values.get("data_feed_type", self.data_feed_type) != self.data_feed_type:
+            raise UnsupportedOptionError(
+                f"{call}(data_feed_type={values['data_feed_type']!r}): here it is {self.data_feed_type!r}, the "
+                "MultiSlot text form; the other readers of Paddle are not offered."
+            )
+        made = replace(self, **values)
+        made._check_together(call)
+        if values.get("queue_num", -1) != -1:
+            warnings.warn(
+                f"{call}(queue_num={values['queue_num']!r}) changes nothing: batches come from one place, whatever the "
+                "number of threads that take them.",
+                OptionWarning,
+                stacklevel=4,
+            )
+        return made
+
+    def _check_together(self, call: str) -> None:
+        if self.input_type == 1 and self.batch_size != 1:
+            raise ConfigError(
+                f"{call}(input_type=1, batch_size={self.batch_size!r}): with input_type=1 a line is a whole batch, so "
+                "batch_size is 1."
+            )
+        if self.merge_size > 0 and not self.parse_ins_id:
+            raise ConfigError(
+                f"{call}(merge_size={self.merge_size!r}) merges samples of the same id; set parse_ins_id=True and "
+                "write the ids in the data generator."
+            )
+        if self.merge_size > 0 and self.input_type == 1:
+            raise ConfigError(
+                f"{call}(merge_size={self.merge_size!r}, input_type=1): a line that is a batch has no id."
+            )
+
+    @property
+    def form(self) -> TextForm:
+        """What a line holds; raises ConfigError without slots."""
+        if not self.use_var:
+            raise ConfigError("The dataset has no slots. Call init(use_var=[fleet.dataset.Slot(...), ...]) first.")
+        return TextForm(self.use_var, self.parse_ins_id, self.parse_content, self.input_type == 1)
+
+    @property
+    def source(self) -> Source:
+        """How a file is read; plain ``cat`` needs no program."""
+        pipeline = split_pipeline(self.pipe_command, "pipe_command")
+        download = split_pipeline(self.download_cmd, "download_cmd")
+        return Source(
+            pipeline=() if pipeline == [["cat"]] else tuple(map(tuple, pipeline)),
+            download=None if download == [["cat"]] else tuple(download[0]),
+            fs_name=self.fs_name,
+            fs_ugi=self.fs_ugi,
+        )
+
+
+def _check_value(name: str, value: Any, call: str) -> None:
+    wrong = ""
+    if name in _WHOLE and (type(value) is not int or value < _WHOLE[name]):
+        wrong = f"takes a whole number of at least {_WHOLE[name]}"
+    elif name in _SWITCHES and not isinstance(value, bool):
+        wrong = "takes True or False"
+    elif name in _TEXTS and not isinstance(value, str):
+        wrong = "takes a text"
+    elif name == "input_type" and (type(value) is not int or value not in (0, 1)):
+        wrong = "takes 0 (a line is a sample) or 1 (a line is a batch)"
+    elif name in ("merge_size", "queue_num") and type(value) is not int:
+        wrong = "takes a whole number; -1 leaves it off"
+    elif name == "fleet_send_sleep_seconds" and (
+        isinstance(value, bool) or not isinstance(value, int | float) or value < 0
+    ):
+        wrong = "takes seconds, 0 or more"
+    elif name in ("pipe_command", "download_cmd"):
+        programs = split_pipeline(value, name)
+        if name == "download_cmd" and len(programs) > 1:
+            wrong = (
+                "takes one program, which gets the name of the file as its last word; pipes belong into pipe_command"
+            )
+    if wrong:
+        raise ConfigError(f"{call}({name}={value!r}) {wrong}.")
+
+
+if {field.name for field in fields(Settings)} != set(MEMORY_OPTIONS):
+    raise AssertionError("an option of Settings is not in MEMORY_OPTIONS")

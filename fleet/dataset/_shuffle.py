@@ -1,0 +1,145 @@
+"""Shuffles: random places, samples to random workers, and the merging of samples with the same id.
+
+Random numbers come from torch's default generator, so ``torch.manual_seed`` fixes them.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from fleet.dataset._samples import Column, Ints, Samples, empty_samples, samples_from_bytes
+from fleet.dataset._text import TextForm
+from fleet.dataset._workers import WorkerGroup
+from fleet.errors import ConfigError
+
+__all__ = ["choose_workers", "exchange_samples", "merge_by_id", "random_places", "replaced_places"]
+
+_ANNOUNCEMENT = struct.Struct("<IQ")  # checksum of the fields of a line, rounds
+
+
+def random_places(count: int) -> Ints:
+    """Returns 0 to ``count - 1`` in random order."""
+    places: Ints = torch.randperm(count).numpy()
+    return places
+
+
+def replaced_places(count: int, num_candidates: int) -> Ints:
+    """Returns, for each of ``count`` samples, whose values it gets.
+
+    With at least as many candidates as samples the values are permuted; otherwise each sample draws one of
+    ``num_candidates`` random candidates.
+    """
+    places = random_places(count)
+    if num_candidates >= count:
+        return places
+    drawn: Ints = places[:num_candidates][torch.randint(num_candidates, (count,)).numpy()]
+    return drawn
+
+
+def choose_workers(count: int, size: int, ids: Column | None) -> Ints:
+    """Returns the worker each sample goes to: random, or by the checksum of its id, so that equal ids meet."""
+    if ids is None:
+        chosen: Ints = torch.randint(size, (count,)).numpy()
+        return chosen
+    data, ends = ids.values.tobytes(), ids.offsets.tolist()
+    sums = [zlib.crc32(data[start:stop]) % size for start, stop in zip(ends, ends[1:], strict=False)]
+    return np.array(sums, np.int64)
+
+
+def exchange_samples(
+    samples: Samples,
+    targets: Ints,
+    form: TextForm,
+    group: WorkerGroup,
+    *,
+    send_batch_size: int,
+    sleep_s: float,
+    num_threads: int,
+) -> Samples:
+    """Returns what this worker holds once every sample is at its target; every worker calls it at the same point.
+
+    Args:
+        samples: this worker's.
+        targets: rank of a worker for each of them.
+        form: what a line holds; the same on every worker.
+        group: the workers.
+        send_batch_size: samples in one message to one worker; the messages go in rounds.
+        sleep_s: pause after each round.
+        num_threads: threads that pack and unpack messages.
+
+    Raises:
+        ConfigError: the workers read different slots; said on every worker before anything is sent.
+    """
+    places = [np.flatnonzero(targets == rank) for rank in range(group.size)]
+    rounds = -(-max(len(part) for part in places) // send_batch_size)
+    rounds = _agree(rounds, form, group)
+    kept = [empty_samples(form.dtypes), samples.take(places[group.rank])]
+    places[group.rank] = places[group.rank][:0]
+    with ThreadPoolExecutor(min(num_threads, group.size), "fleet-shuffle") as threads:
+        for number in range(rounds):
+            window = slice(number * send_batch_size, (number + 1) * send_batch_size)
+            parts = list(threads.map(lambda part: samples.take(part[window]).to_bytes(), places))  # noqa: B023
+            parts[group.rank] = b""
+            found = group.all_to_all_bytes(parts)
+            others = [data for rank, data in enumerate(found) if rank != group.rank]
+            kept += threads.map(lambda data: samples_from_bytes(data, form.dtypes), others)
+            if sleep_s:
+                time.sleep(sleep_s)
+    group.barrier()
+    return Samples.joined(kept)
+
+
+def _agree(rounds: int, form: TextForm, group: WorkerGroup) -> int:
+    """Returns the largest number of rounds of any worker, once all have announced the same fields."""
+    fields = [*zip(form.names, form.kinds, form.widths, strict=True), form.whole_batches]
+    own = zlib.crc32(repr(fields).encode())
+    found = group.all_to_all_bytes([_ANNOUNCEMENT.pack(own, rounds)] * group.size)
+    announced: list[tuple[int, int]] = [_ANNOUNCEMENT.unpack(part) for part in found]
+    different = [rank for rank, (fields_sum, _) in enumerate(announced) if fields_sum != announced[0][0]]
+    if different:
+        raise ConfigError(
+            f"global_shuffle: workers {different} read other slots than worker 0. Give init(use_var=...) the same "
+            "slots in the same order on every worker."
+        )
+    return max(number for _, number in announced)
+
+
+def merge_by_id(samples: Samples, form: TextForm, merge_size: int) -> tuple[Samples, int]:
+    """Returns samples merged from groups of ``merge_size`` with the same id, and how many samples were left out.
+
+    The values of sparse slots are joined. Left out are groups of another size, and those whose samples differ in a
+    dense slot, since one sample cannot hold both. The content is that of the first sample.
+    """
+    column = samples.columns[0]
+    data, ends = column.values.tobytes(), column.offsets.tolist()
+    ids = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    order = np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
+    new = np.array([at == 0 or ids[order[at]] != ids[order[at - 1]] for at in range(len(order))], bool)
+    starts = np.flatnonzero(new)
+    starts = starts[np.diff(np.append(starts, len(order))) == merge_size]
+    for index in range(form.first_slot, len(samples.columns)):
+        if form.widths[index]:
+            starts = starts[_all_equal(samples.columns[index], order, starts, merge_size, form.widths[index])]
+    rows = order[(starts[:, None] + np.arange(merge_size)).reshape(-1)]
+    columns = []
+    for index, column in enumerate(samples.columns):
+        if index < form.first_slot or form.widths[index]:
+            columns.append(column.take(rows[::merge_size]))
+        else:
+            taken = column.take(rows)
+            columns.append(Column(taken.values, np.ascontiguousarray(taken.offsets[::merge_size])))
+    return Samples(tuple(columns)), len(samples) - len(rows)
+
+
+def _all_equal(column: Column, order: Ints, starts: Ints, merge_size: int, width: int) -> Sequence[bool]:
+    rows = order[(starts[:, None] + np.arange(merge_size)).reshape(-1)]
+    values = column.take(rows).values.reshape(len(starts), merge_size, width)
+    same: Sequence[bool] = (values == values[:, :1]).all(axis=(1, 2))
+    return same

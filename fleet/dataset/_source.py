@@ -1,0 +1,129 @@
+"""read_blocks: the lines of one file of a dataset, after download and pipe command, in blocks of whole lines.
+
+Local files, and those whose name begins with ``hdfs:`` or ``afs:`` through the ``hadoop`` program. A name that ends in
+``.gz`` is unpacked. Every program is started without a shell; each has ended when the last block has been read.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO
+
+from fleet.errors import ConfigError
+
+__all__ = ["Source", "read_blocks"]
+
+_BLOCK_BYTES = 1 << 20
+_REMOTE = ("hdfs:", "afs:")
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a file is read: commands as lists of words, ``None`` where there is nothing to start.
+
+    ``download`` is started with the name of the file behind it, in place of opening the file; ``pipeline`` gets the
+    file's bytes and gives the lines. ``fs_name`` and ``fs_ugi`` are address and user of the Hadoop file system.
+    """
+
+    pipeline: tuple[tuple[str, ...], ...] = ()
+    download: tuple[str, ...] | None = None
+    fs_name: str = ""
+    fs_ugi: str = ""
+
+    def check_files(self, files: list[str]) -> None:
+        """Raises ConfigError when a local file cannot be there."""
+        if self.download is None:
+            absent = [file for file in files if not file.startswith(_REMOTE) and not os.path.isfile(file)]
+            if absent:
+                raise ConfigError(f"set_filelist(...) names {absent[0]!r}, which is no file here.{_others(absent)}")
+
+    def commands(self, file: str) -> tuple[list[list[str]], bool]:
+        """Returns the programs to start for a file, in order, and whether the first reads the file itself."""
+        first: list[list[str]] = []
+        if self.download is not None:
+            first = [[*self.download, file]]
+        elif file.startswith(_REMOTE):
+            options = [f"-Dfs.default.name={self.fs_name}"] if self.fs_name else []
+            options += [f"-Dhadoop.job.ugi={self.fs_ugi}"] if self.fs_ugi else []
+            return [["hadoop", "fs", *options, "-text" if file.endswith(".gz") else "-cat", file], *self._piped()], True
+        unpack = [["gzip", "-dc"]] if file.endswith(".gz") and self.download is None else []
+        return [*first, *unpack, *self._piped()], bool(first)
+
+    def _piped(self) -> list[list[str]]:
+        return [list(words) for words in self.pipeline]
+
+
+def read_blocks(file: str, source: Source) -> Iterator[bytes]:
+    """Yields the lines of ``file``, whole, in blocks of about 1 MiB; the last line may lack its newline.
+
+    Raises:
+        ConfigError: the file cannot be read, a program cannot be started, or it ends with another status than 0.
+    """
+    commands, reads_itself = source.commands(file)
+    with ExitStack() as stack:
+        stream: IO[bytes] | None = None
+        if not reads_itself:
+            try:
+                stream = stack.enter_context(open(file, "rb"))
+            except OSError as error:
+                raise ConfigError(f"{file!r} of set_filelist cannot be read: {error.strerror}.") from error
+        started: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end_all, started)
+        for words in commands:
+            process = _start(words, stream, file)
+            started.append(process)
+            if stream is not None:
+                stream.close()
+            stream = process.stdout
+        if stream is None:
+            raise AssertionError("nothing to read from")
+        yield from _whole_lines(stream)
+        stream.close()
+        _check_ends(started, commands, file)
+
+
+def _start(words: list[str], stdin: IO[bytes] | None, file: str) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(words, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise ConfigError(f"{' '.join(words)!r} cannot be started for {file!r}: {error.strerror}.") from error
+
+
+def _whole_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    rest = b""
+    while block := stream.read(_BLOCK_BYTES):
+        head, newline, tail = block.rpartition(b"\n")
+        if newline:
+            yield rest + head + newline
+            rest = tail
+        else:
+            rest += block
+    if rest:
+        yield rest
+
+
+def _check_ends(started: list[subprocess.Popen[bytes]], commands: list[list[str]], file: str) -> None:
+    codes = [process.wait() for process in started]
+    for index, (code, words) in enumerate(zip(codes, commands, strict=True)):
+        # A program that stops reading early ends the one before it with SIGPIPE, as in a shell.
+        if code and not (code == -signal.SIGPIPE and index < len(codes) - 1):
+            ended = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+            raise ConfigError(f"{' '.join(words)!r} {ended} while it read {file!r}. Its own messages stand above.")
+
+
+def _end_all(started: list[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        if process.stdout is not None:
+            process.stdout.close()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _others(absent: list[str]) -> str:
+    return f" Nor are {len(absent) - 1} others." if len(absent) > 1 else ""

@@ -1,0 +1,240 @@
+"""The MultiSlot text form: lines to samples and back.
+
+A line is one sample. For each slot in the order of ``use_var`` it holds the number of values and then the values,
+separated by spaces::
+
+    3 1926 8 17 1 1          slots words (3 ids) and label (1 id)
+
+With ``parse_ins_id`` the line begins with ``1 ID``, with ``parse_content`` then comes ``1 CONTENT``, neither with
+spaces inside. Runs of spaces and tabs count as one; a line may end in CR LF. Ids are whole numbers from -2**63 to
+2**64 - 1, kept in 64 bits, so 2**64 - 1 reads as -1. Floats are decimals, ``nan`` or ``inf``, rounded to float64 and
+then to float32. Zeros are values like all others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fleet.dataset._samples import Column, Ints, Samples, empty_samples
+from fleet.dataset._slots import Slot
+from fleet.errors import ConfigError
+from fleet.ps._numba import kernels_work
+
+__all__ = ["TextForm", "parse", "parse_plain", "write_text"]
+
+_COUNT = re.compile(rb"[+-]?[0-9]{1,18}")
+_INT = re.compile(rb"[+-]?[0-9]+")
+_FLOAT = re.compile(rb"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE)
+_TEXT_KIND, _INT_KIND, _FLOAT_KIND = 0, 1, 2
+_DTYPES = (np.dtype(np.uint8), np.dtype(np.int64), np.dtype(np.float32))
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """What a line holds: the ids of samples and the contents where asked for, then the slots in order.
+
+    ``whole_batches`` is Fleet's ``input_type=1``: a line is a batch, and a dense slot holds its rows one after another.
+    """
+
+    slots: tuple[Slot, ...]
+    parse_ins_id: bool = False
+    parse_content: bool = False
+    whole_batches: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields of a line, in order."""
+        return (*["ins_id"] * self.parse_ins_id, *["content"] * self.parse_content, *(slot.name for slot in self.slots))
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Kind of each field: 0 text, 1 integers, 2 floats."""
+        texts = [_TEXT_KIND] * (self.parse_ins_id + self.parse_content)
+        return (*texts, *(_FLOAT_KIND if slot.is_float else _INT_KIND for slot in self.slots))
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """How many values each field must have; 0 for any number."""
+        return (*[0] * (self.parse_ins_id + self.parse_content), *(slot.width for slot in self.slots))
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Dtypes of the columns."""
+        return tuple(_DTYPES[kind] for kind in self.kinds)
+
+    @property
+    def first_slot(self) -> int:
+        """Index of the column of the first slot."""
+        return self.parse_ins_id + self.parse_content
+
+
+def parse(data: bytes, form: TextForm, name: str, first_line: int = 1) -> Samples:
+    """Returns the samples in ``data``, whole lines of the file ``name`` that begin at its line ``first_line``.
+
+    Raises:
+        ConfigError: a malformed line; the message names file, line and slot.
+    """
+    if not data:
+        return empty_samples(form.dtypes)
+    if data[-1:] != b"\n":
+        data += b"\n"
+    if not kernels_work():
+        return parse_plain(data, form, name, first_line)
+    return _parse_compiled(data, form, name, first_line)
+
+
+def _parse_compiled(data: bytes, form: TextForm, name: str, first_line: int) -> Samples:
+    from fleet.dataset._kernels import copy_runs, parse_block
+
+    text = np.frombuffer(data, np.uint8)
+    shape = (data.count(b"\n"), len(form.kinds))
+    starts, counts = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    numbers = np.empty(len(data) // 2 + 1, np.int64)
+    kinds, widths = np.array(form.kinds, np.int64), np.array(form.widths, np.int64)
+    room, code = 1 << 12, 2
+    while code == 2:
+        hard = np.empty((room, 4), np.int64)
+        lines, num_hard, code = parse_block(text, kinds, widths, form.whole_batches, starts, counts, numbers, hard)
+        room *= 8
+    hard = hard[:num_hard]
+    _read_hard(data, form, numbers, hard[hard[:, 3] < lines * len(form.kinds)], name, first_line)
+    if code:
+        parse_plain(data.split(b"\n", lines + 1)[lines] + b"\n", form, name, first_line + lines)
+        raise AssertionError(f"{name}, line {first_line + lines}: the two parsers disagree")
+    columns = []
+    for index, dtype in enumerate(form.dtypes):
+        offsets = np.zeros(lines + 1, np.int64)
+        np.cumsum(counts[:, index], out=offsets[1:])
+        is_float = form.kinds[index] == _FLOAT_KIND
+        values = np.empty(int(offsets[-1]), np.int32 if is_float else dtype)
+        source = text if form.kinds[index] == _TEXT_KIND else numbers
+        copy_runs(source, np.ascontiguousarray(starts[:, index]), offsets, values)
+        columns.append(Column(values.view(dtype), offsets))
+    return Samples(tuple(columns))
+
+
+def _read_hard(data: bytes, form: TextForm, numbers: Ints, hard: Ints, name: str, first_line: int) -> None:
+    """Reads what the kernel left to Python."""
+    for place, start, stop, at in hard.tolist():
+        line, field = divmod(at, len(form.kinds))
+        reader = _FieldReader(form, field, f"{name}, line {first_line + line}")
+        if form.kinds[field] == _INT_KIND:
+            numbers[place] = reader.read_int(data[start:stop])
+        else:
+            numbers[place] = int(np.float32(reader.read_float(data[start:stop])).view(np.int32))
+
+
+def parse_plain(data: bytes, form: TextForm, name: str, first_line: int = 1) -> Samples:
+    """Does what :func:`parse` does, in plain Python: the reference of the compiled parser, and what names the error."""
+    columns: list[list[Any]] = [[] for _ in form.kinds]
+    offsets: list[list[int]] = [[0] for _ in form.kinds]
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], start=first_line):
+        words = line.split()
+        at = 0
+        for field, kind in enumerate(form.kinds):
+            reader = _FieldReader(form, field, f"{name}, line {number}")
+            found = words[at + 1 : at + 1 + reader.read_count(words, at)]
+            at += 1 + len(found)
+            if kind == _TEXT_KIND:
+                columns[field].extend(found[0])
+            else:
+                columns[field].extend(map(reader.read_int if kind == _INT_KIND else reader.read_float, found))
+            offsets[field].append(len(columns[field]))
+        if at < len(words):
+            raise ConfigError(
+                f"{name}, line {number}: {len(words) - at} values more than its {len(form.kinds)} fields, beginning "
+                f"with {_shown(words[at])}. use_var names the slots of a line, all of them and in order."
+            )
+    made = []
+    for values, ends, dtype in zip(columns, offsets, form.dtypes, strict=True):
+        made.append(Column(np.array(values, dtype), np.array(ends, np.int64)))
+    return Samples(tuple(made))
+
+
+@dataclass(frozen=True)
+class _FieldReader:
+    """Reads the words of one field of one line, or says what is wrong with them."""
+
+    form: TextForm
+    field: int
+    where: str
+
+    def read_count(self, words: Sequence[bytes], at: int) -> int:
+        """Returns how many values follow."""
+        if at >= len(words):
+            raise self._error("the line ends where the number of its values should stand", "Every slot is in each line")
+        word = words[at]
+        if not _COUNT.fullmatch(word):
+            raise self._error(f"{_shown(word)} stands where the number of its values should", "Write it before them")
+        count = int(word)
+        if count < 1:
+            raise self._error(f"it has {count} values", "A slot has at least one; pad it in the data generator")
+        kind, width = self.form.kinds[self.field], self.form.widths[self.field]
+        if kind == _TEXT_KIND and count != 1:
+            raise self._error(f"it has {count} values", "It is one word without spaces; write 1 before it")
+        if width and (count % width if self.form.whole_batches else count != width):
+            rule = f"a multiple of {width}" if self.form.whole_batches else str(width)
+            raise self._error(
+                f"it has {count} values", f"Its shape wants {rule}; a slot of varying length takes lod_level=1"
+            )
+        if len(words) - at - 1 < count:
+            raise self._error(f"{count} values are announced and {len(words) - at - 1} follow", "Write as many")
+        return count
+
+    def read_int(self, word: bytes) -> int:
+        """Returns the 64 bits of a whole number as a signed one."""
+        if not _INT.fullmatch(word):
+            raise self._error(f"{_shown(word)} is not a whole number", "A slot of decimals takes dtype='float32'")
+        value = int(word) if len(word) < 100 else 1 << 99
+        if not -(1 << 63) <= value < 1 << 64:
+            raise self._error(f"{_shown(word)} does not fit in 64 bits", "Map such ids to 64 bits in the generator")
+        return value - (1 << 64) if value >= 1 << 63 else value
+
+    def read_float(self, word: bytes) -> float:
+        """Returns the float32 nearest to a decimal's float64, as a float."""
+        if not _FLOAT.fullmatch(word):
+            raise self._error(f"{_shown(word)} is not a number", "Write decimals such as 0.5 or 1e-3")
+        value = float(word)
+        with np.errstate(over="ignore", under="ignore"):
+            single = float(np.float32(value))
+        if abs(single) > _FLOAT32_MAX and b"i" not in word.lower():
+            raise self._error(f"{_shown(word)} is too large for float32", f"The largest is {_FLOAT32_MAX:g}")
+        return single
+
+    def _error(self, what: str, rule: str) -> ConfigError:
+        name = self.form.names[self.field]
+        return ConfigError(
+            f"{self.where}: slot {name!r} (field {self.field + 1} of {len(self.form.kinds)}): {what}. {rule}."
+        )
+
+
+def _shown(word: bytes) -> str:
+    text = word.decode("utf-8", "replace")
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+
+
+def write_text(samples: Samples, form: TextForm) -> bytes:
+    """Returns the lines that :func:`parse` reads back to equal samples; float32 with nine digits."""
+    lines = []
+    for index in range(len(samples)):
+        words: list[str] = []
+        for column, kind in zip(samples.columns, form.kinds, strict=True):
+            values = column.values[column.offsets[index] : column.offsets[index + 1]]
+            if kind == _TEXT_KIND:
+                words += ["1", values.tobytes().decode("utf-8")]
+            else:
+                shown = (
+                    [f"{value:.9g}" for value in values.tolist()] if kind == _FLOAT_KIND else map(str, values.tolist())
+                )
+                words += [str(len(values)), *shown]
+        lines.append(" ".join(words) + "\n")
+    return "".join(lines).encode()

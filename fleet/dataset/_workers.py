@@ -1,0 +1,114 @@
+"""WorkerGroup: the little a dataset asks of the other workers, and where it finds it.
+
+Anything with these four members can be handed to ``global_shuffle``; ``fleet`` is turned into one over the gloo group
+of its session.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fleet.errors import ConfigError, UnsupportedOptionError
+
+__all__ = ["GlooWorkers", "OneWorker", "WorkerGroup", "sum_over", "worker_group_of"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+_NUMBER = struct.Struct("<q")
+
+
+@runtime_checkable
+class WorkerGroup(Protocol):
+    """All workers of a job, as one of them sees them. Every worker makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This worker, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+
+    def all_to_all_bytes(self, parts: Sequence[Buffer]) -> list[bytes]:
+        """Sends ``parts[i]`` to worker i, and returns what each worker sent to this one, in rank order."""
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+
+
+class OneWorker:
+    """The group of a job with one worker."""
+
+    rank = 0
+    size = 1
+
+    def all_to_all_bytes(self, parts: Sequence[Buffer]) -> list[bytes]:
+        """Returns the part for this worker."""
+        return [bytes(part) for part in parts]
+
+    def barrier(self) -> None:
+        """Returns."""
+
+
+class GlooWorkers:
+    """The workers of a process group that moves CPU tensors."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_to_all_bytes(self, parts: Sequence[Buffer]) -> list[bytes]:
+        """Sends ``parts[i]`` to worker i: first all sizes, then all bytes."""
+        sizes = torch.tensor([memoryview(part).nbytes for part in parts], dtype=torch.int64)
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes, group=self._group)
+        out, into = sizes.tolist(), coming.tolist()
+        sent = np.empty(sum(out), np.uint8)
+        at = 0
+        for part, size in zip(parts, out, strict=True):
+            sent[at : at + size] = np.frombuffer(part, np.uint8)
+            at += size
+        received = torch.empty(sum(into), dtype=torch.uint8)
+        dist.all_to_all_single(received, torch.from_numpy(sent), into, out, group=self._group)
+        return [part.numpy().tobytes() for part in received.split(into)]
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+        dist.barrier(self._group)
+
+
+def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
+    """Returns the workers of ``fleet``: its session's, or itself when it is a :class:`WorkerGroup`.
+
+    Raises:
+        ConfigError: something else, or a process that is a parameter server.
+        NotInitializedError: ``fleet.init`` was not called.
+        UnsupportedOptionError: the workers of this job have no process group.
+    """
+    if isinstance(fleet, WorkerGroup):
+        return fleet
+    if not hasattr(type(fleet), "session") and getattr(fleet, "__name__", "") != "fleet":
+        raise ConfigError(f"{call}(fleet={fleet!r}) takes fleet after fleet.init(), or None for this worker alone.")
+    session = fleet.session
+    if not session.role_maker.is_worker():
+        raise ConfigError(f"{call}(fleet) is for workers; this process is a parameter server.")
+    if session.world_size == 1:
+        return OneWorker()
+    group = session.host_group
+    if group is None:
+        raise UnsupportedOptionError(
+            f"{call}(fleet): the {session.world_size} workers of this job cannot exchange host data. Start them with "
+            "PADDLE_WITH_GLOO=1, or give each worker its own files and call it without fleet."
+        )
+    return GlooWorkers(group)
+
+
+def sum_over(group: WorkerGroup, value: int) -> int:
+    """Returns the sum of ``value`` over the workers."""
+    found = group.all_to_all_bytes([_NUMBER.pack(value)] * group.size)
+    return sum(int(_NUMBER.unpack(part)[0]) for part in found)

@@ -1,0 +1,96 @@
+"""Samples in columns, and the bytes in which they travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.dataset import _samples
+from fleet.dataset._samples import Column, Samples, empty_samples, samples_from_bytes
+from fleet.errors import ConfigError
+
+DTYPES = (np.dtype(np.uint8), np.dtype(np.int64), np.dtype(np.float32))
+
+
+def column(rows: list[list[Any]], dtype: np.dtype[Any]) -> Column:
+    """Returns a column with these rows."""
+    ends = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+    return Column(np.array([value for row in rows for value in row], dtype), ends)
+
+
+def rows_of(samples: Samples) -> list[tuple[tuple[Any, ...], ...]]:
+    """Returns every sample as one tuple per column."""
+    parts = [
+        [tuple(c.values[c.offsets[i] : c.offsets[i + 1]].tolist()) for i in range(len(c))] for c in samples.columns
+    ]
+    return list(zip(*parts, strict=True))
+
+
+@st.composite
+def some_samples(draw: st.DrawFn, max_size: int = 6) -> Samples:
+    """Returns samples with a column of each dtype."""
+    count = draw(st.integers(0, max_size))
+    values = [st.integers(0, 255), st.integers(-(2**63), 2**63 - 1), st.floats(width=32, allow_nan=False)]
+    columns = []
+    for elements, dtype in zip(values, DTYPES, strict=True):
+        rows = draw(st.lists(st.lists(elements, max_size=4), min_size=count, max_size=count))
+        columns.append(column(rows, dtype))
+    return Samples(tuple(columns))
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_samples(), st.data())
+def test_take_part_and_join(samples: Samples, data: st.DataObject) -> None:
+    rows = rows_of(samples)
+    places = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
+    assert rows_of(samples.take(np.array(places, np.int64))) == [rows[place] for place in places]
+    cut = data.draw(st.integers(0, len(rows)))
+    parts = [samples.part(0, cut), empty_samples(DTYPES), samples.part(cut, len(rows))]
+    assert rows_of(parts[0]) == rows[:cut]
+    assert rows_of(Samples.joined(parts)) == rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_samples())
+def test_bytes_round_trip(samples: Samples) -> None:
+    assert rows_of(samples_from_bytes(samples.to_bytes(), DTYPES)) == rows_of(samples)
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_samples(), st.data())
+def test_damaged_bytes_are_refused_or_read_within_their_bounds(samples: Samples, data: st.DataObject) -> None:
+    """Bytes of another process are checked: nothing but ConfigError, whatever was changed or cut off."""
+    whole = bytearray(samples.to_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    try:
+        found = samples_from_bytes(damaged, DTYPES)
+    except ConfigError:
+        return
+    assert len({len(part) for part in found.columns}) == 1
+
+
+def test_cut_bytes_and_other_columns_are_named() -> None:
+    data = Samples((column([[1], [2, 3]], DTYPES[1]),)).to_bytes()
+    for wrong, dtypes, rule in [
+        (data[:5], DTYPES[1:2], "no header"),
+        (data[:-1], DTYPES[1:2], "do not agree"),
+        (data[:20], DTYPES[1:2], "too early"),
+        (data + b"x", DTYPES[1:2], "too many"),
+        (data, DTYPES, "other slots"),
+    ]:
+        with pytest.raises(ConfigError, match=rule):
+            samples_from_bytes(wrong, dtypes)
+
+
+def test_without_compiled_loops_take_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = Samples((column([[1, 2], [], [3], [4, 5, 6]], DTYPES[1]),))
+    places = np.array([3, 0, 1, 3])
+    compiled = rows_of(samples.take(places))
+    monkeypatch.setattr(_samples, "kernels_work", lambda: False)
+    assert rows_of(samples.take(places)) == compiled == [((4, 5, 6),), ((1, 2),), ((),), ((4, 5, 6),)]

@@ -1,0 +1,105 @@
+"""Options of datasets: each is honoured, or refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet.dataset._in_memory import InMemoryDataset
+from fleet.dataset._queue import QueueDataset
+from fleet.dataset._settings import BASE_OPTIONS, MEMORY_OPTIONS, Settings
+from fleet.dataset._slots import Slot
+from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError
+
+
+def test_defaults_are_those_of_fleet() -> None:
+    """B.7: DatasetBase.init and update_settings."""
+    settings = Settings(data_feed_type="MultiSlotDataFeed")
+    given = {name: getattr(settings, name) for name in MEMORY_OPTIONS if name not in ("data_feed_type", "use_var")}
+    assert given == {
+        "batch_size": 1,
+        "thread_num": 1,
+        "pipe_command": "cat",
+        "input_type": 0,
+        "fs_name": "",
+        "fs_ugi": "",
+        "download_cmd": "cat",
+        "queue_num": -1,
+        "merge_size": -1,
+        "parse_ins_id": False,
+        "parse_content": False,
+        "fleet_send_batch_size": 1024,
+        "fleet_send_sleep_seconds": 0,
+        "fea_eval": False,
+        "candidate_size": 10000,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"batch_size": 0}, "at least 1"),
+        ({"batch_size": True}, "at least 1"),
+        ({"thread_num": 1.5}, "at least 1"),
+        ({"fleet_send_batch_size": 0}, "at least 1"),
+        ({"candidate_size": -1}, "at least 1"),
+        ({"parse_ins_id": 1}, "True or False"),
+        ({"fs_name": None}, "takes a text"),
+        ({"input_type": 2}, "a line is a batch"),
+        ({"input_type": 1, "batch_size": 4}, "batch_size is 1"),
+        ({"merge_size": 2}, "set parse_ins_id=True"),
+        ({"merge_size": 2, "parse_ins_id": True, "input_type": 1}, "has no id"),
+        ({"merge_size": "2"}, "whole number"),
+        ({"fleet_send_sleep_seconds": -1}, "0 or more"),
+        ({"pipe_command": "cat; ls"}, "a shell would act on"),
+        ({"download_cmd": "a | b"}, "pipes belong into pipe_command"),
+        ({"use_var": [1]}, "holds 1"),
+        ({"data_feed_type": "SlotRecordInMemoryDataFeed"}, "other readers of Paddle"),
+    ],
+)
+def test_wrong_values_change_nothing(options: dict[str, Any], rule: str) -> None:
+    dataset = InMemoryDataset()
+    dataset.init(thread_num=7)
+    before = dataset._settings
+    for call in (dataset.init, dataset.update_settings):
+        with pytest.raises(ConfigError, match=rule):
+            call(**options)
+    assert dataset._settings is before
+
+
+def test_unknown_options_get_the_nearest_name() -> None:
+    with pytest.raises(UnknownOptionError, match=r"init\(thread=\.\.\.\) is no option. Did you mean 'thread_num'"):
+        InMemoryDataset().init(thread=3)
+    for name in set(MEMORY_OPTIONS) - set(BASE_OPTIONS):
+        with pytest.raises(UnknownOptionError, match=name):
+            QueueDataset().init(**{name: 1})
+
+
+def test_init_starts_from_the_defaults_and_update_does_not() -> None:
+    dataset = InMemoryDataset()
+    dataset.init(batch_size=4, thread_num=3)
+    dataset.update_settings(batch_size=5)
+    assert (dataset._settings.batch_size, dataset._settings.thread_num) == (5, 3)
+    dataset.init(use_var=[Slot("x")])
+    assert (dataset._settings.batch_size, dataset._settings.thread_num) == (1, 1)
+
+
+def test_what_has_no_meaning_here_warns() -> None:
+    with pytest.warns(OptionWarning, match="queue_num=4.*changes nothing"):
+        InMemoryDataset().init(queue_num=4)
+    InMemoryDataset().init(queue_num=-1, data_feed_type="MultiSlotInMemoryDataFeed")
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    with pytest.raises(UnsupportedOptionError, match="tables on GPUs"):
+        InMemoryDataset().set_date("20260101")
+    with pytest.raises(UnsupportedOptionError, match="tree-based"):
+        InMemoryDataset().tdm_sample("tree")
+
+
+def test_programs_are_started_only_where_they_change_something() -> None:
+    settings = Settings(data_feed_type="x", pipe_command="python 'a b.py'", download_cmd="./get --fast")
+    assert settings.source.pipeline == (("python", "a b.py"),)
+    assert settings.source.download == ("./get", "--fast")
+    assert Settings(data_feed_type="x").source.commands("f") == ([], False)
