@@ -102,8 +102,9 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     group = session.host_group
     if group is None:
         raise UnsupportedOptionError(
-            f"{call}(fleet): the {session.world_size} workers of this job cannot exchange host data. Start them with "
-            "PADDLE_WITH_GLOO=1, or give each worker its own files and call it without fleet."
+            f"{call}(fleet): the {session.world_size} workers of this job do not know where to meet. Set "
+            "PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, as the launcher does, or call "
+            "it without fleet, for this worker's samples alone."
         )
     return GlooWorkers(group)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,9 @@ import fleet
 from fleet.dataset._workers import GlooWorkers, OneWorker, WorkerGroup, sum_over, worker_group_of
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.facade import Fleet
-from tests.helpers.workers import run_workers
+from tests.fleet.dataset.files import write_files
+from tests.fleet.dataset.test_in_memory import made, written
+from tests.helpers.workers import free_ports, run_workers
 
 
 def _exchange(rank: int, world_size: int) -> list[Any]:
@@ -53,6 +57,48 @@ def test_workers_without_a_group_are_told_what_to_set() -> None:
     """A parameter-server job without PADDLE_WITH_GLOO."""
     with pytest.raises(UnsupportedOptionError, match="the 2 workers .* PADDLE_WITH_GLOO=1"):
         worker_group_of(facade(), "global_shuffle")
+
+
+def _in_a_server_job(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    fleet.init()  # the servers are asked for at init_worker, which comes later
+    dataset = made(write_files(Path(folder), [20 + rank], first=1000 * rank), batch_size=50)
+    before = written(dataset)
+    dataset.global_shuffle(fleet)
+    stat = fleet.metrics.StatAuc(bins=10)
+    stat.update([0.9, 0.2] if rank else [0.6, 0.7], [1, 0])
+    return {
+        "before": before,
+        "after": written(dataset),
+        "size": dataset.get_memory_data_size(fleet),
+        "metrics": [
+            float(fleet.metrics.sum(rank + 1)),
+            float(fleet.metrics.max(rank + 1)),
+            float(fleet.metrics.min(rank + 1)),
+            fleet.metrics.acc(rank, 2),
+            fleet.metrics.mae(3.0, 2),
+            fleet.metrics.mse(4.0, 2),
+            fleet.metrics.rmse(8.0, 2),
+            stat.value(),
+        ],
+    }
+
+
+@pytest.mark.parametrize("with_gloo", [pytest.param("1", marks=pytest.mark.slow), None])
+def test_workers_of_a_server_job(tmp_path: Path, with_gloo: str | None) -> None:
+    """B.6 and B.7: metrics, global_shuffle and sizes where the job has parameter servers, with and without gloo on."""
+    ports = free_ports(2)
+
+    def environment(rank: int) -> dict[str, str | None]:
+        server = {"PADDLE_PSERVERS_IP_PORT_LIST": f"127.0.0.1:{ports[0]}", "TRAINING_ROLE": "TRAINER"}
+        gloo = {"PADDLE_WITH_GLOO": with_gloo, "PADDLE_GLOO_HTTP_ENDPOINT": f"127.0.0.1:{ports[1]}"}
+        return {**server, **(gloo if with_gloo else {})}
+
+    first, second = run_workers(_in_a_server_job, 2, str(tmp_path), backend=None, environment=environment)
+    assert Counter(first["after"] + second["after"]) == Counter(first["before"] + second["before"])
+    assert first["after"] != first["before"]
+    assert first["size"] == second["size"] == 41
+    # Of 2 x 2 pairs of a positive and a negative the right one is above in three.
+    assert first["metrics"] == second["metrics"] == [3, 2, 1, 0.25, 1.5, 2, 2, 0.75]
 
 
 def test_who_cannot_exchange() -> None:
