@@ -149,6 +149,9 @@ VARIABLES: dict[str, Variable] = _table(
     ("FLEET_JOB_SECRET", "user", None, "key the processes of one job prove to each other; never logged"),
     ("FLEET_GENERATION", "launcher", 0, "number of this start of the job's workers; grows with each start"),
     ("FLEET_POD", "launcher", None, "random mark of the processes that one launcher started"),
+    ("FLEET_WORKER_FILE", "launcher", None, "file that the worker and its launcher share: steps, requests"),
+    ("FLEET_HEARTBEAT_TIMEOUT", "user", None, "twin of --heartbeat_timeout"),
+    ("FLEET_PREEMPT_GRACE", "user", 0, "seconds to save and stop after SIGTERM; twin of --preempt_grace"),
     ("FLEET_FAULTS", "user", None, "for tests: where a worker fails on purpose, as in save.block:kill:rank=0:step=3"),
     # torchrun's defaults of its flags.
     ("PET_NNODES", "user", None, "twin of --nnodes"),

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
 from fleet._util import UtilBase
+from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
@@ -57,6 +58,7 @@ class Session:
     mesh: DeviceMesh | None = None
     num_steps: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
     meet_workers: Callable[[], dist.ProcessGroup] | None = None  # of a job with servers, for host arrays
     _host_group: dist.ProcessGroup | None = None
@@ -66,6 +68,7 @@ class Session:
         self._make_strategies()
         self.util = UtilBase(self)
         self.role_maker.set_util(self.util)
+        self.health = start_health(self)
 
     @property
     def global_rank(self) -> int:
@@ -138,7 +141,7 @@ class Session:
 
         Raises ConfigError when options are on that belong to collective training, which has begun already.
         """
-        if self.plan.steps:
+        if [step.name for step in self.plan.steps if step.name != "check_nan_inf"]:  # a worker of servers checks itself
             raise ConfigError(
                 f"fleet.init_worker(): the job has no servers and trains with {self.plan}, which parameter servers do "
                 "not offer. Turn these options off, or leave init_worker() away."
@@ -172,6 +175,8 @@ class Session:
         module, chain = self._wrapped(module)
         model = FleetModel(module, chain, self)
         self.models.append(model)
+        if self.health is not None:
+            self.health.watch_model(module)
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:
@@ -209,14 +214,20 @@ class Session:
     def after_step(self) -> None:
         """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
         self.num_steps += 1
+        if self.health is not None:
+            self.health.after_step(self.num_steps)
 
     def after_batch(self) -> None:
-        """Writes the checkpoints that are due; called where the loop asks for its next batch."""
+        """Writes the checkpoints that are due, and leaves when asked to; called where the loop begins a batch."""
         for checkpoint in self.checkpoints:
             checkpoint.save_when_due()
+        if self.health is not None:
+            self.health.leave_when_preempted()
 
-    def beat(self) -> None:
-        """Says that this worker is alive."""
+    def beat(self, pause: bool = False) -> None:
+        """Says that this worker is alive, and with ``pause`` that it may be silent until the next step."""
+        if self.health is not None:
+            self.health.beat(pause)
 
     def after_clear(self) -> None:
         """Lets the optimizers know that the gradients they see are used up."""
@@ -226,7 +237,12 @@ class Session:
             optimizer.note_gradients()
 
     def before_forward(self) -> None:
-        """Raises ConfigError when training starts although an option that acts in the optimizer has none to act in."""
+        """Raises ConfigError when training starts although an option that acts in the optimizer has none to act in.
+
+        A loop that does not use ``ElasticSampler.batches`` begins its next batch here.
+        """
+        if self.checkpoints and not self.num_loops and torch.is_grad_enabled() and self.models[0].training:
+            self.after_batch()
         if self.optimizers or not torch.is_grad_enabled():
             return
         waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
@@ -241,6 +257,8 @@ class Session:
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []
+        if self.health is not None:
+            self.health.close()
         if self.server_job is not None:
             self.server_job.close()
 

@@ -22,6 +22,7 @@ from fleet._session import Session
 from fleet._sharding_calls import ShardingCalls
 from fleet._start import start_session
 from fleet._util import UtilBase
+from fleet.elastic._calls import HealthCalls
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.role_maker import RoleMakerBase
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Fleet(ShardingCalls, ServerCalls):
+class Fleet(ShardingCalls, ServerCalls, HealthCalls):
     """The calls of the ``fleet`` namespace; the package binds one instance of it to its own name."""
 
     def __init__(self) -> None:

@@ -135,6 +135,8 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "elastic_level": _one_of(settings, "elastic_level", (-1, 0, 1)),
         "elastic_timeout_s": float(settings.values["elastic_timeout"] or 0),
         "grace_s": float(settings.values["shutdown_timeout"] or 0),
+        "heartbeat_timeout_s": float(settings.values["heartbeat_timeout"] or 0),
+        "preempt_grace_s": float(settings.values["preempt_grace"] or 0),
         "sort_ip": settings.values["sort_ip"],
         "enable_gpu_log": settings.values["enable_gpu_log"],
         "port_range": _port_range(environment),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleet.launch._flags_health import HEALTH_FLAGS
+
 USED, WARNED, REFUSED = "used", "warned", "refused"
 LAUNCH, FLEETRUN = "launch", "fleetrun"
 
@@ -266,6 +268,7 @@ _FAILURE = (
         style=FLEETRUN,
     ),
     _flag("elastic_pre_hook", FAILURE, None, "shell command run before each start of the workers", style=FLEETRUN),
+    *(_flag(name, FAILURE, default, meaning, **more) for name, default, meaning, more in HEALTH_FLAGS),
 )
 
 _WITHOUT_EFFECT = (

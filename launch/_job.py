@@ -41,6 +41,7 @@ from fleet.launch._texts import (
     start_messages,
     watching_pod_line,
 )
+from fleet.launch._watch import open_watch
 
 
 def run(config: LaunchConfig, environment: Environment) -> int:
@@ -90,7 +91,7 @@ def _launch_log(config: LaunchConfig) -> Iterator[LaunchLog]:
 
 @contextlib.contextmanager
 def _scratch_folder(config: LaunchConfig) -> Iterator[None]:
-    if config.mode != "ps":
+    if config.mode != "ps" and not config.watches_workers:
         yield
         return
     config.scratch_path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,6 +175,7 @@ class JobLoop:
         self._config, self._environment, self._log, self._signals = config, environment, log, signals
         self._supervisor, self._membership, self._mark = supervisor, membership, mark
         self._oom_kills_before = oom_kill_count()
+        self._preempted = False
         self._restarts = 0
 
     def run(self) -> int:
@@ -181,7 +183,8 @@ class JobLoop:
         is_first = True
         while True:
             outcome = self._run_generation(is_first)
-            if self._signals.received:  # it came while the processes were being stopped for another reason
+            if self._signals.received and not self._preempted:
+                # It came while the processes were being stopped for another reason.
                 return 128 + self._signals.received[0]
             if not outcome.restart:
                 return outcome.exit_code
@@ -203,10 +206,12 @@ class JobLoop:
                 specs,
                 overwrite_logs=is_first and (config.log_overwrite or config.log_style == "fleetrun"),
                 news=self._membership.news,
+                watch=open_watch(config, self._log, len(peers)),
                 ends_servers=not self._has_unknown_workers(),
                 started=lambda: self._log.info(watching_pod_line(config, specs)),
                 ending=lambda result: self._membership.announce_end(result, _failure_line(result, own)),
             )
+        self._preempted = result.preempted
         return self._settle(result, own)
 
     def _announce_pod(

@@ -125,6 +125,9 @@ def place(
     """
     kept = {k: v for k, v in variables.items() if len(v) <= config.environment_limit}
     overflow = {k: v for k, v in variables.items() if k not in kept}
+    if role == "worker" and config.watches_workers:
+        kept["FLEET_WORKER_FILE"] = f"{config.scratch_path / f'worker.{index}'}"
+        kept["FLEET_PREEMPT_GRACE"] = f"{config.preempt_grace_s:g}"
     backup = None
     if role == "worker":
         backup = config.log_dir.absolute() / f"backup_env.{index}.json"

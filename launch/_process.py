@@ -52,6 +52,7 @@ class Process:
         log_fd = open_log(spec.log_path, overwrite=overwrite_log)
         self.log_start_bytes = os.fstat(log_fd).st_size
         self.started_at = time.monotonic()
+        self.kill_reason = ""
         try:
             self._popen = _start(spec, _child_environment(spec, inherited, mark), log_fd)
         except OSError as error:
@@ -80,6 +81,7 @@ class Process:
                     signal_name=None if status >= 0 else _signal_name(-status),
                     lifetime_s=now - self.started_at,
                     ended_at=now,
+                    kill_reason=self.kill_reason,
                 )
         return self.ended
 
@@ -97,6 +99,12 @@ class Process:
         if self.ended is None:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the process alone."""
+        if self.ended is None:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def is_dying(self) -> bool:
         """Returns whether the kernel is already taking the process down, though it cannot be waited for yet."""

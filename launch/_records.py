@@ -76,6 +76,8 @@ class LaunchConfig:
     elastic_level: int = -1
     elastic_timeout_s: float = 30.0
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
+    heartbeat_timeout_s: float = 0.0  # a worker that is silent for longer hangs; 0: nobody looks
+    preempt_grace_s: float = 0.0  # for the workers to save themselves after SIGTERM; 0: they are not asked
     # what the planner and the running half need besides
     notes: tuple[Note, ...] = ()  # to be logged once, after the configuration block
     pod_name: str = "pod"  # six random lower-case letters
@@ -107,6 +109,12 @@ class LaunchConfig:
     elastic_force: bool = False
     elastic_pre_hook: str | None = None
     elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
+
+    @property
+    def watches_workers(self) -> bool:
+        """Whether the launcher shares a file with each worker."""
+        return self.heartbeat_timeout_s > 0 or self.preempt_grace_s > 0
+
     elastic_ttl_s: int = 10  # PADDLE_ELASTIC_TTL: how long a node may be silent
     is_scheduled: bool = False  # a failed node exits with 101, so that its scheduler starts it again
 
@@ -138,6 +146,7 @@ class ProcessExit:
     signal_name: str | None
     lifetime_s: float
     ended_at: float  # time.monotonic() of the moment it was seen
+    kill_reason: str = ""  # why the launcher killed it, when it did so on purpose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +158,4 @@ class GroupResult:
     stop_signal: int | None = None  # the signal that ended the launcher, when one did
     interrupted: bool = False  # the other nodes wanted a stop; ``exit_code`` says nothing then
     log_start_bytes: int = 0  # where this generation's part of the failed process's log file begins
+    preempted: bool = False  # the workers were asked to save and stop, and ended by themselves

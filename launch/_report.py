@@ -111,6 +111,8 @@ def hint_line(ended: ProcessExit, oom_kills: int = 0) -> str | None:
     """Returns what a SIGKILL most likely means; ``oom_kills`` counts the kernel's kills for memory during the job."""
     if ended.exit_code != _SIGKILL_CODE:
         return None
+    if ended.kill_reason:
+        return ended.kill_reason
     if oom_kills:
         return (
             f"The kernel ended {oom_kills} process(es) of this control group for lack of memory during the job. "

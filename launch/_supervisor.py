@@ -9,10 +9,12 @@ Who the peers are is not known here. :class:`PeerNews` is all that supervision s
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from signal import SIGTERM
 from types import TracebackType
 from typing import Protocol
 
@@ -22,6 +24,8 @@ from fleet.launch._process import Process
 from fleet.launch._records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch._report import choose_first_failure, looks_like_victim
 from fleet.launch._signals import SignalInbox
+from fleet.launch._watch import WorkerWatch
+from fleet.launch._worker_file import PREEMPTED
 
 # After a failure the others may sit in a collective that nobody will join: they get this long, not the user's grace.
 FAILURE_GRACE_S = 0.3
@@ -31,6 +35,8 @@ _SETTLE_S = 0.03
 _DYING_S = 0.1
 _VICTIM_S = 0.2
 _POLL_S = 0.02
+# Whoever did not save itself within the grace is not given much more.
+_AFTER_PREEMPTION_S = 5.0
 # A killed process that is still there after this long waits in the kernel for a device; nobody can end it.
 _UNKILLABLE_S = 5.0
 
@@ -71,6 +77,7 @@ class ProcessGroup:
     ) -> None:
         self._mark, self._inherited, self._guardian, self._signals = mark, inherited, guardian, signals
         self._news, self._output_fd = news, output_fd
+        self.watch: WorkerWatch | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         if news is not None:
@@ -87,8 +94,12 @@ class ProcessGroup:
 
     def start(self, spec: ProcessSpec, *, overwrite_log: bool) -> Process:
         """Starts one process; its end is watched from now on."""
+        if self.watch is not None:
+            self.watch.prepare(spec)
         process = Process(spec, self._inherited, mark=self._mark, overwrite_log=overwrite_log)
         self._guardian.add_group(process.pid)
+        if self.watch is not None:
+            self.watch.started(process)
         self.processes.append(process)
         if process.pidfd is not None:
             self._selector.register(process.pidfd, selectors.EVENT_READ, process)
@@ -186,6 +197,7 @@ class Supervisor:
         *,
         overwrite_logs: bool = False,
         news: PeerNews | None = None,
+        watch: WorkerWatch | None = None,
         ends_servers: bool = True,
         started: Callable[[], None] = lambda: None,
         ending: Callable[[GroupResult], None] = lambda result: None,
@@ -196,6 +208,7 @@ class Supervisor:
             specs: the processes, servers first.
             overwrite_logs: empties the log files first.
             news: what the other nodes want; None on one node.
+            watch: what the workers share with the launcher; None when nothing asks for it.
             ends_servers: whether the end of this node's workers is the end of its servers. False when the workers
                 of other nodes use them and no membership tells when those are done: the servers return by themselves.
             started: called once every process runs.
@@ -203,11 +216,15 @@ class Supervisor:
                 cause before they feel its effects.
         """
         self._ending = ending
-        with self._group(news) as group:
+        with contextlib.ExitStack() as stack:
+            if watch is not None:
+                stack.callback(watch.close)
+            group = stack.enter_context(self._group(news))
+            group.watch = watch
             for spec in specs:
                 group.start(spec, overwrite_log=overwrite_logs)
             started()
-            return self._watch(group, news, ends_servers)
+            return self._supervise(group, news, watch, ends_servers)
 
     def _group(self, news: PeerNews | None) -> ProcessGroup:
         return ProcessGroup(
@@ -219,11 +236,15 @@ class Supervisor:
             output_fd=self._output_fd,
         )
 
-    def _watch(self, group: ProcessGroup, news: PeerNews | None, ends_servers: bool) -> GroupResult:
+    def _supervise(
+        self, group: ProcessGroup, news: PeerNews | None, watch: WorkerWatch | None, ends_servers: bool
+    ) -> GroupResult:
         workers_told = False
         servers_may_end = False
         while True:
             if signals := self._signals.take():
+                if watch is not None and watch.saves_on(signals):
+                    return self._preempt(group, news, watch, asked=True)
                 return self._stop(group, signals)
             event = news.take() if news is not None else None
             if event is not None and event.kind == "stop":
@@ -241,8 +262,45 @@ class Supervisor:
                 return self._end_servers(group, news)
             if not group.running():
                 return GroupResult(exit_code=0)
-            if failures := [ended for ended in group.wait() if ended.exit_code]:
+            limit_s = None if watch is None else watch.period_s
+            if failures := [ended for ended in group.wait(limit_s) if ended.exit_code]:
+                if watch is not None and watch.preempt_grace_s and failures[0].exit_code == PREEMPTED:
+                    return self._preempt(group, news, watch, asked=False)
                 return self._fail(group, failures)
+            if watch is not None and (hung := watch.check()) is not None:
+                hung.kill()  # its end is the failure that the next round sees
+
+    def _preempt(self, group: ProcessGroup, news: PeerNews | None, watch: WorkerWatch, *, asked: bool) -> GroupResult:
+        """Lets the workers save and stop by themselves: asked by a signal here, or by the launcher of another node."""
+        grace_s = watch.preempt_grace_s
+        if asked:
+            self._log.info(f"Terminating with signal {SIGTERM}: the workers have {grace_s:g} s to save and stop")
+            watch.ask_to_stop(group.running("worker"))
+        deadline = time.monotonic() + grace_s
+        failures: list[ProcessExit] = []
+        while group.running("worker") and (left_s := deadline - time.monotonic()) > 0:
+            failures += [ended for ended in group.wait(left_s) if ended.exit_code not in (0, PREEMPTED)]
+            if failures:
+                return self._fail(group, failures)
+            if signals := self._signals.take():
+                return self._stop(group, [*signals, *signals])  # asked twice: without the grace
+            if news is not None and (event := news.take()) is not None and event.kind == "stop":
+                group.stop(event.grace_s)
+                return GroupResult(exit_code=0, interrupted=True)
+        if group.running("worker"):
+            self._log.warning(f"--preempt_grace of {grace_s:g} s is over, and not every worker has stopped by itself.")
+            result = GroupResult(exit_code=128 + SIGTERM, stop_signal=SIGTERM)
+            self._ending(result)
+            group.stop(min(self._grace_s, _AFTER_PREEMPTION_S))
+            return result
+        if any(p.ended is not None and p.ended.exit_code == PREEMPTED for p in group.processes):
+            self._log.info("The workers have saved and stopped; starting the job again continues it.")
+            result = GroupResult(exit_code=PREEMPTED, stop_signal=SIGTERM, preempted=True)
+            self._ending(result)
+        else:
+            result = GroupResult(exit_code=0, preempted=True)  # they had finished anyway
+        group.stop(self._grace_s)
+        return result
 
     def _end_servers(self, group: ProcessGroup, news: PeerNews | None) -> GroupResult:
         """Gives the servers a moment to return from run_server(), then stops them."""

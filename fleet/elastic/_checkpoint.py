@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -31,9 +31,6 @@ from fleet.elastic._state import (
 from fleet.elastic._write import Background, Write, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
-
-if TYPE_CHECKING:
-    from fleet._session import Session
 
 
 class Checkpoint:

@@ -80,9 +80,7 @@ class Restore:
             if self._is_first:
                 _warn_of(self._folder, problems[0])
 
-    def load(
-        self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any
-    ) -> dict[str, Any]:
+    def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
         """Puts model, optimizer and scheduler back; returns the rest. Raises CheckpointError when they do not fit."""
         declared = declared_scales(optimizer)
         try:
@@ -170,7 +168,7 @@ class Restore:
                 if PART in part["model"] or (part["optimizer"] is not None and PART in part["optimizer"]):
                     problem = (
                         f"{found.name} was saved by {found.world_size} workers with divided parameters inside a window "
-                        "of gradient_merge. Continue with as many workers, or from a checkpoint that was saved at an update."
+                        "of gradient_merge. Continue with as many workers, or from a checkpoint saved at an update."
                     )
                     break
                 mean.add(part["model"])

@@ -122,12 +122,21 @@ class ElasticSampler(Sampler[int]):
         return self._counted(iterator, batch_size)
 
     def _counted(self, iterator: Iterator[Any], batch_size: int) -> Iterator[Any]:
-        for batch in iterator:
-            self.record(batch_size)
-            yield batch
-            session = running_session()
-            if session is not None:
+        session = running_session()
+        if session is None:
+            for batch in iterator:
+                self.record(batch_size)
+                yield batch
+            return
+        session.num_loops += 1
+        try:
+            session.after_batch()
+            for batch in iterator:
+                self.record(batch_size)
+                yield batch
                 session.after_batch()
+        finally:
+            session.num_loops -= 1
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over this worker's part of what is left of the epoch; after its end, over the epoch again."""
@@ -144,7 +153,7 @@ class ElasticSampler(Sampler[int]):
         if self._handed_out and not self._recorded:
             raise ConfigError(
                 f"ElasticSampler.state_dict(): {self._handed_out} samples were handed out and none was recorded as "
-                "used. Iterate over sampler.batches(loader), or call sampler.record(number of samples) after each batch."
+                "used. Iterate over sampler.batches(loader), or call sampler.record(number of samples) after each."
             )
         return {
             "epoch": self.epoch,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,10 +44,21 @@ def has_own_state(optimizer: Optimizer) -> bool:
     while isinstance(optimizer, OptimizerWrapper):
         if isinstance(optimizer, LocalOptimizer | SparseUpdateOptimizer):
             return True
-        if isinstance(optimizer, MergingOptimizer) and any(w["batch"] for w in windows(optimizer.state_dict()).values()):
+        if isinstance(optimizer, MergingOptimizer) and optimizer._window.batch:
             return True
         optimizer = optimizer.optimizer
     return False
+
+
+def is_synchronised(optimizer: Optimizer) -> bool:
+    """Returns whether the workers have just exchanged something, so that they are at the same step."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, LocalOptimizer) and optimizer.averaged_at != optimizer.steps:
+            return False
+        if isinstance(optimizer, MergingOptimizer) and optimizer._window.batch:
+            return False
+        optimizer = optimizer.optimizer
+    return True
 
 
 def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -90,8 +101,9 @@ def take_optimizer(optimizer: Optimizer, keep: bool, copy: bool) -> dict[str, An
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """Returns what ``optimizer.state_dict()`` returns, without the warning of a FleetOptimizer about parts."""
-    wrapped = isinstance(optimizer, FleetOptimizer)
-    return OptimizerWrapper.state_dict(optimizer) if wrapped else optimizer.state_dict()
+    if isinstance(optimizer, FleetOptimizer):
+        return OptimizerWrapper.state_dict(optimizer)
+    return optimizer.state_dict()
 
 
 def take_own(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -151,7 +163,7 @@ def host_copy(state: Any) -> Any:
 def take_random() -> dict[str, Any]:
     """Returns the states of the random generators of this process: torch, the current GPU, Python, numpy."""
     version, words, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, place, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     found = {
         "torch": torch.get_rng_state(),
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],

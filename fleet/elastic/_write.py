@@ -73,7 +73,8 @@ class Write:
         while not self.staging.is_dir():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"worker {self.rank} does not see {self.staging.name}, which worker 0 made in {str(self.folder)!r}. "
+                    f"worker {self.rank} does not see {self.staging.name}, which worker 0 made in "
+                    f"{str(self.folder)!r}. "
                     "This strategy keeps a state on each worker, so the folder has to be one that all of them share."
                 )
             os.listdir(self.folder if self.folder.is_dir() else self.folder.parent)  # lets a network file system look

@@ -33,7 +33,12 @@ def use(state: dict[str, Any] | None, epoch: int, *, workers: int, batches: int,
     for rank in range(workers):
         data = Numbers(made["length"])
         sampler = ElasticSampler(
-            data, shuffle=made["shuffle"], seed=made["seed"], drop_last=made["drop_last"], num_workers=workers, rank=rank
+            data,
+            shuffle=made["shuffle"],
+            seed=made["seed"],
+            drop_last=made["drop_last"],
+            num_workers=workers,
+            rank=rank,
         )
         if state is not None:
             sampler.load_state_dict(state)
@@ -151,9 +156,7 @@ def test_forgotten_records_are_an_error() -> None:
 def test_another_order_is_refused(change: dict[str, Any], match: str) -> None:
     state = ElasticSampler(Numbers(10), num_workers=1, rank=0).state_dict()
     made: dict[str, Any] = {"length": 10, "seed": 0, "shuffle": True, **change}
-    sampler = ElasticSampler(
-        Numbers(made["length"]), seed=made["seed"], shuffle=made["shuffle"], num_workers=1, rank=0
-    )
+    sampler = ElasticSampler(Numbers(made["length"]), seed=made["seed"], shuffle=made["shuffle"], num_workers=1, rank=0)
     with pytest.raises(CheckpointError, match=match):
         sampler.load_state_dict(state)
 

@@ -1,0 +1,128 @@
+"""How the workers agree on the step at which all of them stop.
+
+[Note: Agreement without a deadlock]
+A worker that hears of the request must not stop where it is: another one, a step ahead, would wait in a collective for
+ever. Nor can they ask each other by a collective, which would meet the gradients of the one ahead. So they talk through
+the store of the process group, which waits for nobody:
+
+1. A worker that has heard says so in the store and goes on training; from now on it looks into the store after each
+   step.
+2. Once all have said so, worker 0 writes ``its step + 1`` as the step to stop at, before it begins that step.
+3. Each worker stops after the first step from that one on at which the workers exchange something.
+
+Nobody has passed that step when it is written, because it cannot be finished without worker 0. And nobody misses it:
+who finishes it has got worker 0's part of the exchange, which was sent after the writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+# With several nodes, the launcher of another one may have got the signal: that is looked for this often.
+_LISTEN_PERIOD_S = 0.5
+
+
+class Store(Protocol):
+    """What agreement needs of ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key."""
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all keys are set."""
+
+
+class Agreement:
+    """One worker's part in agreeing on the last step; see [Note: Agreement without a deadlock].
+
+    Args:
+        store: the store of all workers; None for a worker alone.
+        rank: rank of this worker.
+        world_size: number of workers.
+        listens: look for requests that reached other nodes only.
+    """
+
+    def __init__(self, store: Store | None, rank: int, world_size: int, *, listens: bool = False) -> None:
+        self._store, self._rank, self._world_size, self._listens = store, rank, world_size, listens
+        self._has_heard = False
+        self._stop_at: int | None = None
+        self._listened_at = 0.0
+        self.is_reached = False
+
+    def after_step(self, step: int, requested: bool, is_synchronised: Callable[[], bool]) -> bool:
+        """Returns whether every worker stops after this ``step``.
+
+        Args:
+            step: steps that this worker has finished.
+            requested: whether somebody asked this worker to stop.
+            is_synchronised: whether the workers exchanged something in this step; asked only when it matters.
+        """
+        if self.is_reached or not (self._has_heard or requested or self._others_asked()):
+            return self.is_reached
+        store = self._store
+        if store is None:
+            self._stop_at = step
+        else:
+            if not self._has_heard:
+                store.set("asked", "1")
+                store.set(f"heard/{self._rank}", "1")
+            if self._stop_at is None:
+                self._decide(store, step)
+        self._has_heard = True
+        self.is_reached = self._stop_at is not None and step >= self._stop_at and (store is None or is_synchronised())
+        return self.is_reached
+
+    def _decide(self, store: Store, step: int) -> None:
+        if self._rank == 0:
+            if store.check([f"heard/{rank}" for rank in range(self._world_size)]):
+                self._stop_at = step + 1
+                store.set("stop_at", f"{self._stop_at}")
+        elif store.check(["stop_at"]):
+            self._stop_at = int(store.get("stop_at"))
+
+    def _others_asked(self) -> bool:
+        if not self._listens or self._store is None:
+            return False
+        now = time.monotonic()
+        if now - self._listened_at < _LISTEN_PERIOD_S:
+            return False
+        self._listened_at = now
+        return self._store.check(["asked"])
+
+
+class TerminationNotice:
+    """Takes SIGTERM as a request to stop, once; a second one ends the process.
+
+    A data-loader process that was forked from the worker inherits the handler, and dies of SIGTERM as it should. A
+    handler that the program has set stays.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._pid = os.getpid()
+        self._is_set = False
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._note)
+            self._is_set = True
+
+    def close(self) -> None:
+        """Gives the signal back."""
+        if self._is_set and signal.getsignal(signal.SIGTERM) == self._note:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received or os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = True

@@ -1,0 +1,169 @@
+"""Notices workers that hang, says where, and which one the others wait for; reports slow ones."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fleet.launch._logs import LaunchLog
+from fleet.launch._process import Process
+from fleet.launch._stacks import Stack, ask_for_stacks, is_stopped
+from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, PID, STEP, WorkerFile
+
+# The first step compiles, opens data and waits for the others to do so.
+FIRST_STEP_FACTOR = 10
+# With other nodes in the job, a node whose workers all wait gives the one that hangs this long to say so first.
+_DEFER_S = 2.0
+_SLOW_PERIOD_S = 30.0
+_SLOW_STEPS = 20
+_SLOW_FACTOR = 1.5
+_MAX_STACK_LINES = 20
+
+
+@dataclass
+class Pulse:
+    """One worker as the launcher sees it."""
+
+    process: Process
+    file: WorkerFile
+    step: int = 0  # finished when the hang was noticed
+    own_ns: int = 0  # at the last report on speed
+    own_steps: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank in the job."""
+        return self.process.spec.index
+
+    def late_s(self, now_ns: int, limit_s: float) -> float | None:
+        """Returns how long the worker has been silent when that is longer than it may; None otherwise."""
+        words = self.file.words
+        if self.process.ended is not None or not words[PID] or words[PAUSED]:
+            return None
+        silent_s = (now_ns - words[BEAT_NS]) / 1e9
+        return silent_s if silent_s > (limit_s if words[STEP] else limit_s * FIRST_STEP_FACTOR) else None
+
+
+class Heartbeats:
+    """Watches the workers of one generation.
+
+    Args:
+        limit_s: how long a worker may be silent.
+        log: where the findings go.
+        is_alone: whether all workers of the job are on this node.
+    """
+
+    def __init__(self, limit_s: float, log: LaunchLog, *, is_alone: bool = True) -> None:
+        self._limit_s, self._log, self._is_alone = limit_s, log, is_alone
+        self._pulses: list[Pulse] = []
+        self._waiting_since: float | None = None
+        self._reported_at = time.monotonic()
+        self.period_s = max(min(limit_s / 10, 0.5), 0.05)
+
+    def add(self, process: Process, file: WorkerFile) -> None:
+        """Watches one more worker."""
+        self._pulses.append(Pulse(process, file))
+
+    def check(self) -> Process | None:
+        """Returns the worker to end because it hangs, and says so with all stacks; None when none does."""
+        self._report_slow()
+        now_ns = time.monotonic_ns()
+        late = {pulse.rank: late_s for pulse in self._pulses if (late_s := pulse.late_s(now_ns, self._limit_s))}
+        if not late:
+            self._waiting_since = None
+            return None
+        if self._waiting_since is not None and time.monotonic() - self._waiting_since < _DEFER_S:
+            return None
+        running = [pulse for pulse in self._pulses if pulse.process.ended is None and pulse.file.words[PID]]
+        stopped = {pulse.rank for pulse in running if is_stopped(pulse.process.pid)}
+        for pulse in running:
+            pulse.step = pulse.file.words[STEP]  # a stopped one goes on as soon as it is asked for its stack
+        found = ask_for_stacks((pulse.process.pid, pulse.file) for pulse in running)
+        stacks = {pulse.rank: found.get(pulse.process.pid, Stack()) for pulse in running}
+        suspects = [p for p in running if p.rank in late and (p.rank in stopped or not stacks[p.rank].waits)]
+        if not suspects and not self._is_alone and self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+            return None
+        chosen = min(
+            suspects or [pulse for pulse in running if pulse.rank in late],
+            key=lambda p: (p.step, p.rank not in stopped, p.file.words[BEAT_NS]),
+        )
+        self._say(chosen, running, late, stopped, stacks, certain=bool(suspects))
+        return chosen.process
+
+    def _say(
+        self,
+        chosen: Pulse,
+        running: Sequence[Pulse],
+        late: dict[int, float],
+        stopped: set[int],
+        stacks: dict[int, Stack],
+        *,
+        certain: bool,
+    ) -> None:
+        for pulse in sorted(running, key=lambda p: (p is not chosen, p.rank)):
+            stack, step = stacks[pulse.rank], pulse.step + 1
+            place = f"it is at {stack.place}" if stack.frames else "its stack is unknown"
+            if pulse.rank in stopped:
+                place = f"it was stopped by a signal (SIGSTOP); {place}"
+            if pulse.rank not in late:
+                self._log.error(f"rank {pulse.rank} is in step {step}; {place}")
+            elif pulse is chosen or not stack.waits:
+                self._log.error(f"rank {pulse.rank} has not finished step {step} for {late[pulse.rank]:.0f} s; {place}")
+            else:
+                self._log.error(f"rank {pulse.rank} waits for other ranks in step {step}; {place}")
+        if not certain:
+            self._log.error(
+                "Every rank of this node waits for others; the cause may be in the network or another node."
+            )
+        for pulse in running:
+            lines = stacks[pulse.rank].text.splitlines()
+            shown = [f"  {frame}" for frame in stacks[pulse.rank].frames[:_MAX_STACK_LINES]]
+            self._log.plain("\n".join([f"Stack of rank {pulse.rank}, innermost call first:", *shown]))
+            if len(lines) > len(shown) + 1:
+                self._log.file_only("\n".join([f"All threads of rank {pulse.rank}:", *lines]))
+        chosen.process.kill_reason = (
+            f"The launcher killed it: it had not finished step {chosen.step + 1} for "
+            f"{late[chosen.rank]:.0f} s, and --heartbeat_timeout is {self._limit_s:g} s."
+        )
+
+    def _report_slow(self) -> None:
+        """Says, every half a minute, which worker's own work takes longest when that is half as long again."""
+        now = time.monotonic()
+        if now - self._reported_at < _SLOW_PERIOD_S:
+            return
+        self._reported_at = now
+        times: dict[int, float] = {}
+        for pulse in self._pulses:
+            own_ns, own_steps = pulse.file.words[OWN_NS], pulse.file.words[OWN_STEPS]
+            steps = own_steps - pulse.own_steps
+            if steps >= _SLOW_STEPS and pulse.process.ended is None:
+                times[pulse.rank] = (own_ns - pulse.own_ns) / steps / 1e9
+                pulse.own_ns, pulse.own_steps = own_ns, own_steps
+        line = slow_line(times)
+        if line:
+            self._log.warning(line)
+
+
+def slow_line(times_s: dict[int, float]) -> str:
+    """Returns the sentence about the slowest rank, or an empty string when it is not slower by half than the others.
+
+    Args:
+        times_s: seconds of its own work that a step takes, by rank; waiting for others is not among them.
+
+    Example:
+        >>> slow_line({0: 0.1, 1: 0.1, 2: 0.3})
+        'rank 2 is slow: its own work takes 0.3 s a step, that of the others 0.1 s. The job waits for it.'
+    """
+    if len(times_s) < 2:
+        return ""
+    slowest = max(times_s, key=lambda rank: times_s[rank])
+    others = statistics.median(value for rank, value in times_s.items() if rank != slowest)
+    if times_s[slowest] < _SLOW_FACTOR * others:
+        return ""
+    return (
+        f"rank {slowest} is slow: its own work takes {times_s[slowest]:.3g} s a step, that of the others "
+        f"{others:.3g} s. The job waits for it."
+    )

@@ -1,0 +1,109 @@
+"""Stacks that workers wrote with faulthandler: asked for, read, and judged for who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet.launch._worker_file import MAIN_THREAD, SHOWS_STACKS, STACK_SIGNAL, WorkerFile
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
+# In the innermost frames of a main thread, these say that it waits for other workers.
+_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
+_WAIT_DEPTH = 6
+_LIBRARIES = ("/torch/", "/fleet/", "/site-packages/", "/lib/python3", "<frozen")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack, innermost first."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The main thread of a worker; ``text`` holds all threads as they were written."""
+
+    frames: tuple[Frame, ...] = ()
+    text: str = ""
+
+    @property
+    def place(self) -> str:
+        """The innermost line of the user's own code, and what it called where that is a library."""
+        if not self.frames:
+            return ""
+        own = next((f for f in self.frames if not any(part in f.file for part in _LIBRARIES)), self.frames[0])
+        return f"{own}" if own is self.frames[0] else f"{own} (inside {self.frames[0]})"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in an exchange with other workers."""
+        return any(part in frame.file for frame in self.frames[:_WAIT_DEPTH] for part in _WAITS)
+
+
+def ask_for_stacks(workers: Iterable[tuple[int, WorkerFile]], limit_s: float = 1.0) -> dict[int, Stack]:
+    """Returns the stacks by process id of the workers that show them within ``limit_s``.
+
+    A stopped worker is continued for it: the signal that waits for it comes before its own next instruction.
+    """
+    asked = {pid: file for pid, file in workers if file.words[SHOWS_STACKS]}
+    before = {pid: _size(file.stacks) for pid, file in asked.items()}
+    for pid in asked:
+        with contextlib.suppress(OSError):
+            os.kill(pid, STACK_SIGNAL)
+            os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + limit_s
+    sizes = dict(before)
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = {pid: _size(file.stacks) for pid, file in asked.items()}
+        if now == sizes and all(now[pid] > before[pid] for pid in asked):
+            break
+        sizes = now
+    return {pid: read_stack(file.stacks, before[pid], file.words[MAIN_THREAD]) for pid, file in asked.items()}
+
+
+def read_stack(path: Path, from_bytes: int, main_thread: int) -> Stack:
+    """Returns the stack of ``main_thread`` in the part of ``path`` that begins at ``from_bytes``."""
+    try:
+        with open(path, encoding="utf-8", errors="backslashreplace") as file:
+            file.seek(from_bytes)
+            text = file.read(1 << 20)
+    except OSError:
+        return Stack()
+    threads: dict[int, list[Frame]] = {}
+    current: list[Frame] = []
+    for line in text.splitlines():
+        if (thread := _THREAD.match(line)) is not None:
+            current = threads.setdefault(int(thread[1], 16), [])
+        elif (frame := _FRAME.match(line)) is not None:
+            current.append(Frame(frame[1], int(frame[2]), frame[3]))
+    return Stack(tuple(threads.get(main_thread, current)), text)
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a signal (SIGSTOP, a debugger) has stopped the process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

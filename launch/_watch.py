@@ -1,0 +1,88 @@
+"""What the launcher shares with its workers while they run: their heartbeats, and the request to save and stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from signal import SIGTERM
+
+from fleet.launch._heartbeat import Heartbeats
+from fleet.launch._logs import LaunchLog
+from fleet.launch._process import Process
+from fleet.launch._records import LaunchConfig, ProcessSpec
+from fleet.launch._worker_file import PID, STOP_ASKED, WorkerFile
+
+FILE_VARIABLE = "FLEET_WORKER_FILE"
+
+
+class WorkerWatch:
+    """The shared files of the workers of one generation on this node.
+
+    Args:
+        heartbeat_s: how long a worker may be silent; 0: it may.
+        preempt_grace_s: how long a job that is asked to stop may take to save itself; 0: it is not asked.
+        is_alone: whether all workers of the job are on this node.
+        log: where findings go.
+    """
+
+    def __init__(self, *, heartbeat_s: float, preempt_grace_s: float, is_alone: bool, log: LaunchLog) -> None:
+        self._heartbeats = Heartbeats(heartbeat_s, log, is_alone=is_alone) if heartbeat_s else None
+        self.preempt_grace_s = preempt_grace_s
+        self._files: dict[int, WorkerFile] = {}
+
+    @property
+    def period_s(self) -> float | None:
+        """How often :meth:`check` wants to be called; None: never."""
+        return None if self._heartbeats is None else self._heartbeats.period_s
+
+    def prepare(self, spec: ProcessSpec) -> None:
+        """Makes the file of a worker that is about to start."""
+        if FILE_VARIABLE in spec.environment:
+            self._files[spec.local_index] = WorkerFile.create(Path(spec.environment[FILE_VARIABLE]))
+
+    def started(self, process: Process) -> None:
+        """Watches a worker from now on."""
+        if FILE_VARIABLE in process.spec.environment and self._heartbeats is not None:
+            self._heartbeats.add(process, self._files[process.spec.local_index])
+
+    def check(self) -> Process | None:
+        """Returns a worker that hangs, once; None when none does."""
+        return None if self._heartbeats is None else self._heartbeats.check()
+
+    def saves_on(self, signals: Sequence[int]) -> bool:
+        """Returns whether these signals to the launcher ask the workers to save; Ctrl-C and others do not."""
+        return bool(self.preempt_grace_s) and set(signals) == {SIGTERM}
+
+    def ask_to_stop(self, workers: Iterable[Process]) -> None:
+        """Asks the workers to save and stop: in their files, or by SIGTERM those that do not read one.
+
+        No data-loader process gets a signal: it would end, and the worker with it, before anything is saved.
+        """
+        for worker in workers:
+            file = self._files.get(worker.spec.local_index)
+            if file is not None and file.words[PID]:
+                file.words[STOP_ASKED] = 1
+            else:
+                worker.terminate()
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        for file in self._files.values():
+            file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+        self._files = {}
+
+
+def open_watch(config: LaunchConfig, log: LaunchLog, num_nodes: int) -> WorkerWatch | None:
+    """Returns the watch that ``config`` asks for; None when it asks for none."""
+    if not config.watches_workers:
+        return None
+    return WorkerWatch(
+        heartbeat_s=config.heartbeat_timeout_s,
+        preempt_grace_s=config.preempt_grace_s,
+        is_alone=num_nodes == 1,
+        log=log,
+    )
