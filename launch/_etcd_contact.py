@@ -23,6 +23,8 @@ END_LEASE_S = 600
 _PERIOD_S = 1.0
 _COUNT_S = 0.2
 _WATCH_IDLE_S = 10.0
+# How long nobody is given up after etcd was out of reach: every living node is back by then.
+_COME_BACK_S = 3.0
 # Kept free at the end of the lease to stop the workers in.
 _STOP_S = 0.8
 
@@ -119,7 +121,7 @@ class EtcdContact:
 
     def trusts_absence(self) -> bool:
         """Returns whether etcd has answered for long enough that every living node has had time to come back."""
-        return self._error is None and time.monotonic() - self._steady_since >= min(self.ttl_s, 3.0)
+        return self._error is None and time.monotonic() - self._steady_since >= min(self.ttl_s, _COME_BACK_S)
 
     def close(self, record: str | None = None) -> None:
         """Gives the lease back, and with it this node's key, and ends the threads.
@@ -184,15 +186,19 @@ class EtcdContact:
 
     def _count(self) -> None:
         """Sets ``is_cut_off`` shortly before the lease ends, unless the silence is proved to be everybody's."""
+        proved_at = 0.0
         while not self._closing.is_set():
             time.sleep(_COUNT_S)
             if self.has_contact():
                 continue
             error = self._error
             is_down = isinstance(error, EtcdUnreachableError) and error.is_down
-            is_proved = is_down or self._is_outage()
-            is_late = time.monotonic() - self._answered_at > self.ttl_s - _STOP_S
-            if is_late and not is_proved and not self.is_cut_off:
+            began = time.monotonic()
+            if is_down or self._is_outage():
+                proved_at = began
+            # After an outage nobody is given up before _COME_BACK_S have passed, so this node has as long.
+            safe_until = max(self._answered_at + self.ttl_s, proved_at + min(self.ttl_s, _COME_BACK_S)) - _STOP_S
+            if time.monotonic() > safe_until and not self.is_cut_off:
                 self.is_cut_off = True
                 self._notify()
 

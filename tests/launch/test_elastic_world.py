@@ -327,7 +327,7 @@ class Cluster:
 MOVES = st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abcd")), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(MOVES)
 def test_no_two_nodes_ever_start_with_different_worlds(moves: list[tuple[int, str]]) -> None:
     """Whatever happens in whatever order; and once it is quiet, everybody who should run does (004-03)."""
