@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 		|| { echo 'make: $(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv.' >&2; exit 1; }
 	@echo 'Installing into $(VENV) (the first time this takes a few minutes)'
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) --constraint constraints.txt --editable '.[dev,examples]'
+	@$(PIP) --constraint constraints.txt --editable '.[dev,examples,elastic]'
 	@touch $@
 
 demo: $(READY)
