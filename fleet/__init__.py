@@ -52,9 +52,11 @@ _HOMES = {
     "estimate_memory": "fleet._estimate",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
+    "infer_from_dataset": "fleet.dataset._training",
     "recompute": "fleet.strategies._segments",
     "recompute_sequential": "fleet.strategies._segments",
     "spawn": "fleet.parallel",
+    "train_from_dataset": "fleet.dataset._training",
 }
 _MODULES = (
     "base",

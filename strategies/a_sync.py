@@ -18,7 +18,6 @@ from fleet.strategies._config import Config, setting
 from fleet.strategies._served_optimizer import ServedOptimizer
 
 _GPU_TABLES = "tables live in the servers' host memory; there are none on GPUs"
-_OWN_LOOP = "the training loop is the user's, which writes there what it computes"
 _HADOOP = "servers save to folders; copy them with fleet.utils.fs.HDFSClient, or mount the file system"
 _QUEUE_KEYS = (
     "max_merge_var_num",
@@ -64,10 +63,10 @@ class ASyncConfig(Config, option="a_sync_configs"):
 class TrainerDescConfig(Config, option="trainer_desc_configs"):
     """What ``train_from_dataset`` writes while it trains."""
 
-    dump_fields_path: str = setting("", "folder for the dumped values", refused=_OWN_LOOP)
-    dump_fields: tuple[str, ...] = setting([], "outputs to dump, sample by sample", refused=_OWN_LOOP)
-    dump_param: tuple[str, ...] = setting([], "parameters to dump, batch by batch", refused=_OWN_LOOP)
-    stat_var_names: tuple[str, ...] = setting([], "values to add up over the workers", refused=_OWN_LOOP)
+    dump_fields_path: str = setting("", "folder for the dumped values")
+    dump_fields: tuple[str, ...] = setting([], "outputs to dump, sample by sample")
+    dump_param: tuple[str, ...] = setting([], "parameters to dump, batch by batch")
+    stat_var_names: tuple[str, ...] = setting([], "values to add up over the workers")
     trainer: str = setting("", "class of Paddle's trainer", no_meaning="there is one trainer: the user's loop")
     device_worker: str = setting("", "class of Paddle's worker", no_meaning="there is one worker: the user's loop")
     local_sparse: tuple[str, ...] = setting(

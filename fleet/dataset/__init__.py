@@ -23,6 +23,8 @@ _HOMES = {
     "Slot": "_slots",
     "TreeIndex": "_not_offered",
     "WorkerGroup": "_workers",
+    "infer_from_dataset": "_training",
+    "train_from_dataset": "_training",
 }
 
 __all__ = sorted(_HOMES)
