@@ -93,7 +93,12 @@ def namespaces_work() -> str:
 
 
 class Namespaces:
-    """A network namespace for each pod, all on one bridge that lies in a namespace too; 10.77.0.N."""
+    """A network namespace for each pod, all on one bridge that lies in a namespace too; 10.77.0.N.
+
+    What all pods need (etcd) runs in the bridge's namespace: words that enter it are ``inside_hub``, at ``HUB``.
+    """
+
+    HUB = "10.77.0.250"
 
     def __init__(self, folder: Path) -> None:
         self._mark = f"fl{os.getpid() % 100000}"
@@ -103,7 +108,13 @@ class Namespaces:
         self._made: list[str] = []
         self._add_namespace(self._hub)
         self._ip("-n", self._hub, "link", "add", "br0", "type", "bridge")
+        self._ip("-n", self._hub, "addr", "add", f"{self.HUB}/24", "dev", "br0")
         self._ip("-n", self._hub, "link", "set", "br0", "up")
+
+    @property
+    def inside_hub(self) -> tuple[str, ...]:
+        """The words that run a command beside the pods."""
+        return ("ip", "netns", "exec", self._hub)
 
     def _ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
@@ -129,6 +140,7 @@ class Namespaces:
         self._ip("-n", space, "link", "set", inside, "name", "eth0")
         self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
         self._ip("-n", space, "link", "set", "eth0", "up")
+        self._ip("-n", space, "route", "add", "default", "via", self.HUB)
         (Path("/etc/netns") / space).mkdir(parents=True, exist_ok=True)
         self._write()
         return address
@@ -139,14 +151,16 @@ class Namespaces:
         self._write()
 
     def _write(self) -> None:
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._names.items())]
-        for pod in self._addresses:
-            # The same file, written in place: a running pod has it mounted.
+        for pod, own in self._addresses.items():
+            # As in a cluster, a pod's own name is in its file. Written in place: a running pod has the file mounted.
+            names = {pod: own, **self._names}
+            lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]
             (Path("/etc/netns") / self._namespace(pod) / "hosts").write_text("\n".join(lines) + "\n")
 
     def command(self, pod: str, command: list[str]) -> list[str]:
         """Returns the command that runs ``command`` in the pod."""
-        return ["ip", "netns", "exec", self._namespace(pod), *command]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', pod]
+        return ["ip", "netns", "exec", self._namespace(pod), *named, *command]
 
     def variables(self) -> dict[str, str]:
         """Returns what processes need."""
