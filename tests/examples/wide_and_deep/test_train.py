@@ -14,8 +14,8 @@ from tests.examples.scripts import ROOT, train
 from tests.examples.wide_and_deep.example import EXAMPLE, aucs, command, losses, served, write_criteo
 
 MOST_CHANGED_LINES = 46
-# The rate at which the small file is learned in two passes.
-SMALL = ("--layers", "8", "--batch-size", "16", "--lr", "0.5", "--epochs", "2")
+# Small steps: a network of this size is faster than an exchange, so async gradients are some steps old.
+SMALL = ("--layers", "8", "--batch-size", "16", "--lr", "0.2", "--epochs", "3")
 FLIGHTS = ("--layers", "128", "64", "--epochs", "2")
 
 
@@ -79,8 +79,8 @@ def test_plain_torch_learns_a_file(tmp_path: Path, model: str) -> None:
     path = write_criteo(tmp_path / "part-0", 1000)
     options = ("--data", str(path), "--model", model, "--history", "h.jsonl", *SMALL)
     output = train(command("train_torch.py", *options), tmp_path)
-    assert losses(output)[1] < losses(output)[0]
-    assert aucs(output)[1] > 0.7
+    assert losses(output)[-1] < losses(output)[0]
+    assert aucs(output)[-1] > 0.7
     records = [json.loads(line) for line in (tmp_path / "h.jsonl").read_text().splitlines()]
     assert [round(record["auc"], 6) for record in records] == aucs(output)
 
@@ -92,8 +92,8 @@ def test_servers_learn_a_file(tmp_path: Path, mode: str) -> None:
     path = write_criteo(tmp_path / "part-0", 1000)
     options = ("--data", str(path), "--mode", mode, "--k-steps", "5", "--save", str(tmp_path / "model"), *SMALL)
     output = train(served(*options), tmp_path)
-    assert losses(output)[1] < losses(output)[0]
-    assert aucs(output)[1] > 0.7
+    assert losses(output)[-1] < losses(output)[0]
+    assert aucs(output)[-1] > 0.7
     assert any((tmp_path / "model").rglob("*"))
 
 
