@@ -265,6 +265,7 @@ def _arguments(config: LaunchConfig, settings: Settings) -> dict[str, object]:
     if settings.has("workers") and not settings.has("trainers"):
         values["trainers"] = settings.values["workers"]
     values["run_mode"] = config.mode
+    values["max_restart"] = config.max_restart  # the flag's default counts with --elastic_level 1 only
     values["training_script"] = config.script
     values["training_script_args"] = list(config.script_args)
     return values

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
 from fleet.launch._elastic import needs_etcd, split_hook
+from fleet.launch._gpu_log import write_gpu_log
 from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
 from fleet.launch._job_files import write_job_files
 from fleet.launch._logs import LaunchLog
@@ -120,7 +121,8 @@ def _run_logged(
     try:
         config, membership = _open_membership(config, environment, log, signals)
         try:
-            code = JobLoop(config, environment, log, signals, supervisor, membership, mark).run()
+            with write_gpu_log(config, log):
+                code = JobLoop(config, environment, log, signals, supervisor, membership, mark).run()
         finally:
             membership.close()
     except (StoppedBySignalError, LeftJobError) as error:

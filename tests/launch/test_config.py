@@ -101,6 +101,7 @@ def test_restarts_happen_when_they_were_asked_for(flags: tuple[str, ...], restar
     """G13: the newer family restarts in place; the block still prints 3 by default."""
     config = read(*flags)
     assert config.max_restart == restarts
+    assert config.arguments["max_restart"] == restarts  # what the configuration block prints
     assert ("left aside" in notes(config)) == ("--elastic_level=0" in flags)
 
 
