@@ -1,0 +1,120 @@
+"""Heartbeats: who is late, who is the cause, and who is slow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleet.launch import _heartbeat
+from fleet.launch._heartbeat import FIRST_STEP_FACTOR, Heartbeats, slow_line
+from fleet.launch._logs import LaunchLog
+from fleet.launch._stacks import Frame, Stack
+from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, STEP, WorkerFile
+
+OWN = Stack((Frame("/home/me/train.py", 33, "load"),), "own")
+WAITING = Stack((Frame("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce"), *OWN.frames), "waiting")
+NOW_NS = time.monotonic_ns
+
+
+class Watched:
+    """Heartbeats over made-up workers; each is given as (step, seconds of silence, stack)."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, alone: bool = True, limit_s: float = 10.0):
+        self.beats = Heartbeats(limit_s, LaunchLog(), is_alone=alone)
+        self.files: list[WorkerFile] = []
+        self.stacks: dict[int, Stack] = {}
+        self.folder = folder
+        monkeypatch.setattr(_heartbeat, "ask_for_stacks", lambda workers: {pid: self.stacks[pid] for pid, _ in workers})
+        monkeypatch.setattr(_heartbeat, "is_stopped", lambda pid: False)
+
+    def add(self, step: int, silent_s: float, stack: Stack = OWN) -> WorkerFile:
+        rank = len(self.files)
+        file = WorkerFile.create(self.folder / f"worker.{rank}")
+        file.begin(1)
+        file.words[STEP] = step
+        file.words[BEAT_NS] = NOW_NS() - int(silent_s * 1e9)
+        process: Any = SimpleNamespace(pid=rank, ended=None, spec=SimpleNamespace(index=rank), kill_reason="")
+        self.beats.add(process, file)
+        self.stacks[rank] = stack
+        self.files.append(file)
+        return file
+
+    def check(self) -> int | None:
+        """The rank that is to be ended."""
+        found = self.beats.check()
+        return None if found is None else found.spec.index
+
+
+def test_nobody_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.add(5, 9.0)
+    watched.add(0, 9.0 * FIRST_STEP_FACTOR)  # the first step may take longer
+    watched.add(5, 99.0).words[PAUSED] = 1
+    WorkerFile.create(tmp_path / "not begun")
+    assert watched.check() is None
+
+
+def test_the_rank_that_the_others_wait_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.add(119, 30.2, WAITING)
+    watched.add(119, 30.1, OWN)
+    watched.add(119, 30.3, WAITING)
+    assert watched.check() == 1
+    said = capsys.readouterr().err
+    assert "rank 1 has not finished step 120 for 30 s; it is at /home/me/train.py:33 in load" in said
+    assert "rank 0 waits for other ranks in step 120; it is at /home/me/train.py:33 in load (inside" in said
+    assert said.count("Stack of rank") == 3
+
+
+def test_the_rank_that_is_a_step_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.add(6, 12.0, OWN)
+    watched.add(5, 11.0, OWN)
+    assert watched.check() == 1
+
+
+def test_a_first_step_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(tmp_path, monkeypatch, limit_s=1.0)
+    watched.add(0, FIRST_STEP_FACTOR + 0.5)
+    assert watched.check() == 0
+
+
+def test_where_all_wait_other_nodes_speak_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, alone=False)
+    watched.add(5, 20.0, WAITING)
+    monkeypatch.setattr(_heartbeat, "_DEFER_S", 0.2)
+    assert watched.check() is None
+    assert watched.check() is None
+    time.sleep(0.25)
+    assert watched.check() == 0
+    assert "network or another node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("times", "slow"), [({0: 1.0, 1: 1.0, 2: 1.6}, 2), ({0: 1.0, 1: 1.4}, None), ({0: 9.0}, None), ({}, None)]
+)
+def test_slow(times: dict[int, float], slow: int | None) -> None:
+    line = slow_line(times)
+    assert line.startswith(f"rank {slow} is slow") if slow is not None else line == ""
+
+
+def test_slow_ranks_are_reported_by_their_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    for own_s in (0.1, 0.1, 0.3):
+        file = watched.add(40, 0.0)
+        file.words[OWN_STEPS], file.words[OWN_NS] = 40, int(40 * own_s * 1e9)
+    monkeypatch.setattr(_heartbeat, "_SLOW_PERIOD_S", 0.0)
+    assert watched.check() is None
+    assert "rank 2 is slow: its own work takes 0.3 s a step, that of the others 0.1 s" in capsys.readouterr().err
+    assert watched.check() is None  # no step since
+    assert capsys.readouterr().err == ""
