@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     operator.add_argument("--namespace", help="watch one namespace; without it, all")
     operator.add_argument("--etcd-server", metavar="HOST:PORT", help="etcd of elastic jobs; their pods get it too")
     operator.add_argument("--kubeconfig", help="file that says where the cluster is; without it, the pod's account")
-    operator.add_argument("--liveness", metavar="PORT", type=int, help="port of the health check, at /healthz")
+    operator.add_argument("--liveness", metavar="ADDRESS:PORT", help="where the health check listens, at /healthz")
     return parser
 
 

@@ -1,22 +1,47 @@
-"""``python -m fleet.k8s operator``: reads the cluster's address and runs the handlers of ``fleet.k8s.operator``."""
+"""``python -m fleet.k8s operator``: runs the handlers of ``fleet.k8s._handlers`` until it is told to stop."""
 
 from __future__ import annotations
 
 import argparse
 
-from fleet.errors import UnsupportedOptionError
+from fleet.errors import ConfigError, UnsupportedOptionError
 
 
 def run_operator(arguments: argparse.Namespace) -> int:
-    """Runs the operator until it is told to stop; returns the exit status.
+    """Runs the operator until a signal comes; returns the exit status.
 
-    Raises UnsupportedOptionError when the extra is not installed.
+    Raises:
+        ConfigError: ``--liveness`` is not an address and a port.
+        UnsupportedOptionError: the extra is not installed.
     """
+    liveness = liveness_url(arguments.liveness)
     try:
-        import kopf  # noqa: F401
-        import kubernetes  # noqa: F401
+        import kopf
+
+        from fleet.k8s._handlers import Options, register
     except ImportError as error:
         raise UnsupportedOptionError(
             f"The operator needs the extra k8s ({error}). Install it with: pip install 'torch-fleet[k8s]'"
         ) from error
-    raise UnsupportedOptionError("not yet")
+    options = Options(namespace=arguments.namespace, etcd_server=arguments.etcd_server, kubeconfig=arguments.kubeconfig)
+    registry = kopf.OperatorRegistry()
+    register(registry, options)
+    kopf.configure(verbose=False)
+    kopf.run(
+        registry=registry,
+        standalone=True,
+        clusterwide=options.namespace is None,
+        namespaces=[options.namespace] if options.namespace else [],
+        liveness_endpoint=liveness,
+    )
+    return 0
+
+
+def liveness_url(text: str | None) -> str | None:
+    """Returns where the health check listens, of ``address:port``; raises ConfigError for other text."""
+    if text is None:
+        return None
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--liveness is {text!r}; it takes address:port, the address being one of this pod.")
+    return f"http://{text}/healthz"

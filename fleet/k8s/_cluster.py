@@ -1,0 +1,151 @@
+"""The cluster as the operator sees it: read a job and its objects, carry out actions, write the status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kubernetes.client
+import kubernetes.config
+
+from fleet.errors import FleetError
+from fleet.k8s._job import GROUP, PLURAL, VERSION
+from fleet.k8s._objects import LABEL_JOB, Document
+from fleet.k8s._reconcile import CREATE, DELETE, PATCH, SCALE, Action, Observed
+
+_TIMEOUT_S = 30.0
+_NOT_FOUND = 404
+_POD_GROUPS = ("scheduling.volcano.sh", "v1beta1", "podgroups")
+
+
+class ClusterError(FleetError):
+    """The API server refused a request; the text is its own."""
+
+
+def open_client(kubeconfig: str | None) -> Any:
+    """Returns a client of the cluster that the file ``kubeconfig`` names.
+
+    Without one, of the cluster that this pod runs in; outside of a cluster, of the one that kubectl would use. Raises
+    ClusterError when nothing says where a cluster is.
+    """
+    configuration = kubernetes.client.Configuration()
+    loader: Any = kubernetes.config
+    try:
+        if kubeconfig is not None:
+            loader.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+        else:
+            try:
+                loader.load_incluster_config(client_configuration=configuration)
+            except loader.ConfigException:
+                loader.load_kube_config(client_configuration=configuration)
+    except (loader.ConfigException, OSError) as error:
+        where = f"--kubeconfig {kubeconfig}" if kubeconfig else "neither the account of a pod nor a kubeconfig file"
+        raise ClusterError(f"{where} does not say where a cluster is: {error}") from error
+    return kubernetes.client.ApiClient(configuration)
+
+
+class Cluster:
+    """Reads and changes the objects of PaddleJobs.
+
+    Args:
+        client: from :func:`open_client`.
+        write_size: sets the size of a running elastic job on etcd: its name there and the number of pods.
+    """
+
+    def __init__(self, client: Any, write_size: Callable[[str, int], None]) -> None:
+        self._core = kubernetes.client.CoreV1Api(client)
+        self._custom = kubernetes.client.CustomObjectsApi(client)
+        self._write_size = write_size
+
+    def job(self, namespace: str, name: str) -> Document | None:
+        """Returns a PaddleJob; None when it is gone."""
+        return self._found(self._custom.get_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL, name)
+
+    def jobs(self, namespace: str | None) -> list[tuple[str, str]]:
+        """Returns namespace and name of every PaddleJob in ``namespace``, or in all."""
+        listed = (
+            self._call(self._custom.list_cluster_custom_object, GROUP, VERSION, PLURAL)
+            if namespace is None
+            else self._call(self._custom.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL)
+        )
+        return [(item["metadata"]["namespace"], item["metadata"]["name"]) for item in listed["items"]]
+
+    def observe(self, document: Mapping[str, Any], *, uses_volcano: bool) -> Observed:
+        """Returns the objects that belong to the job: those with its label that it owns."""
+        metadata = document["metadata"]
+        namespace, name = metadata["namespace"], metadata["name"]
+        selector = {"label_selector": f"{LABEL_JOB}={name}"}
+        group = None
+        if uses_volcano:
+            group = self._found(self._custom.get_namespaced_custom_object, *_at(namespace), name)
+        config_map = self._found(self._core.read_namespaced_config_map, name, namespace)
+        return Observed(
+            pods=_owned(self._call(self._core.list_namespaced_pod, namespace, **selector)["items"], metadata),
+            services=_owned(self._call(self._core.list_namespaced_service, namespace, **selector)["items"], metadata),
+            config_map=next(iter(_owned([config_map] if config_map else [], metadata)), None),
+            pod_group=next(iter(_owned([group] if group else [], metadata)), None),
+        )
+
+    def apply(self, namespace: str, action: Action) -> None:
+        """Carries out one action; raises ClusterError with the server's reason, or FleetError of etcd."""
+        if action.verb == SCALE:
+            self._write_size(action.name, action.body["replicas"])
+        elif action.kind == "PodGroup":
+            self._call(self._custom.create_namespaced_custom_object, *_at(namespace), action.body)
+        elif action.verb == CREATE:
+            self._call(getattr(self._core, f"create_namespaced_{_word(action.kind)}"), namespace, action.body)
+        elif action.verb == PATCH:
+            self._call(
+                getattr(self._core, f"patch_namespaced_{_word(action.kind)}"), action.name, namespace, action.body
+            )
+        else:
+            assert action.verb == DELETE
+            self._found(getattr(self._core, f"delete_namespaced_{_word(action.kind)}"), action.name, namespace)
+
+    def write_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """Writes the status of a job; a job that is gone meanwhile has none."""
+        body = {"status": dict(status)}
+        self._found(self._custom.patch_namespaced_custom_object_status, GROUP, VERSION, namespace, PLURAL, name, body)
+
+    def _found(self, call: Callable[..., Any], *arguments: Any) -> Document | None:
+        try:
+            return self._call(call, *arguments)
+        except ClusterError as error:
+            if isinstance(error.__cause__, kubernetes.client.ApiException) and error.__cause__.status == _NOT_FOUND:
+                return None
+            raise
+
+    @staticmethod
+    def _call(call: Callable[..., Any], *arguments: Any, **more: Any) -> Document:
+        try:
+            # The answer as text: the client's own classes would refuse what a newer server adds.
+            answer = call(*arguments, **more, _preload_content=False, _request_timeout=_TIMEOUT_S)
+        except kubernetes.client.ApiException as error:
+            raise ClusterError(_reason(error)) from error
+        document: Document = json.loads(answer.data)
+        return document
+
+
+def _at(namespace: str) -> tuple[str, str, str, str]:
+    group, version, plural = _POD_GROUPS
+    return group, version, namespace, plural
+
+
+def _word(kind: str) -> str:
+    return {"Pod": "pod", "Service": "service", "ConfigMap": "config_map"}[kind]
+
+
+def _owned(items: list[Document], metadata: Mapping[str, Any]) -> list[Document]:
+    return [
+        item
+        for item in items
+        if any(owner.get("uid") == metadata["uid"] for owner in item["metadata"].get("ownerReferences") or [])
+    ]
+
+
+def _reason(error: Any) -> str:
+    try:
+        return f"The cluster refused: {json.loads(error.body)['message']}"
+    except (TypeError, ValueError, KeyError):
+        return f"The cluster answered {error.status} {error.reason}"

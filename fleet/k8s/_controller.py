@@ -1,0 +1,168 @@
+"""A queue of jobs to look at, and the thread that brings one after the other nearer to what it asks for."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any, Protocol
+
+from fleet.errors import FleetError
+from fleet.k8s._job import VOLCANO
+from fleet.k8s._objects import Document
+from fleet.k8s._reconcile import Action, Observed, plan_reconcile
+
+LOGGER = logging.getLogger("fleet.k8s")
+Key = tuple[str, str]
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+RESYNC_S = 60.0
+
+
+class Objects(Protocol):
+    """What a controller asks of a cluster; :class:`fleet.k8s._cluster.Cluster` answers."""
+
+    def job(self, namespace: str, name: str) -> Document | None:
+        """Returns a job; None when it is gone."""
+
+    def jobs(self, namespace: str | None) -> list[Key]:
+        """Returns every job."""
+
+    def observe(self, document: Document, *, uses_volcano: bool) -> Observed:
+        """Returns the objects of a job."""
+
+    def apply(self, namespace: str, action: Action) -> None:
+        """Carries out one action."""
+
+    def write_status(self, namespace: str, name: str, status: Document) -> None:
+        """Writes a job's status."""
+
+
+class Queue:
+    """Keys with the time at which each is due; a key that waits is there once."""
+
+    def __init__(self) -> None:
+        self._due: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def add(self, key: Key, delay_s: float = 0.0) -> None:
+        """Makes ``key`` due after ``delay_s``, or earlier where it already was."""
+        with self._changed:
+            due = time.monotonic() + delay_s
+            if due < self._due.get(key, float("inf")):
+                self._due[key] = due
+                heapq.heappush(self._heap, (due, key))
+                self._changed.notify()
+
+    def take(self, limit_s: float) -> Key | None:
+        """Returns the next due key; None after ``limit_s`` without one, or when closed."""
+        end = time.monotonic() + limit_s
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
+                    heapq.heappop(self._heap)  # was made due earlier meanwhile
+                if self._heap and self._heap[0][0] <= now:
+                    _, key = heapq.heappop(self._heap)
+                    del self._due[key]
+                    return key
+                if now >= end:
+                    return None
+                self._changed.wait(min(end, self._heap[0][0] if self._heap else end) - now)
+            return None
+
+    def close(self) -> None:
+        """Ends every wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Controller:
+    """Looks at one job after the other, in a thread; a job that failed to be looked at is looked at again later."""
+
+    def __init__(self, cluster: Objects, *, namespace: str | None, etcd_server: str | None) -> None:
+        self.queue = Queue()
+        self._cluster, self._namespace, self._etcd_server = cluster, namespace, etcd_server
+        self._failures: dict[Key, int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paddlejobs", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the job it is at."""
+        self._closing.set()
+        self.queue.close()
+        self._thread.join(_LONGEST_RETRY_S)
+
+    def _run(self) -> None:
+        listed_at = -RESYNC_S
+        while not self._closing.is_set():
+            if time.monotonic() - listed_at >= RESYNC_S:
+                listed_at = time.monotonic()
+                self._guarded(("", ""), self._list)
+            key = self.queue.take(min(RESYNC_S, 5.0))
+            if key is not None:
+                self._guarded(key, partial(self.reconcile, *key))
+
+    def _list(self) -> None:
+        for key in self._cluster.jobs(self._namespace):
+            self.queue.add(key)
+
+    def _guarded(self, key: Key, act: Callable[[], None]) -> None:
+        """Nothing that one job does may end the thread."""
+        try:
+            act()
+            self._failures.pop(key, None)
+        except Exception as error:
+            failures = self._failures[key] = self._failures.get(key, 0) + 1
+            delay_s = min(_FIRST_RETRY_S * 2 ** (failures - 1), _LONGEST_RETRY_S)
+            known = isinstance(error, FleetError)
+            LOGGER.log(
+                logging.WARNING if known else logging.ERROR,
+                "%s: %s; tried again in %.0f s",
+                "/".join(key),
+                error,
+                delay_s,
+                exc_info=not known,
+            )
+            if key != ("", ""):
+                self.queue.add(key, delay_s)
+
+    def reconcile(self, namespace: str, name: str) -> None:
+        """Brings one job one step nearer; raises what the cluster or etcd refused, after saying it in the status."""
+        document = self._cluster.job(namespace, name)
+        if document is None:
+            return
+        observed = self._cluster.observe(document, uses_volcano=_asks_for_volcano(document))
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        plan = plan_reconcile(document, observed, now=now, etcd_server=self._etcd_server)
+        failure: FleetError | None = None
+        for action in plan.actions:
+            LOGGER.info("%s/%s: %s %s %s", namespace, name, action.verb, action.kind, action.name)
+            try:
+                self._cluster.apply(namespace, action)
+            except FleetError as error:
+                failure = error
+                break
+        status = plan.status
+        if failure is not None:
+            status = {**(status or document.get("status") or {}), "message": f"{failure}"}
+        if status is not None:
+            self._cluster.write_status(namespace, name, status)
+        if failure is not None:
+            raise failure
+
+
+def _asks_for_volcano(document: Document) -> bool:
+    """Returns whether the job may have a PodGroup; asked before the document is checked."""
+    spec: Any = document.get("spec") or {}
+    return "schedulingPolicy" in spec or VOLCANO in f"{spec}"

@@ -1,0 +1,229 @@
+"""What an operator has to do next for one PaddleJob: a pure function of the job and the objects there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fleet.errors import FleetError
+from fleet.k8s._contract import ELASTIC_NP, elastic_job_id, plan_variables, pod_name
+from fleet.k8s._job import ALWAYS, HOST, NEVER, ON_COMPLETION, ON_FAILURE, PS, SERVICE, WORKER, PaddleJob, read_job
+from fleet.k8s._objects import Document, plan_config_map, plan_pod, plan_pod_group, plan_service
+from fleet.k8s._status import (
+    COMPLETED,
+    FAILED,
+    FINAL,
+    RUNNING,
+    SCALING,
+    TERMINATING,
+    derive_phase,
+    next_status,
+    role_statuses,
+)
+
+CREATE, DELETE, PATCH, SCALE = "create", "delete", "patch", "scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One change: an object to ``create``, ``delete`` or ``patch``, or the job's size on etcd to set (``scale``)."""
+
+    verb: str
+    kind: str
+    name: str
+    body: Document = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the cluster has for the job now."""
+
+    pods: Sequence[Mapping[str, Any]] = ()
+    services: Sequence[Mapping[str, Any]] = ()
+    config_map: Mapping[str, Any] | None = None
+    pod_group: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The changes, in order, and the status to write after them; None leaves the status as it is."""
+
+    actions: tuple[Action, ...]
+    status: Document | None
+
+
+def plan_reconcile(
+    document: Mapping[str, Any], observed: Observed, *, now: str, etcd_server: str | None = None
+) -> Plan:
+    """Returns what brings the cluster one step nearer to what the job asks for.
+
+    Args:
+        document: the PaddleJob as the cluster holds it, with its status.
+        observed: the objects that belong to it.
+        now: the time, as Kubernetes writes times.
+        etcd_server: host:port of etcd, handed to the pods of elastic jobs; their changes of size are written there.
+
+    Nothing is done twice: called again with the result of its actions it returns none.
+    """
+    old: Mapping[str, Any] = document.get("status") or {}
+    if document["metadata"].get("deletionTimestamp"):
+        return _with_status([], document, {**old, "phase": TERMINATING})
+    try:
+        job = read_job(document)
+    except FleetError as error:
+        if old.get("phase") in FINAL:
+            return Plan((), None)
+        if observed.pods:  # a running job was edited: it goes on as it is
+            return _with_status([], document, {**old, "message": f"{error} The job goes on as it was."})
+        ended = {"completionTime": old.get("completionTime") or now}
+        return _with_status([], document, {**old, **ended, "phase": FAILED, "message": f"{error}"})
+    if old.get("phase") in FINAL:
+        return Plan(tuple(_clean(job, f"{old['phase']}", observed)), None)
+    job, message = _at_fixed_size(job, observed)
+    actions, lost = _plan_objects(job, observed, etcd_server)
+    statuses = role_statuses(job, _wanted_pods(job, observed.pods))
+    phase = derive_phase(job, statuses, old.get("phase"))
+    if lost and phase not in FINAL:
+        phase, actions = FAILED, []
+        message = f"The pod {lost} is gone, and the other pods know its address only. Make the job again."
+    if phase == RUNNING and any(action.verb == SCALE for action in actions):
+        phase = SCALING
+    if phase in FINAL:
+        actions = []
+        message = message or _end_message(phase, observed.pods)
+    return _with_status(actions, document, next_status(job, old, statuses, phase, message, now))
+
+
+def _with_status(actions: list[Action], document: Mapping[str, Any], status: Document) -> Plan:
+    status["observedGeneration"] = document["metadata"].get("generation", 0)
+    old = document.get("status") or {}
+    changed = any(old.get(key) != value for key, value in status.items())
+    return Plan(tuple(actions), status if changed else None)
+
+
+def _at_fixed_size(job: PaddleJob, observed: Observed) -> tuple[PaddleJob, str]:
+    """Returns the job at the size its pods were told, and what to say when another one was asked for."""
+    if job.is_elastic or observed.config_map is None:
+        return job, ""
+    data = observed.config_map.get("data") or {}
+    told = {
+        WORKER: int(data.get("PADDLE_TRAINERS_NUM", job.worker.replicas)),
+        PS: len([end for end in data.get("PADDLE_PSERVERS_IP_PORT_LIST", "").split(",") if end]),
+    }
+    changed = [role.name for role in job.roles if role.replicas != told[role.name]]
+    if not changed:
+        return job, ""
+    roles = tuple(replace(role, replicas=told[role.name], requests=None, limits=None) for role in job.roles)
+    wanted = ", ".join(f"{role.name}.replicas is {role.replicas}" for role in job.roles if role.name in changed)
+    running = ", ".join(f"{told[name]}" for name in changed)
+    return replace(job, roles=roles), (
+        f"{wanted} and the job runs with {running}: its processes were told that number. Only worker.replicas of "
+        "elastic jobs can be edited."
+    )
+
+
+def _wanted_pods(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    names = {pod_name(job, role.name, index) for role in job.roles for index in range(role.replicas)}
+    return [pod for pod in pods if pod["metadata"]["name"] in names]
+
+
+def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None) -> tuple[list[Action], str]:
+    """Returns the changes of objects; the second is the name of a pod whose loss the job cannot survive."""
+    there = {pod["metadata"]["name"]: pod for pod in observed.pods}
+    services = {service["metadata"]["name"] for service in observed.services}
+    places = [(role, index) for role in job.roles for index in range(role.replicas)]
+    wanted = {pod_name(job, role.name, index) for role, index in places}
+    first: list[Action] = []
+    if job.uses_volcano and observed.pod_group is None:
+        first.append(Action(verb=CREATE, kind="PodGroup", name=job.name, body=plan_pod_group(job)))
+    first += _plan_data(job, observed)
+    pods: list[Action] = []
+    lost = ""
+    for role, index in places:
+        name = pod_name(job, role.name, index)
+        if job.intranet == SERVICE and name not in services:
+            first.append(Action(verb=CREATE, kind="Service", name=name, body=plan_service(job, role, index)))
+        if name in there:
+            continue
+        if observed.config_map is not None and not job.is_elastic and job.intranet != SERVICE:
+            lost = lost or name
+        pods.append(Action(verb=CREATE, kind="Pod", name=name, body=plan_pod(job, role, index, etcd_server)))
+    for name, pod in there.items():
+        if name not in wanted and not pod["metadata"].get("deletionTimestamp"):
+            pods.append(Action(verb=DELETE, kind="Pod", name=name))
+    return [*first, *pods], lost
+
+
+def _plan_data(job: PaddleJob, observed: Observed) -> list[Action]:
+    """Returns what makes the ConfigMap say what the pods have to know."""
+    if job.is_elastic:
+        return _plan_size(job, observed)
+    if observed.config_map is not None:
+        return []
+    hosts = pod_hosts(job, observed.pods)
+    if hosts is None:
+        return []
+    return [Action(verb=CREATE, kind="ConfigMap", name=job.name, body=plan_config_map(job, plan_variables(job, hosts)))]
+
+
+def _plan_size(job: PaddleJob, observed: Observed) -> list[Action]:
+    """Returns what makes an elastic job's size known: etcd first, so that a failure there is tried again."""
+    size = f"{job.worker.replicas}"
+    config_map = plan_config_map(job, {ELASTIC_NP: size})
+    if observed.config_map is None:
+        return [Action(verb=CREATE, kind="ConfigMap", name=job.name, body=config_map)]
+    if (observed.config_map.get("data") or {}).get(ELASTIC_NP) == size:
+        return []
+    return [
+        Action(verb=SCALE, kind="etcd", name=elastic_job_id(job), body={"replicas": job.worker.replicas}),
+        Action(verb=PATCH, kind="ConfigMap", name=job.name, body={"data": {ELASTIC_NP: size}}),
+    ]
+
+
+def pod_hosts(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> dict[str, list[str]] | None:
+    """Returns the address or name of each pod by role; None while one has no address yet."""
+    there = {pod["metadata"]["name"]: pod.get("status") or {} for pod in pods}
+    hosts: dict[str, list[str]] = {}
+    for role in job.roles:
+        names = [pod_name(job, role.name, index) for index in range(role.replicas)]
+        if job.intranet == SERVICE:
+            hosts[role.name] = names
+            continue
+        key = "hostIP" if job.intranet == HOST else "podIP"
+        found = [there.get(name, {}).get(key) for name in names]
+        if not all(found):
+            return None
+        hosts[role.name] = [f"{address}" for address in found]
+    return hosts
+
+
+def _clean(job: PaddleJob, phase: str, observed: Observed) -> list[Action]:
+    """Returns the deletions at the end of the job."""
+    policy = job.clean_pod_policy or ON_COMPLETION
+    if (
+        policy == NEVER
+        or (policy == ON_FAILURE and phase == COMPLETED)
+        or (policy == ON_COMPLETION and phase == FAILED)
+    ):
+        return []
+    assert policy in (ALWAYS, ON_FAILURE, ON_COMPLETION)
+    going = [pod for pod in observed.pods if not pod["metadata"].get("deletionTimestamp")]
+    actions = [Action(verb=DELETE, kind="Pod", name=pod["metadata"]["name"]) for pod in going]
+    return [*actions, *(Action(verb=DELETE, kind="Service", name=s["metadata"]["name"]) for s in observed.services)]
+
+
+def _end_message(phase: str, pods: Sequence[Mapping[str, Any]]) -> str:
+    if phase != FAILED:
+        return ""
+    for pod in pods:
+        status = pod.get("status") or {}
+        if status.get("phase") == "Failed":
+            codes = [
+                f"{container.get('name')} ended with {ended['exitCode']}"
+                for container in status.get("containerStatuses") or []
+                if (ended := (container.get("state") or {}).get("terminated")) and ended.get("exitCode")
+            ]
+            detail = "; ".join(codes) or status.get("message") or status.get("reason") or "no reason is given"
+            return f"The pod {pod['metadata']['name']} failed: {detail}."
+    return ""

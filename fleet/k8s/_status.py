@@ -1,0 +1,99 @@
+"""What state a PaddleJob is in, derived from its pods: the status that ``kubectl get pdj`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fleet.k8s._job import PaddleJob
+from fleet.k8s._objects import LABEL_TYPE, Document
+
+PENDING, STARTING, RUNNING, SCALING = "Pending", "Starting", "Running", "Scaling"
+COMPLETED, FAILED, TERMINATING = "Completed", "Failed", "Terminating"
+FINAL = (COMPLETED, FAILED)
+_COUNTS = ("pending", "starting", "running", "failed", "succeeded", "unknown")
+
+
+def pod_state(pod: Mapping[str, Any]) -> str:
+    """Returns the state of one pod: one of the counts of a role's status.
+
+    A pod that Kubernetes calls Running and one of whose containers does not run is "starting".
+    """
+    status = pod.get("status") or {}
+    phase = status.get("phase") or "Pending"
+    if phase == "Running":
+        containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+        up = all(c.get("ready") for c in containers) and status.get("containerStatuses")
+        return "running" if up else "starting"
+    states = {"Pending": "pending", "Succeeded": "succeeded", "Failed": "failed"}
+    return states.get(phase, "unknown")
+
+
+def role_statuses(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> dict[str, Document]:
+    """Returns the counts and references of each role."""
+    made: dict[str, Document] = {}
+    for role in job.roles:
+        own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(LABEL_TYPE) == role.name]
+        states = [pod_state(pod) for pod in own]
+        counts: Document = {name: states.count(name) for name in _COUNTS}
+        made[role.name] = {**counts, "refs": [_reference(pod) for pod in _by_index(own)]}
+    return made
+
+
+def _by_index(pods: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(pods, key=lambda pod: int(pod["metadata"]["name"].rpartition("-")[2]))
+
+
+def _reference(pod: Mapping[str, Any]) -> Document:
+    metadata = pod["metadata"]
+    reference = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "name": metadata["name"],
+        "namespace": metadata.get("namespace", ""),
+    }
+    return {**reference, **({"uid": metadata["uid"]} if metadata.get("uid") else {})}
+
+
+def derive_phase(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]], previous: str | None) -> str:
+    """Returns the phase that the pods' states give, ``previous`` where they give none.
+
+    Roles are looked at one by one, servers first: a failed pod ends the job, then one that starts or waits says so. A
+    job is Running when every pod runs and Completed when every pod, servers too, has ended with 0.
+    """
+    if previous in FINAL:
+        return f"{previous}"
+    for role in job.roles:
+        status = statuses[role.name]
+        if status["failed"]:
+            return FAILED
+        if status["starting"] or status["pending"]:
+            scaled = job.is_elastic and previous in (RUNNING, SCALING)
+            return SCALING if scaled else STARTING if status["starting"] else PENDING
+    if all(statuses[role.name]["running"] == role.replicas for role in job.roles):
+        return RUNNING
+    if all(statuses[role.name]["succeeded"] == role.replicas for role in job.roles):
+        return COMPLETED
+    if job.is_elastic and previous in (RUNNING, SCALING) and any(_missing(job, statuses)):
+        return SCALING
+    return previous or PENDING
+
+
+def _missing(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]]) -> Iterable[bool]:
+    return (len(statuses[role.name]["refs"]) != role.replicas for role in job.roles)
+
+
+def next_status(
+    job: PaddleJob, old: Mapping[str, Any], statuses: Mapping[str, Document], phase: str, message: str, now: str
+) -> Document:
+    """Returns the whole status; the times are set once and stay."""
+    status: Document = {"phase": phase, "mode": job.mode, "message": message, **statuses}
+    started = old.get("startTime") or (now if phase == RUNNING else None)
+    ended = old.get("completionTime") or (now if phase in FINAL else None)
+    if started:
+        status["startTime"] = started
+    if ended:
+        status["completionTime"] = ended
+    if job.is_elastic:
+        status["elastic"] = f"{job.worker.replicas}"
+    return status
