@@ -1,0 +1,33 @@
+"""docs/data.md: its two programs run as they stand, and its table has every option."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from fleet.dataset._settings import MEMORY_OPTIONS
+from tests.test_readme import example, read, run
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_guide_run(tmp_path: Path) -> None:
+    source = random.Random(0)
+    for index in range(2):
+        lines = [f"{word == 'good':d} {word} x{source.randrange(9)}" for word in source.choices(["good", "bad"], k=20)]
+        (tmp_path / f"raw-{index}").write_text("\n".join(lines))
+    (tmp_path / "clicks.py").write_text(example("docs/data.md", "clicks.py"))
+    done = run(example("docs/data.md", "train.py"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    samples, auc = done.stdout.split()[-2:]
+    assert samples == "40"
+    assert float(auc) > 0.6
+    assert len(re.findall(r"batch \d+: loss=[\d.]+", done.stdout + done.stderr)) == 10
+
+
+def test_the_guide_names_every_option() -> None:
+    rows = re.findall(r"^\| (`[^|]*) \|", read("docs/data.md"), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert set(MEMORY_OPTIONS) - named == set()
