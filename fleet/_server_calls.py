@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fleet._checkpoint import save
 from fleet.errors import ConfigError, OptionWarning
 
 if TYPE_CHECKING:
@@ -64,9 +65,6 @@ class ServerCalls:
             NotInitializedError: before ``fleet.init``, ``distributed_optimizer`` or ``distributed_model``.
             ConfigError: the model cannot be served.
             PSError: servers did not come in time; the message names them.
-
-        Example:
-            >>> fleet.init_worker()
         """
         job = self._job("init_worker", "worker")
         if job is not None:
@@ -91,14 +89,43 @@ class ServerCalls:
             main_program: accepted for Fleet's signature.
             mode: 0 every row; 1 the rows that changed enough since the last save; 2 the rows with a score high
                 enough; 3 every row, and a day passes. 1 and 2 need an accessor on each table.
-
-        Example:
-            >>> fleet.save_persistables("model")
         """
         folder, number = _folder("save_persistables", executor, dirname), _check_mode(mode)
         job = self._job("save_persistables", "worker")
         if job is not None:
             job.running().save(folder, number)
+
+    def save_inference_model(
+        self,
+        executor: object = None,
+        dirname: Path | None = None,
+        feeded_var_names: object = None,
+        target_vars: object = None,
+        main_program: object = None,
+        export_for_deployment: bool = True,
+        mode: int = 0,
+    ) -> None:
+        """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
+
+        Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
+        ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding of unbounded ids.
+
+        Args:
+            executor: accepted for Fleet's signature; the folder may stand in its place.
+            dirname: a folder that all servers reach.
+            feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
+                model is the module that was given to ``distributed_model``.
+            mode: as in :meth:`save_persistables`.
+        """
+        folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
+        job = self._job("save_inference_model", "worker")
+        if job is None:
+            return
+        job.running().save(folder, number)
+        model = self._need("save_inference_model").models[0]
+        state = model.state_dict()
+        if self.is_first_worker():
+            save(state, os.path.join(folder, "model.pt"))
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""

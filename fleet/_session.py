@@ -156,7 +156,8 @@ class Session:
                 strategy.check_model(model.module)
             for optimizer in self.optimizers:
                 strategy.check_optimizer(optimizer.user_optimizer)
-                optimizer.optimizer = strategy.wrap_optimizer(optimizer.user_optimizer)
+        for optimizer in self.optimizers:
+            optimizer.optimizer = self._stepped(optimizer.user_optimizer)
         for model in self.models:
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
@@ -190,13 +191,7 @@ class Session:
         if self.record.server_endpoints:
             for note in self.plan.notes:
                 self.say(note)
-        chain = optimizer
-        # A strategy that comes at the end of another stage stands outside all that belong to that stage.
-        for strategy in sorted(self.strategies, key=lambda s: (s.optimizer_stage or s.stage, bool(s.optimizer_stage))):
-            chain = strategy.wrap_optimizer(chain)
-        for strategy in self.strategies:
-            chain = strategy.wrap_steps(chain)
-        wrapped = FleetOptimizer(chain, self, optimizer)
+        wrapped = FleetOptimizer(self._stepped(optimizer), self, optimizer)
         self.optimizers.append(wrapped)
         return wrapped
 
@@ -286,6 +281,16 @@ class Session:
             timeout_s = Environment().float("PADDLE_PG_TIMEOUT") / 1000
             self.mesh = make_mesh(degrees, self.process_group, self.device.type, timeout_s)
         self.degrees = degrees
+
+    def _stepped(self, optimizer: Optimizer) -> Optimizer:
+        """Returns ``optimizer`` with what all strategies put around it."""
+        chain = optimizer
+        # A strategy that comes at the end of another stage stands outside all that belong to that stage.
+        for strategy in sorted(self.strategies, key=lambda s: (s.optimizer_stage or s.stage, bool(s.optimizer_stage))):
+            chain = strategy.wrap_optimizer(chain)
+        for strategy in self.strategies:
+            chain = strategy.wrap_steps(chain)
+        return chain
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Returns the user's module after MODULE-stage strategies, and what all strategies put around it."""

@@ -35,8 +35,11 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     environment = Environment()
     device = torch.device("cpu") if record.kind is Role.SERVER else choose_device(record, environment)
     show_log()
-    for note in () if record.server_endpoints else made.notes:  # there they come with the optimizer, and its strategy
-        LOGGER.warning(note)
+    alone = record.world_size == 1 and not collective and not role_maker.is_collective
+    # With servers notes come with the optimizer, and its strategy; alone init_worker() may still start a server.
+    for note in () if record.server_endpoints else made.notes:
+        if not (alone and "belongs to the parameter server" in note):
+            LOGGER.warning(note)
     say = LOGGER.info
     group, meet_workers = None, None
     if record.server_endpoints:
@@ -56,7 +59,6 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         process_group=group,
         meet_workers=meet_workers,
     )
-    alone = record.world_size == 1 and not collective and not role_maker.is_collective
     if record.server_endpoints or alone:
         from fleet._server_job import ServerJob  # collective jobs do without the parameter server
 

@@ -102,6 +102,10 @@ class ServedOptimizer(OptimizerWrapper):
             if self.trainer is not None:
                 self.trainer.load_state_dict(own)
 
+    def non_finite_rows(self) -> str:
+        """Returns a sentence that names the first row whose gradient is not finite, for ``check_nan_inf``."""
+        return "" if self.trainer is None else self.trainer.non_finite_rows()
+
     def _run_hooks(self, kind: str) -> None:
         for hook in list(getattr(self.optimizer, kind).values()):
             hook(self.optimizer, (), {})

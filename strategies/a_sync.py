@@ -41,7 +41,7 @@ class ASyncConfig(Config, option="a_sync_configs"):
     independent_recv_thread: bool = setting(False, "pull parameters in a thread of its own")
     min_send_grad_num_before_recv: int = setting(1, "gradients to send before parameters are pulled again", at_least=1)
     thread_pool_size: int = setting(1, "threads that send", at_least=1)
-    send_wait_times: int = setting(1, "times 10 ms that a sender waits for max_merge_var_num gradients", at_least=0)
+    send_wait_times: int = setting(1, "times 10 ms that a sender waits for max_merge_var_num gradients", at_least=1)
     runtime_split_send_recv: bool = setting(
         False, "internal switch of Paddle", no_meaning="it splits operators of a static program, and torch runs none"
     )

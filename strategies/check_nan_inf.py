@@ -293,15 +293,25 @@ class CheckingOptimizer(OptimizerWrapper):
         """Steps the optimizer inside; raises NanInfError, with nothing updated, when something was not finite."""
         self._watch.steps += 1
         if closure is None:
-            self._watch.check_together()
+            self._check()
             return super().step()
 
         def checked() -> float:
             loss = closure()
-            self._watch.check_together()
+            self._check()
             return loss
 
         return super().step(checked)
+
+    def _check(self) -> None:
+        """Asks; where rows live on parameter servers the message names the row as well."""
+        try:
+            self._watch.check_together()
+        except NanInfError as error:
+            rows = getattr(self, "non_finite_rows", str)()
+            if not rows:
+                raise
+            raise NanInfError(f"{error} Also {rows}", rank=error.rank, step=error.step) from None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer inside and the number of steps, which messages name."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fleet.errors import ConfigError
+from fleet.errors import CheckpointError, ConfigError
 from fleet.ps._accessor import Accessor
 from fleet.ps._entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
 from fleet.ps._initializers import Initializer
@@ -18,6 +18,7 @@ from fleet.ps._layout import SparseTableConfig, plan_layout
 from fleet.ps._lookup import LocalRows, RowLookup
 from fleet.ps._rules import Rule
 from fleet.ps._slots import Bags, bags_of, keys_of_slots
+from fleet.ps._table_spec import config_of_spec
 
 __all__ = ["COMBINERS", "SparseEmbedding"]
 
@@ -141,6 +142,31 @@ class SparseEmbedding(nn.Module):
         keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
         shows, clicks = self._counts(bags, show, click)
         return self._combined(bags, keys, shows, clicks)
+
+    def load(self, dirname: str, name: str | None = None) -> int:
+        """Reads the rows of a save into this process and predicts with them; returns how many were read.
+
+        Args:
+            dirname: the folder of ``fleet.save_persistables`` or ``save_inference_model``.
+            name: the table's name where the module has none of its own.
+
+        Raises:
+            ConfigError: the module is connected to servers; they load with ``fleet.load_model``.
+            CheckpointError: the save has no such table, or its rows are of another form.
+        """
+        if self.lookup.source is not None and self.lookup.source.trains:
+            raise ConfigError("SparseEmbedding.load() is for prediction; the rows of this module are on servers.")
+        from fleet.ps._files import load_table
+        from fleet.ps._manifest import read_parts, table_folder
+
+        table = self.name or name or "embedding"
+        config = config_of_spec({**read_parts(table_folder(dirname, table))[0].config, "kind": "sparse"})
+        if not isinstance(config, SparseTableConfig) or config.dim != self.dim:
+            raise CheckpointError(f"table {table!r} in {dirname} does not hold rows of dim {self.dim}: {config}.")
+        self.use_table(config)
+        local = LocalRows(config)
+        self.lookup.source = local
+        return load_table(local.table, dirname)
 
     def lookup_rows(self, ids: Tensor) -> Tensor:
         """Returns the rows of ``ids`` as they are now, float32 [..., dim], without recording gradients."""

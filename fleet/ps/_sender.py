@@ -39,7 +39,7 @@ class SenderConfig:
         min_send_grad_num_before_recv: parameters are received only after so many gradients have been sent.
 
     Raises:
-        ConfigError: a value is not a whole number of 1 or more (send_wait_times: 0).
+        ConfigError: a value is not a whole number of 1 or more.
     """
 
     max_merge_var_num: int = 1
@@ -58,11 +58,8 @@ class SenderConfig:
             "min_send_grad_num_before_recv",
         ):
             value = getattr(self, name)
-            least = 0 if name == "send_wait_times" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"a_sync_configs[{name!r}] is {value!r}; it must be a whole number of {least} or more."
-                )
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"a_sync_configs[{name!r}] is {value!r}; it must be a whole number of 1 or more.")
 
 
 @dataclass(slots=True)

@@ -169,6 +169,10 @@ class Trainer:
             for module in part.modules:
                 module.lookup.drop()
 
+    def non_finite_rows(self) -> str:
+        """Returns a sentence that names the first row whose gradient has a NaN or Inf; forgets the gradients."""
+        return self._not_finite(self._gradients())
+
     def refresh(self) -> None:
         """Copies the servers' rows into the weights of ``nn.Embedding`` modules."""
         if self._client is None or self.stopped:
@@ -340,22 +344,25 @@ class Trainer:
                 self._rates[part.table_id] = rate
 
     def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
-        names = {part.table_id: part.config.name for part in self._parts()}
         rank, step = self.client.config.rank, self.client.step + 1
+        found = self._not_finite(gradients)
+        if found:
+            raise NanInfError(
+                f"FLAGS_check_nan_inf: worker {rank}, step {step}: {found} Nothing was pushed.", rank=rank, step=step
+            )
+
+    def _not_finite(self, gradients: Mapping[int, Gradient | Rows]) -> str:
+        names = {part.table_id: part.config.name for part in self._parts()}
         for table_id, value in gradients.items():
             if isinstance(value, Gradient):
-                bad = ~np.isfinite(value.rows).all(axis=1)
-                what = f"the key {value.ids[bad][0]}" if bad.any() else ""
+                bad = np.flatnonzero(~np.isfinite(value.rows).all(axis=1))
+                what = f"key {value.ids[bad[0]]}" if len(bad) else ""
             else:
-                bad = ~np.isfinite(value)
-                what = f"element {int(np.flatnonzero(bad)[0])}" if bad.any() else ""
+                bad = np.flatnonzero(~np.isfinite(value))
+                what = f"element {bad[0]}" if len(bad) else ""
             if what:
-                raise NanInfError(
-                    f"FLAGS_check_nan_inf: worker {rank}, step {step}: the gradient of {what} of table "
-                    f"{names[table_id]!r} is not finite ({int(bad.sum())} in all). Nothing was pushed.",
-                    rank=rank,
-                    step=step,
-                )
+                return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} such in all)."
+        return ""
 
 
 class _Served(RowSource):

@@ -202,7 +202,7 @@ def test_a_sync_untouched_is_nothing_in_a_collective_job() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("a_sync", True), ("a_sync", False), ("a_sync_configs", {"k_steps": 3}), ("adam_d2sum", True),
-     ("sparse_table_configs", {"emb": {}}), ("fs_client_param", {"uri": "x"})],
+     ("sparse_table_configs", {"emb": {}})],
 )  # fmt: skip
 def test_server_options_in_a_collective_job_are_remarked(name: str, value: object) -> None:
     """A.5: PS options in a collective job change nothing, and the plan says so."""
