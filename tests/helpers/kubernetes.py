@@ -37,6 +37,12 @@ def job_document(workers: int = 2, servers: int = 0, name: str = "demo", **spec:
     }
 
 
+@cache
+def crd() -> dict[str, Any]:
+    """Returns the resource definition of ``deploy/v1``; it is not to be changed."""
+    return read_yaml(DEPLOY / "v1" / "crd.yaml")[0]
+
+
 def read_yaml(path: Path) -> list[dict[str, Any]]:
     """Returns the documents of a YAML file."""
     return [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document is not None]

@@ -1,0 +1,129 @@
+"""The operator's client against an API server over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kubernetes", reason="needs the extra k8s")
+pytest.importorskip("jsonschema", reason="needs kubernetes-validate")
+
+from fleet.errors import FleetError
+from fleet.k8s._cluster import Cluster, ClusterError, open_client
+from fleet.k8s._controller import Controller
+from tests.helpers.kube_api import ApiServer
+from tests.helpers.kubernetes import crd, job_document
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    """An API server that knows PaddleJobs."""
+    with ApiServer() as server:
+        server.create(crd())
+        yield server
+
+
+@pytest.fixture
+def sizes() -> list[tuple[str, int]]:
+    """What was written to etcd."""
+    return []
+
+
+@pytest.fixture
+def cluster(api: ApiServer, tmp_path: Path, sizes: list[tuple[str, int]]) -> Cluster:
+    """The operator's view of it."""
+    path = tmp_path / "kubeconfig"
+    path.write_text(api.kubeconfig())
+    return Cluster(open_client(str(path)), lambda name, size: sizes.append((name, size)))
+
+
+@pytest.fixture
+def controller(cluster: Cluster) -> Controller:
+    """A controller whose thread does not run: each look is a call."""
+    return Controller(cluster, namespace=None, etcd_server="etcd:2379")
+
+
+def up(api: ApiServer, **status: Any) -> None:
+    """Plays the kubelet: gives every pod an address and a status."""
+    for index, name in enumerate(api.names("Pod")):
+        given = {"podIP": f"10.0.0.{index + 1}", **status}
+        api.store.patch(api.resource("Pod"), "default", name, {"status": given}, "status")
+
+
+RUNS = {"phase": "Running", "containerStatuses": [{"name": "paddle", "ready": True}]}
+
+
+def test_a_job_from_its_creation_to_its_end(api: ApiServer, controller: Controller, cluster: Cluster) -> None:
+    """000-23: objects are made, the status is written, pods are deleted at the end."""
+    api.create(job_document(2, 1, withGloo=1))
+    assert cluster.jobs(None) == cluster.jobs("default") == [("default", "demo")]
+    assert cluster.jobs("other") == []
+    controller.reconcile("default", "demo")
+    assert api.names("Pod") == ["demo-ps-0", "demo-worker-0", "demo-worker-1"]
+    up(api, phase="Pending")
+    controller.reconcile("default", "demo")
+    assert api.get("ConfigMap", "demo")["data"]["PADDLE_TRAINERS"] == "10.0.0.2,10.0.0.3"
+    up(api, **RUNS)
+    controller.reconcile("default", "demo")
+    status = api.get("PaddleJob", "demo")["status"]
+    assert (status["phase"], status["mode"], status["worker"]["running"]) == ("Running", "PS", 2)
+    up(api, phase="Succeeded")
+    controller.reconcile("default", "demo")
+    assert api.get("PaddleJob", "demo")["status"]["phase"] == "Completed"
+    controller.reconcile("default", "demo")
+    assert api.names("Pod") == []
+    api.store.delete(api.resource("PaddleJob"), "default", "demo")
+    assert api.names("ConfigMap") == []
+    controller.reconcile("default", "demo")  # it is gone, and that is no error
+
+
+def test_services_groups_and_sizes(api: ApiServer, controller: Controller, sizes: list[tuple[str, int]]) -> None:
+    """000-26, 004-17."""
+    api.create(job_document(1, intranet="Service"))
+    controller.reconcile("default", "demo")
+    assert api.names("Service") == ["demo-worker-0"]
+    api.create(job_document(1, name="grow", elastic=1))
+    controller.reconcile("default", "grow")
+    change = {"spec": {"worker": {"replicas": 3}}}
+    api.store.patch(api.resource("PaddleJob"), "default", "grow", change, "")
+    controller.reconcile("default", "grow")
+    assert sizes == [("default-grow", 3)]
+    assert api.get("ConfigMap", "grow")["data"] == {"PADDLE_ELASTIC_NP": "3"}
+    assert [name for name in api.names("Pod") if name.startswith("grow")] == [f"grow-worker-{i}" for i in range(3)]
+
+
+def test_what_the_cluster_refuses_stands_in_the_status(api: ApiServer, controller: Controller) -> None:
+    api.create(job_document(1))
+    api.store.refused["pods"] = "exceeded quota: gpus"
+    with pytest.raises(ClusterError, match="exceeded quota: gpus"):
+        controller.reconcile("default", "demo")
+    status = api.get("PaddleJob", "demo")["status"]
+    assert (status["phase"], status["message"]) == ("Pending", "The cluster refused: exceeded quota: gpus")
+    api.store.refused.clear()
+    controller.reconcile("default", "demo")
+    assert api.names("Pod") == ["demo-worker-0"]
+    assert api.get("PaddleJob", "demo")["status"]["message"] == ""
+
+
+def test_objects_of_others_are_left_alone(api: ApiServer, controller: Controller) -> None:
+    """A ConfigMap of the same name that the job does not own is neither read nor deleted."""
+    api.create({"kind": "ConfigMap", "metadata": {"name": "demo"}, "data": {"mine": "1"}})
+    api.create(job_document(1, intranet="Service"))
+    with pytest.raises(ClusterError, match="already exists"):
+        controller.reconcile("default", "demo")
+    assert api.get("ConfigMap", "demo")["data"] == {"mine": "1"}
+    assert "already exists" in api.get("PaddleJob", "demo")["status"]["message"]
+
+
+def test_a_job_that_the_definition_refuses_is_not_made(api: ApiServer) -> None:
+    """000-26: the emulated server holds custom resources to the schema, as a real one does."""
+    with pytest.raises(Exception, match="cleanPodPolicy"):
+        api.create(job_document(1, cleanPodPolicy="Sometimes"))
+
+
+def test_a_file_that_names_no_cluster(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="does not say where a cluster is"):
+        open_client(str(tmp_path / "absent"))
