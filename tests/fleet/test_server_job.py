@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 import fleet
+from fleet._server_calls import ServerCalls
+from fleet._server_job import ServerJob
+from fleet._strategy_factory import HalfAsyncStrategy
 from fleet.errors import ConfigError, NanInfError, NotInitializedError, OptionWarning
 from fleet.facade import Fleet
 from tests.helpers.served import WideAndDeep, batches, run_job, train
@@ -354,6 +357,17 @@ def test_what_cannot_be_served_is_refused_where_it_is_said() -> None:
         own.run_server()
     with pytest.raises(ConfigError, match="mode is 4"):
         own.save_persistables("x", mode=4)
+    own.session.close()
+
+
+def test_the_calls_are_names_of_the_package() -> None:
+    """B.2: every call of a parameter-server job is a name of ``fleet``."""
+    calls = [name for name in vars(ServerCalls) if not name.startswith("_")]
+    assert set(calls) <= set(fleet.__all__)
+    assert isinstance(fleet.StrategyFactory.create_half_async_strategy(), HalfAsyncStrategy)
+    own = Fleet()
+    own.init(log_level="WARNING")
+    assert isinstance(own.session.server_job, ServerJob)
     own.session.close()
 
 

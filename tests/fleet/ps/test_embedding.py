@@ -12,6 +12,7 @@ from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps._initializers import Initializer
 from fleet.ps._lookup import LocalRows
 from fleet.ps._rules import Rule
+from fleet.ps._slots import bags_of
 
 WIDE = Initializer("uniform", -1.0, 1.0)
 BIG = 10**15
@@ -79,6 +80,14 @@ def test_slots_share_the_table_or_have_rows_of_their_own() -> None:
     both = make(num_slots=2, separate_slots=True, combiner="sum")
     assert torch.equal(both([[5], [5], [6], [5]]), found)
     assert torch.equal(both(ids[:, :, None]), found)
+
+
+def test_bags_of_every_form() -> None:
+    bags = bags_of([[1, 2], [], [3], [4]], None, "sum", 2)
+    assert (bags.ids.tolist(), bags.offsets.tolist(), bags.shape) == ([1, 2, 3, 4], [0, 2, 2, 3], (2, 2))
+    assert bags.spread(torch.tensor([5, 7]), 2).tolist() == [5, 5, 7, 7]
+    with pytest.raises(ConfigError, match="3 lists"):
+        bags_of([[1], [2], [3]], None, "sum", 2)
 
 
 def test_a_forward_without_backward_keeps_nothing() -> None:

@@ -1,0 +1,75 @@
+"""sparse_table_configs: Fleet's keys become accessor and rule, unknown ones are refused (D.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps._layout import SparseTableConfig
+from fleet.ps._rules import Rule
+from fleet.ps._table_configs import configure_table
+
+PLAIN = SparseTableConfig("ads", 9, Rule("sgd", {"learning_rate": 0.3}))
+
+
+def test_without_settings_nothing_changes() -> None:
+    assert configure_table(PLAIN, None) is PLAIN
+
+
+def test_documented_values_stand_for_keys_that_are_left_away() -> None:
+    """D.4: a table whose configuration is written out has the documented defaults."""
+    made = configure_table(PLAIN, {"embedx_threshold": 5, "show_click_decay_rate": 0.9})
+    assert made.accessor is not None
+    assert (made.accessor.embedx_threshold, made.accessor.show_click_decay_rate) == (5, 0.9)
+    assert (made.accessor.delete_threshold, made.accessor.base_threshold) == (0.8, 1.5)
+    assert made.rule == PLAIN.rule
+    assert made.embed_rule is None
+
+
+def test_rules_of_both_parts() -> None:
+    settings = {
+        "sparse_optimizer": "adam",
+        "learning_rate": 0.01,
+        "beta1_decay_rate": 0.8,
+        "weight_bounds": [-1, 1],
+        "embed_sparse_optimizer": "naive",
+        "embed_learning_rate": 0.5,
+        "initial_range": 0.25,
+    }
+    with pytest.raises(ConfigError, match="does not read 'beta1'"):
+        configure_table(PLAIN, settings)
+    del settings["beta1_decay_rate"]
+    made = configure_table(PLAIN, {**settings, "sparse_accessor_class": "CtrCommonAccessor"})
+    assert (made.rule.name, made.rule["learning_rate"], made.rule["upper_bound"]) == ("adam", 0.01, 1.0)
+    assert made.embed_rule is not None
+    assert (made.embed_rule.name, made.embed_rule["learning_rate"]) == ("sgd", 0.5)
+    assert made.accessor is not None
+    assert made.accessor.pulls_counters
+    assert (made.initializer.a, made.initializer.b) == (-0.25, 0.25)
+
+
+def test_the_optimizers_rule_with_a_rate_of_its_own() -> None:
+    assert configure_table(PLAIN, {"learning_rate": 0.7}).rule == Rule("sgd", {"learning_rate": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "reason"),
+    [
+        ({"embed_threshold": 1}, ConfigError, "does not exist"),
+        ({"sparse_optimizer": "lamb"}, ConfigError, "one of"),
+        ({"embedx_dim": 3}, ConfigError, "embedx"),
+        ({"weight_bounds": 3}, ConfigError, "weight_bounds"),
+        ({"learning_rate": "x"}, ConfigError, "number"),
+        ({"sparse_table_class": "SSDSparseTable"}, UnsupportedOptionError, "in memory"),
+        ({"sparse_accessor_class": "CtrDymfAccessor"}, UnsupportedOptionError, "GPU"),
+        ({"enable_cache": True}, UnsupportedOptionError, "in memory whole"),
+        ({"shard_num": 10}, UnsupportedOptionError, "one checked file"),
+        ({"embed_initial_range": 1.0, "embedx_initial_range": 2.0}, UnsupportedOptionError, "one initializer"),
+        ("adam", ConfigError, "dictionary"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(settings: Any, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        configure_table(PLAIN, settings)

@@ -1,0 +1,127 @@
+"""Every worker and server works out the same tables from model and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fleet
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps._embedding import SparseEmbedding
+from fleet.ps._served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
+from fleet.ps._table_plan import plan_tables
+
+
+class Towers(nn.Module):
+    def __init__(self, **second: Any) -> None:
+        super().__init__()
+        self.user = SparseEmbedding(4, "ids")
+        self.item = SparseEmbedding(4, **{"name": "ids", **second})
+        self.words = nn.Embedding(5, 3, sparse=True)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.out = nn.Linear(3, 1)
+
+
+def planned(model: nn.Module, optimizer: Any = None, **settings: Any) -> Any:
+    serve_embeddings(model)
+    return plan_tables([model], optimizer or torch.optim.Adam(model.parameters(), 0.01), **settings)
+
+
+def test_modules_with_one_name_share_a_table_and_groups_are_dense_tables() -> None:
+    model = Towers()
+    groups = [
+        {"params": [*model.user.parameters(), *model.item.parameters(), *model.words.parameters()], "lr": 0.5},
+        {"params": [model.out.weight]},
+        {"params": [model.out.bias], "lr": 0.25},
+    ]
+    plan = planned(model, torch.optim.SGD(groups, 0.125))
+    assert [(part.config.name, len(part.modules)) for part in plan.sparse] == [("ids", 2), ("words", 1)]
+    assert [(part.config.name, part.config.size) for part in plan.dense] == [("dense.1", 3), ("dense.2", 1)]
+    assert sorted(plan.configs) == [0, 1, 2, 3]
+    assert [config.rule["learning_rate"] for config in plan.configs.values()] == [0.5, 0.5, 0.125, 0.25]
+    assert plan.ids_of(["words"]) == [1]
+    with pytest.raises(ConfigError, match="not a sparse table"):
+        plan.ids_of(["out"])
+
+
+def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
+    model = Towers()
+    part = planned(model).dense[0]
+    values = part.values()
+    assert values.tolist() == [*model.out.weight.flatten().tolist(), *model.out.bias.tolist()]
+    assert part.gradients() is None
+    model.out.bias.sum().backward()
+    assert part.gradients().tolist() == [0, 0, 0, 1]
+    part.assign(np.arange(4, dtype=np.float32))
+    assert model.out.weight.tolist() == [[0, 1, 2]]
+    assert model.out.bias.tolist() == [3]
+
+
+def test_modules_that_describe_a_table_differently_are_refused() -> None:
+    for other in ({"dim": 5}, {"seed": 1}, {"entry": fleet.CountFilterEntry(2)}):
+        model = Towers()
+        model.item = SparseEmbedding(**{"dim": 4, "name": "ids", **other})
+        with pytest.raises(ConfigError, match="describe it differently"):
+            planned(model)
+    model = Towers()
+    with pytest.raises(ConfigError, match="does not hold user.weight"):
+        planned(model, torch.optim.SGD(model.out.parameters(), 0.1))
+    with pytest.raises(ConfigError, match="tables hold float32"):
+        planned(Towers().double())
+
+
+def test_geo_and_adam_d2sum() -> None:
+    """D.3: adam_d2sum takes Adam's place in dense tables only; geo tables add."""
+    plan = planned(Towers(), adam_d2sum=True)
+    assert [part.config.rule.name for part in (*plan.sparse, *plan.dense)] == ["adam", "adam", "adam_d2sum"]
+    model = Towers()
+    with pytest.raises(ConfigError, match="takes the place of Adam"):
+        planned(model, torch.optim.SGD(model.parameters(), 0.1), adam_d2sum=True)
+    model = Towers()
+    plan = planned(model, torch.optim.SGD(model.parameters(), 0.1), geo=True)
+    assert {config.rule.name for config in plan.configs.values()} == {"sum"}
+    model = Towers(name="other", entry=fleet.ProbabilityEntry(0.5))
+    with pytest.raises(ConfigError, match="geo training"):
+        planned(model, torch.optim.SGD(model.parameters(), 0.1), geo=True)
+
+
+def test_served_embeddings_are_plain_until_they_are_connected() -> None:
+    model = Towers()
+    ids, plain = torch.tensor([[1, 4], [0, 1]]), nn.Embedding(5, 3, sparse=True)
+    plain.load_state_dict(model.words.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    serve_embeddings(model)
+    assert isinstance(model.words, ServedEmbedding)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.equal(model.words(ids), plain(ids))
+    pieces = model.words.initial_rows()
+    assert pieces[0][0].tolist() == [0, 1, 2, 3, 4]
+
+    class Source:
+        trains = True
+
+        def rows(self, keys: Any) -> Any:
+            return pieces[0][1][keys] + 1
+
+    model.words.lookup.source = Source()
+    assert torch.equal(model.words(ids), plain(ids) + 1)
+    with pytest.raises(IndexError, match="there are 5 rows"):
+        model.words(torch.tensor([5]))
+    model.words.refresh()
+    assert torch.equal(model.words.weight, plain.weight + 1)
+
+
+def test_embeddings_that_cannot_be_served_are_refused() -> None:
+    tied = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ConfigError, match="same parameter"):
+        check_embeddings(tied)
+    with pytest.raises(UnsupportedOptionError, match="EmbeddingBag"):
+        check_embeddings(nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)))
+    with pytest.raises(UnsupportedOptionError, match="max_norm"):
+        check_embeddings(nn.Sequential(nn.Embedding(4, 2, sparse=True, max_norm=1.0)))
+    check_embeddings(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.EmbeddingBag(4, 2)))
