@@ -27,18 +27,18 @@ import fleet
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet"))
 from _memory_steps import measured_bytes  # noqa: E402
-from _strategy_jobs import BY_HAND, JOBS, fresh  # noqa: E402
+from _strategy_jobs import BY_HAND, JOBS, WIDTHS, fresh  # noqa: E402
 
 Step = Callable[[torch.Tensor, torch.Tensor], float]
 BLOCKS, STEPS, BATCH_SIZE = 8, 5, 32
 
 
-def with_fleet(options: dict[str, Any], adam: bool) -> Step:
+def with_fleet(options: dict[str, Any], adam: bool, width: int = 32) -> Step:
     """Returns one step of the plain loop under fleet."""
     strategy = fleet.DistributedStrategy()
     strategy.update(options)
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-    net, inner = fresh(adam)
+    net, inner = fresh(adam, width)
     optimizer = fleet.distributed_optimizer(inner)
     model = fleet.distributed_model(net)
 
@@ -81,7 +81,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 def in_turns(name: str) -> dict[str, Any]:
     """Returns times, bytes sent and loss of plain data parallel, the job, and the job by hand, block by block."""
     options, adam = JOBS[name]
-    jobs = {"plain": with_fleet({}, adam), "job": with_fleet(options, adam)}
+    width = WIDTHS.get(name, 32)
+    jobs = {"plain": with_fleet({}, adam, width), "job": with_fleet(options, adam, width)}
     if name in BY_HAND:
         jobs["by hand"] = BY_HAND[name](adam)
     x, y = digits()
@@ -111,7 +112,7 @@ def peak_bytes(name: str) -> int:
     options, adam = ({}, name == "plain_adam") if name.startswith("plain") else JOBS[name]
 
     def train() -> None:
-        step = with_fleet(options, adam)
+        step = with_fleet(options, adam, WIDTHS.get(name, 32))
         x, y = digits()
         for number in range(2 * STEPS):
             step(*batch_of(x, y, number))

@@ -7,7 +7,7 @@ until that of the next unit has arrived. Stage 3 gives the whole parameters up a
 backward, where the next unit is requested while one unit runs. When the gradients of a unit are complete, the whole
 parameters go, the gradients are copied into one buffer, reduced from there into this worker's part, and the buffer
 stays until the next unit needs one. gloo, on the CPU, gathers and reduces in a copy of the buffer; that of a reduction
-may last as long as the buffer, because a thread of its own works on it.
+or of a unit that was requested ahead may last as long as the buffer, because a thread of its own works on it.
 """
 
 from __future__ import annotations
@@ -146,9 +146,11 @@ class Divided(Exchange):
         if place and self._reshard:
             before = self._order[place - 1]
             if before.whole is None and before.gathering is None:
-                before.gathering = self._requested(before)
+                before.gathering = self._requested(before, ahead=True)
 
-    def _requested(self, unit: Unit) -> Block:
+    def _requested(self, unit: Unit, ahead: bool = False) -> Block:
+        if self._on_host and ahead:
+            return self.tracker.hold(2 * unit.size_bytes, "communication")
         buffer = self.tracker.hold(unit.size_bytes, "communication")
         if self._on_host:
             self.tracker.pass_by(unit.size_bytes, "communication")

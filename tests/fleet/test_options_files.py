@@ -66,7 +66,8 @@ def built(assignments: list[tuple[str, Any]]) -> DistributedStrategy:
             setattr(strategy, name, value)
         except ConfigError as error:
             refused.append(str(error))
-    assert all(any(rule in text for rule in ("names each of", "both True", "is 0")) for text in refused)
+    rules = ("names each of", "both True", "is 0", "both name")
+    assert all(any(rule in text for rule in rules) for text in refused), refused
     return strategy
 
 
