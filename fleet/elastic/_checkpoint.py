@@ -209,18 +209,8 @@ class Checkpoint:
         else:
             files["model.pt"] = take_model(self._model, is_first, self._asynchronous)
             files["optimizer.pt"] = None if chain is None else take_optimizer(chain, is_first, self._asynchronous)
-        k_steps = 1
-        if chain is not None:
-            k_steps = max((w["k_steps"] for w in windows(optimizer_state(chain)).values()), default=1)
-        rest = {
-            "epoch": self.epoch,
-            "step": self.step,
-            "world_size": session.world_size,
-            "k_steps": k_steps,
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "extra": dict(self.extra),
-            "workers": [{"data": found["data"], "random": found["random"]} for found in reports],
-        }
+        if is_first:
+            files["rest.pt"] = self._rest(reports)
         if is_first and not self._has_written:
             remove_leftovers(self.path)
         self._has_written = True
@@ -232,7 +222,7 @@ class Checkpoint:
             world_size=session.world_size,
             has_worker_parts=own,
             keep=self.keep,
-            files={**files, "rest.pt": rest} if is_first else files,
+            files=files,
             values={
                 "step": self.step,
                 "epoch": self.epoch,
@@ -241,6 +231,19 @@ class Checkpoint:
             },
             faults=self._faults,
         )
+
+    def _rest(self, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns everything but model and optimizer, as worker 0 writes it."""
+        state = {} if self._chain is None else optimizer_state(self._chain)
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "world_size": self._session.world_size,
+            "k_steps": max((window["k_steps"] for window in windows(state).values()), default=1),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "extra": dict(self.extra),
+            "workers": [{"data": found["data"], "random": found["random"]} for found in reports],
+        }
 
     def _load(self, restore: Restore, found: Found) -> None:
         rest = restore.load(found, self._model, self._chain, self._scheduler)

@@ -15,7 +15,7 @@ from fleet.launch._logs import LaunchLog
 from fleet.launch._stacks import Frame, Stack
 from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, STEP, WorkerFile
 
-OWN = Stack((Frame("/home/me/train.py", 33, "load"),), "own")
+OWN = Stack((Frame("/code/train.py", 33, "load"),), "own")
 WAITING = Stack((Frame("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce"), *OWN.frames), "waiting")
 NOW_NS = time.monotonic_ns
 
@@ -67,8 +67,8 @@ def test_the_rank_that_the_others_wait_for_is_named(
     watched.add(119, 30.3, WAITING)
     assert watched.check() == 1
     said = capsys.readouterr().err
-    assert "rank 1 has not finished step 120 for 30 s; it is at /home/me/train.py:33 in load" in said
-    assert "rank 0 waits for other ranks in step 120; it is at /home/me/train.py:33 in load (inside" in said
+    assert "rank 1 has not finished step 120 for 30 s; it is at /code/train.py:33 in load" in said
+    assert "rank 0 waits for other ranks in step 120; it is at /code/train.py:33 in load (inside" in said
     assert said.count("Stack of rank") == 3
 
 

@@ -21,8 +21,8 @@ Thread 0x00000000000000aa (most recent call first):
 Current thread 0x00000000000000bb [main] (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 90 in all_reduce
   File "/x/site-packages/torch/distributed/c10d_logger.py", line 80 in wrapper
-  File "/home/me/train.py", line 33 in train_epoch
-  File "/home/me/train.py", line 60 in <module>
+  File "/code/train.py", line 33 in train_epoch
+  File "/code/train.py", line 60 in <module>
 """
 
 
@@ -33,7 +33,7 @@ def test_the_main_thread_is_found(thread: int, tmp_path: Path) -> None:
     stack = read_stack(path, 4, thread)
     assert stack.waits == (thread != 0xAA)
     if thread == 0xBB:
-        assert stack.place.startswith("/home/me/train.py:33 in train_epoch (inside ")
+        assert stack.place.startswith("/code/train.py:33 in train_epoch (inside ")
         assert len(stack.frames) == 4
     assert stack.text == TEXT
 
@@ -42,7 +42,7 @@ def test_a_stack_that_is_not_there() -> None:
     assert read_stack(Path("/nowhere"), 0, 1) == Stack()
     assert Stack().place == ""
     assert not Stack().waits
-    assert Stack((Frame("/home/me/a.py", 3, "f"),)).place == "/home/me/a.py:3 in f"
+    assert Stack((Frame("/code/a.py", 3, "f"),)).place == "/code/a.py:3 in f"
 
 
 WORKER = """
