@@ -72,12 +72,17 @@ def _free_endpoints(count: int) -> list[str]:
         return [f"127.0.0.1:{made.getsockname()[1]}" for made in sockets]
 
 
+def _serve_plainly(own: Fleet, index: int) -> None:
+    own.init_server()
+    own.run_server()
+
+
 def run_job(
     work: Callable[[Fleet, int], Any],
     *,
     num_servers: int = 1,
     num_workers: int = 1,
-    serve: Callable[[Fleet, int], Any] | None = None,
+    serve: Callable[[Fleet, int], Any] = _serve_plainly,
     strategy: Any = None,
     limit_s: float = 40.0,
 ) -> list[Any]:
@@ -90,17 +95,13 @@ def run_job(
     results: list[Any] = [None] * num_workers
     failures: list[BaseException] = []
 
-    def serve_plainly(own: Fleet, index: int) -> None:
-        own.init_server()
-        own.run_server()
-
     def run(role: Role, number: int) -> None:
         own = Fleet()
         maker = UserDefinedRoleMaker(current_id=number, role=role, worker_num=num_workers, server_endpoints=endpoints)
         try:
             own.init(maker, strategy=strategy, log_level="WARNING")
             if role is Role.SERVER:
-                (serve or serve_plainly)(own, number)
+                serve(own, number)
             else:
                 results[number] = work(own, number)
         except BaseException as error:

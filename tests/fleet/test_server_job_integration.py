@@ -1,0 +1,151 @@
+"""Parameter-server jobs of real processes: the launcher, hand-set variables, failures (F.2, F.3, F.4)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fleet.test_server_job import Reference, make_adagrad
+from tests.helpers.served import _free_endpoints, batches, train
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "tests" / "helpers" / "ps_training.py")
+LIMIT_S = 55
+# Proxies must play no part in the traffic (001-08).
+BASE = {
+    **{name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLEET_", "FLAGS_"))},
+    "PYTHONPATH": str(ROOT),
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
+    "OMP_NUM_THREADS": "1",
+}
+pytestmark = pytest.mark.slow
+
+
+def start(arguments: list[str], extra: dict[str, str] | None = None, log: Path | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**BASE, **(extra or {})},
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE if log is None else log.open("w"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        text, _ = process.communicate(timeout=15)
+        raise AssertionError(f"not done after {limit_s} s: {text[-2000:]}") from None
+    return process.returncode, text or ""
+
+
+def launched(tmp_path: Path, name: str, module: str, *arguments: str) -> list[dict[str, Any]]:
+    out = tmp_path / name
+    flags = ["--server_num=2", "--worker_num=2", f"--log_dir={tmp_path / 'log' / name}"]
+    code, text = finish(start(["-m", module, *flags, SCRIPT, "sync", str(out), *arguments]))
+    assert code == 0, text
+    return [torch.load(f"{out}.{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_two_servers_and_two_workers_train_as_one_process_twice_with_the_same_bits(tmp_path: Path) -> None:
+    """001-01, 001-07, 002-18, 002-23, 003-08, 003-17, 003-34: fleet.launch and fleet.launch_ps."""
+    reference = Reference()
+    expected = train(reference, make_adagrad(reference.parameters()), batches(6))
+    first = launched(tmp_path, "first", "fleet.launch")
+    again = launched(tmp_path, "again", "fleet.launch_ps")
+    for one, other in zip(first, again, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["total"] == 1.0
+        assert all(torch.equal(one["model"][key], other["model"][key]) for key in one["model"])
+        torch.testing.assert_close(one["model"]["out.weight"], reference.out.weight.data, atol=1e-6, rtol=0)
+        torch.testing.assert_close(one["model"]["words.weight"], reference.words.weight.data, atol=1e-6, rtol=0)
+    mean = [(a + b) / 2 for a, b in zip(first[0]["losses"], first[1]["losses"], strict=True)]
+    torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected), atol=1e-6, rtol=0)
+    saved = tmp_path / "first.tables"
+    assert sorted(path.name for path in (saved / "ads").glob("part-*.json")) == ["part-000.json", "part-001.json"]
+    log = (tmp_path / "log" / "first" / "workerlog.1").read_text()
+    assert "Communicator start" in log
+    assert "init rpc client with trainer_id 1" in log
+    assert "is listening on 127.0.0.1:" in (tmp_path / "log" / "first" / "serverlog.1").read_text()
+
+
+def test_processes_started_by_hand_in_any_order(tmp_path: Path) -> None:
+    """001-02 to 001-06, 001-08: workers first, without POD_IP and PADDLE_PORT; the absent servers are listed."""
+    endpoints = _free_endpoints(2)
+    shared = {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints), "PADDLE_TRAINERS_NUM": "2"}
+    out, logs = tmp_path / "hand", [tmp_path / f"worker{rank}.log" for rank in range(2)]
+    arguments = [SCRIPT, "async", str(out)]
+    workers = [
+        start(arguments, {**shared, "TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": f"{rank}"}, logs[rank])
+        for rank in range(2)
+    ]
+    servers = []
+    try:
+        deadline = time.monotonic() + 30
+        while f"not ready endpoints:{endpoints}" not in logs[0].read_text():
+            assert time.monotonic() < deadline, logs[0].read_text()
+            time.sleep(0.1)
+        assert "server not ready, wait 3 sec to retry..." in logs[0].read_text()
+        for endpoint in endpoints:
+            host, _, port = endpoint.partition(":")
+            role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
+            servers.append(start(arguments, {**shared, **role}))
+        assert [finish(process)[0] for process in workers] == [0, 0], logs[0].read_text()
+        for endpoint, server in zip(endpoints, servers, strict=True):
+            code, text = finish(server)
+            assert (code, f"is listening on {endpoint}" in text) == (0, True), text
+        assert "Communicator start" in logs[1].read_text()
+    finally:
+        for process in (*workers, *servers):
+            process.kill()
+
+
+def test_a_failed_worker_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    """Decision 10: the launcher exits with the code of the process that failed."""
+    flags = ["--server_num=1", "--worker_num=2", f"--log_dir={tmp_path / 'log'}"]
+    arguments = ["-m", "fleet.launch", *flags, SCRIPT, "async", str(tmp_path / "out"), "--fail=worker"]
+    code, text = finish(start(arguments))
+    assert code == 7, text
+
+
+def test_a_killed_server_ends_the_job(tmp_path: Path) -> None:
+    """001-12: a server that dies takes the job down, with its signal as the code."""
+    flags = ["--server_num=1", "--worker_num=1", f"--log_dir={tmp_path / 'log'}"]
+    job = start(["-m", "fleet.launch", *flags, SCRIPT, "async", str(tmp_path / "out"), "--fail=never"])
+    log = tmp_path / "log" / "serverlog.0"
+    worker_log = tmp_path / "log" / "workerlog.0"
+    deadline = time.monotonic() + 40
+    while not (worker_log.exists() and "Communicator start" in worker_log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "is listening" in log.read_text()
+    found = re.search(r"^(\d+)$", _server_pid(job.pid), re.M)
+    assert found
+    os.kill(int(found[1]), signal.SIGKILL)
+    code, text = finish(job)
+    assert code == 128 + signal.SIGKILL, text
+
+
+def _server_pid(launcher: int) -> str:
+    """Returns the process id of the server that ``launcher`` started."""
+    for folder in Path("/proc").iterdir():
+        try:
+            is_child = folder.name.isdigit() and f"PPid:\t{launcher}\n" in (folder / "status").read_text()
+            if is_child and b"TRAINING_ROLE=PSERVER" in (folder / "environ").read_bytes():
+                return folder.name
+        except OSError:
+            continue
+    raise AssertionError("no server")
