@@ -20,7 +20,8 @@ class Batch(dict[str, SlotTensors]):
     A dense slot is one tensor ``[batch, *shape[1:]]``. A sparse slot is a pair: values, 1-D, of all samples one after
     the other, and offsets, int64 ``[batch + 1]``; the values of sample i are ``values[offsets[i]:offsets[i + 1]]``.
     That is what ``torch.nn.functional.embedding_bag(..., include_last_offset=True)`` takes, and
-    ``torch.nested.nested_tensor_from_jagged``. Values are int64 or float32 as the slot says.
+    ``torch.nested.nested_tensor_from_jagged``. Values are int64 or float32 as the slot says. With ``input_type=1`` each
+    value of a sparse slot is a row, as in Fleet: the offsets are 0, 1, 2 and so on.
 
     Attributes:
         ins_ids: ids of the samples, where the dataset has ``parse_ins_id``; empty otherwise.
@@ -40,6 +41,8 @@ class Batch(dict[str, SlotTensors]):
 def batch_of(samples: Samples, form: TextForm) -> Batch:
     """Returns the samples as one batch, which shares no memory with them that anything writes to."""
     columns = samples.columns[form.first_slot :]
+    if form.whole_batches:
+        columns = tuple(Column(column.values, np.arange(len(column.values) + 1)) for column in columns)
     tensors = {slot.name: _tensors(slot, column) for slot, column in zip(form.slots, columns, strict=True)}
     ins_ids = samples.columns[0].texts() if form.parse_ins_id else []
     contents = samples.columns[form.first_slot - 1].texts() if form.parse_content else []

@@ -41,7 +41,7 @@ _SHOWN = 40
 class TextForm:
     """What a line holds: the ids of samples and the contents where asked for, then the slots in order.
 
-    ``whole_batches`` is Fleet's ``input_type=1``: a line is a batch, and a dense slot holds its rows one after another.
+    ``whole_batches`` is Fleet's ``input_type=1``: a line is a batch, and a slot holds its rows one after another.
     """
 
     slots: tuple[Slot, ...]

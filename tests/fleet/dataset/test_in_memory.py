@@ -228,3 +228,4 @@ def test_a_line_may_be_a_batch(tmp_path: Path) -> None:
     assert first["label"].tolist() == [[0], [1]]
     assert isinstance(second["prices"], torch.Tensor)
     assert second["prices"].shape == (1, 2)
+    assert [part.tolist() for part in first["words"]] == [[1, 2, 3], [0, 1, 2, 3]]

@@ -30,6 +30,7 @@ def _exchange(rank: int, world_size: int) -> list[Any]:
     return [[part.hex() for part in found], [part.hex() for part in nothing], total, (group.rank, group.size)]
 
 
+@pytest.mark.slow
 def test_bytes_reach_the_worker_they_are_for() -> None:
     for rank, (found, nothing, total, place) in enumerate(run_workers(_exchange, 3)):
         assert found == [bytes([sender, rank]).hex() * (sender + 3 * rank) for sender in range(3)]
