@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("kubernetes", reason="needs the extra k8s")
-pytest.importorskip("jsonschema", reason="needs kubernetes-validate")
-
 from fleet.errors import FleetError
-from fleet.k8s._cluster import Cluster, ClusterError, open_client
 from fleet.k8s._controller import Controller
 from tests.helpers.kube_api import ApiServer
 from tests.helpers.kubernetes import crd, job_document
+
+if TYPE_CHECKING:
+    from fleet.k8s._cluster import Cluster
+
+# The client is imported where a test runs: that alone takes two seconds.
+missing = [name for name in ("kubernetes", "jsonschema") if find_spec(name) is None]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=f"needs {missing}: the extras k8s and dev")]
 
 
 @pytest.fixture
@@ -35,6 +39,8 @@ def sizes() -> list[tuple[str, int]]:
 @pytest.fixture
 def cluster(api: ApiServer, tmp_path: Path, sizes: list[tuple[str, int]]) -> Cluster:
     """The operator's view of it."""
+    from fleet.k8s._cluster import Cluster, open_client
+
     path = tmp_path / "kubeconfig"
     path.write_text(api.kubeconfig())
     return Cluster(open_client(str(path)), lambda name, size: sizes.append((name, size)))
@@ -98,7 +104,7 @@ def test_services_groups_and_sizes(api: ApiServer, controller: Controller, sizes
 def test_what_the_cluster_refuses_stands_in_the_status(api: ApiServer, controller: Controller) -> None:
     api.create(job_document(1))
     api.store.refused["pods"] = "exceeded quota: gpus"
-    with pytest.raises(ClusterError, match="exceeded quota: gpus"):
+    with pytest.raises(FleetError, match="exceeded quota: gpus"):
         controller.reconcile("default", "demo")
     status = api.get("PaddleJob", "demo")["status"]
     assert (status["phase"], status["message"]) == ("Pending", "The cluster refused: exceeded quota: gpus")
@@ -112,7 +118,7 @@ def test_objects_of_others_are_left_alone(api: ApiServer, controller: Controller
     """A ConfigMap of the same name that the job does not own is neither read nor deleted."""
     api.create({"kind": "ConfigMap", "metadata": {"name": "demo"}, "data": {"mine": "1"}})
     api.create(job_document(1, intranet="Service"))
-    with pytest.raises(ClusterError, match="already exists"):
+    with pytest.raises(FleetError, match="already exists"):
         controller.reconcile("default", "demo")
     assert api.get("ConfigMap", "demo")["data"] == {"mine": "1"}
     assert "already exists" in api.get("PaddleJob", "demo")["status"]["message"]
@@ -125,5 +131,7 @@ def test_a_job_that_the_definition_refuses_is_not_made(api: ApiServer) -> None:
 
 
 def test_a_file_that_names_no_cluster(tmp_path: Path) -> None:
+    from fleet.k8s._cluster import open_client
+
     with pytest.raises(FleetError, match="does not say where a cluster is"):
         open_client(str(tmp_path / "absent"))

@@ -10,14 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("kopf", reason="needs the extra k8s")
-pytest.importorskip("kubernetes", reason="needs the extra k8s")
-pytest.importorskip("jsonschema", reason="needs kubernetes-validate")
 
 from tests.helpers import etcd
 from tests.helpers.kube_api import ApiServer
@@ -25,7 +22,8 @@ from tests.helpers.kubernetes import DEPLOY, crd, job_document
 from tests.helpers.pods import Loopback, Node
 from tests.helpers.sources import ROOT
 
-pytestmark = pytest.mark.slow
+missing = [name for name in ("kopf", "kubernetes", "jsonschema") if find_spec(name) is None]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=f"needs {missing}: the extras k8s and dev")]
 LIMIT_S = 45.0
 
 

@@ -10,6 +10,8 @@ import pytest
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.k8s._job import read_job
 from fleet.k8s._render import TARGETS, Rendered, render
+from fleet.k8s._render_jobset import host_name
+from fleet.k8s._render_trainjob import gpus
 from tests.helpers.kubernetes import (
     EXAMPLES,
     POD,
@@ -34,17 +36,23 @@ def test_the_translations_of_the_examples(name: str, target: str) -> None:
     assert golden_text(name, target) == golden_path(name, target).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("resnet", "pods"),
+        ("resnet", "trainjob"),
+        ("wide_and_deep_volcano", "jobset"),
+        *(pytest.param(name, target, marks=pytest.mark.slow) for name in EXAMPLES for target in ("pods", "jobset")),
+    ],
+)
 def test_clusters_take_the_translations(name: str, target: str) -> None:
     """000-25: against the schemas of Kubernetes, JobSet and Kubeflow, unknown fields refused."""
     pytest.importorskip("kubernetes_validate")
-    if target == "trainjob" and name != "resnet":
-        pytest.skip("refused: a TrainJob has no servers (test_what_a_target_cannot_do_is_refused)")
     for document in made(target, example(name)).documents:
         check_object(document)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["pods", "jobset"])
 @pytest.mark.parametrize("spec", [{"intranet": "Host"}, {"elastic": 1}, {"servers": 1, "withGloo": 2}])
 def test_clusters_take_the_rarer_forms(target: str, spec: dict[str, Any]) -> None:
@@ -156,6 +164,11 @@ def test_elastic_jobs_know_their_etcd() -> None:
         assert (env["PADDLE_ELASTIC_SERVER"], env["PADDLE_ELASTIC_JOB_ID"]) == ("etcd:2379", "default-demo")
         assert "PADDLE_TRAINER_ENDPOINTS" not in env
         assert pod["spec"]["restartPolicy"] == "OnFailure"
+
+
+def test_the_parts() -> None:
+    assert host_name(read_job(job_document(name="a")), "ps", "3") == "a-ps-0-3.a"
+    assert [gpus({}), gpus({"resources": {"limits": {"nvidia.com/gpu": "4"}}})] == [0, 4]
 
 
 def test_trainjobs_start_one_process_for_each_gpu() -> None:

@@ -89,7 +89,10 @@ def start(node: Node, document: dict[str, Any], target: str) -> None:
         node.add(pod, name)
 
 
-@pytest.mark.parametrize("target", ["pods", "jobset", "trainjob"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("target", [pytest.param("pods", marks=SLOW), "jobset", pytest.param("trainjob", marks=SLOW)])
 def test_a_collective_job_runs(tmp_path: Path, target: str) -> None:
     """000-28: a bare `python -m fleet.launch train.py` in each pod forms the job."""
     with Node(tmp_path / "pods", Loopback(tmp_path)) as node:
@@ -99,7 +102,7 @@ def test_a_collective_job_runs(tmp_path: Path, target: str) -> None:
     assert sorted(logs) == [f"RANK {rank} OF 2 NODES 2\n" for rank in range(2)]
 
 
-@pytest.mark.parametrize("target", ["pods", "jobset"])
+@pytest.mark.parametrize("target", ["pods", pytest.param("jobset", marks=SLOW)])
 def test_a_parameter_server_job_finds_its_roles(tmp_path: Path, target: str) -> None:
     """000-25, 001-02, 001-03: two servers and two workers, without a launcher, as the seed's pods run them."""
     with Node(tmp_path / "pods", Loopback(tmp_path)) as node:
