@@ -42,7 +42,10 @@ class Exchange(Protocol):
         """Returns when everything that was put is applied on the servers, and the parameters are the servers'."""
 
     def close(self) -> None:
-        """Ends threads and connections of its own."""
+        """Ends threads and connections of its own, once everything is sent."""
+
+    def abandon(self) -> None:
+        """Ends them at once."""
 
 
 class SyncExchange:
@@ -66,6 +69,8 @@ class SyncExchange:
         self._receive()
 
     def close(self) -> None:
+    abandon = close
+
         """Has nothing of its own."""
 
     def _receive(self, before: Callable[[], Any] = lambda: None) -> None:
@@ -128,6 +133,8 @@ class HalfAsyncExchange:
         self._mailbox.deliver()
 
     def close(self) -> None:
+    abandon = close
+
         """Has nothing of its own."""
 
 
@@ -169,6 +176,12 @@ class AsyncExchange:
             self._sender.stop()
         finally:
             for client in self._others:
+    def abandon(self) -> None:
+        """Ends threads and their connections, whatever waits."""
+        for client in self._others:
+            client.close()
+        self._sender.abort()
+
                 client.close()
 
 
@@ -209,10 +222,11 @@ class GeoExchange:
         """Has nothing of its own."""
 
     def _exchange(self, exchange: Callable[[], Any]) -> None:
+    abandon = close
+
         for part in self._plan.dense:
             self._values[part.table_id][:] = part.values()
-        if exchange() is False:
-            return
+        exchange()
         for part in self._plan.dense:
             part.assign(self._values[part.table_id])
 

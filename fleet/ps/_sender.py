@@ -141,6 +141,17 @@ class AsyncSender:
             for thread in self._threads:
                 thread.join()
 
+    def abort(self) -> None:
+        """Ends the threads without sending what waits; the clients must be closed already."""
+        with self._changed:
+            self._failure = self._failure or PSError("this sender has been stopped.")
+            self._stopping = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:

@@ -133,6 +133,9 @@ class Trainer:
     def abandon(self) -> None:
         """Disconnects without a goodbye: the servers wait for this worker to come back, until its lease ends."""
         self.stopped = True
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.abandon()
         if self._client is not None:
             self._client.close()
 
@@ -325,7 +328,8 @@ class Trainer:
             if some and table.group is not None:
                 keeps_shows = table.config.accessor is not None
                 found[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
-        for part in self.plan.dense:
+        stays_here = self.config.mode == "geo" and not self.config.check_finite  # the optimizer takes it from .grad
+        for part in () if stays_here else self.plan.dense:
             values = part.gradients()
             if values is not None:
                 found[part.table_id] = values

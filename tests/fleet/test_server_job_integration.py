@@ -139,6 +139,37 @@ def test_a_killed_server_ends_the_job(tmp_path: Path) -> None:
     assert code == 128 + signal.SIGKILL, text
 
 
+def test_a_killed_server_comes_back_with_every_push_applied_once(tmp_path: Path) -> None:
+    """D.7, 003-37: with FLEET_PS_FOLDER a server that is started again goes on, and so does the worker."""
+    reference = Reference()
+    expected = train(reference, make_adagrad(reference.parameters()), batches(6))
+    endpoint = _free_endpoints(1)[0]
+    shared = {"PADDLE_PSERVERS_IP_PORT_LIST": endpoint, "PADDLE_TRAINERS_NUM": "1"}
+    host, _, port = endpoint.partition(":")
+    role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port, "FLEET_PS_FOLDER": str(tmp_path / "state")}
+    arguments, log = [SCRIPT, "sync", str(tmp_path / "out"), "--fail=slow"], tmp_path / "worker.log"
+    server = start(arguments, {**shared, **role})
+    worker = start(arguments, {**shared, "TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": "0"}, log)
+    try:
+        deadline = time.monotonic() + 30
+        while "Communicator start" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        time.sleep(1.0)
+        server.kill()
+        server.communicate()
+        server = start(arguments, {**shared, **role})
+        assert finish(worker)[0] == 0, log.read_text()
+        code, text = finish(server)
+        assert code == 0, text
+    finally:
+        for process in (worker, server):
+            process.kill()
+    found = torch.load(tmp_path / "out.0.pt", weights_only=True)
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected), atol=2e-6, rtol=0)
+    assert not list((tmp_path / "state").glob("*/journal"))  # the job is over
+
+
 def _server_pid(launcher: int) -> str:
     """Returns the process id of the server that ``launcher`` started."""
     for folder in Path("/proc").iterdir():

@@ -1,7 +1,7 @@
 """A training script for servers and workers alike: ``ps_training.py MODE OUT [--fail=WHAT]``.
 
-Every worker writes its losses and its model to OUT.RANK.pt. ``--fail=worker`` ends worker 1 with code 7 after two
-steps; ``--fail=never`` trains until it is stopped.
+Every worker writes its losses and its model to OUT.RANK.pt. ``--fail=worker`` ends worker 1 with code 7 after six
+steps; ``--fail=never`` trains until it is stopped, ``--fail=slow`` takes its time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def main(mode: str, out: str, fail: str) -> None:
         return
     fleet.init_worker()
     rank, num_workers = fleet.worker_index(), fleet.worker_num()
-    losses = train(model, optimizer, batches(6, rank, num_workers))
+    losses = []
+    for batch in batches(6, rank, num_workers):
+        losses += train(model, optimizer, [batch])
+        time.sleep(0.5 if fail == "slow" else 0.0)
     if fail == "worker" and rank == 1:
         os._exit(7)
     while fail == "never":
