@@ -69,9 +69,9 @@ class SyncExchange:
         self._receive()
 
     def close(self) -> None:
-    abandon = close
-
         """Has nothing of its own."""
+
+    abandon = close
 
     def _receive(self, before: Callable[[], Any] = lambda: None) -> None:
         wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
@@ -133,9 +133,9 @@ class HalfAsyncExchange:
         self._mailbox.deliver()
 
     def close(self) -> None:
-    abandon = close
-
         """Has nothing of its own."""
+
+    abandon = close
 
 
 class AsyncExchange:
@@ -176,13 +176,13 @@ class AsyncExchange:
             self._sender.stop()
         finally:
             for client in self._others:
+                client.close()
+
     def abandon(self) -> None:
         """Ends threads and their connections, whatever waits."""
         for client in self._others:
             client.close()
         self._sender.abort()
-
-                client.close()
 
 
 class GeoExchange:
@@ -221,9 +221,9 @@ class GeoExchange:
     def close(self) -> None:
         """Has nothing of its own."""
 
-    def _exchange(self, exchange: Callable[[], Any]) -> None:
     abandon = close
 
+    def _exchange(self, exchange: Callable[[], Any]) -> None:
         for part in self._plan.dense:
             self._values[part.table_id][:] = part.values()
         exchange()
