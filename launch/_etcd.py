@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import requests
 from etcd3gw import Etcd3Client
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Etcd3Exception, InternalServerError
 
@@ -116,7 +115,7 @@ class EtcdStore:
         """
         client = self._clients[self._first]
         create = {"create_request": {"key": _pack(prefix), "range_end": _pack_end(prefix)}}
-        with contextlib.suppress(requests.RequestException, Etcd3Exception, ValueError, AttributeError, OSError):
+        with contextlib.suppress(OSError, Etcd3Exception, ValueError, AttributeError):
             self._authenticate(self._first)
             with client.session.post(
                 client.get_url("watch"), json=create, stream=True, timeout=(_CONNECT_S, idle_s)
@@ -182,15 +181,18 @@ class EtcdStore:
 
 
 def _client(address: EtcdAddress, endpoint: str, timeout_s: float) -> Etcd3Client:
-    session = requests.Session()
-    session.trust_env = False  # REQUESTS_CA_BUNDLE would win over the job's own authority; a proxy is never meant
-    if address.ca is not None:
-        session.verify = address.ca
-    if address.certificate is not None and address.key is not None:
-        session.cert = (address.certificate, address.key)
     host, port = split_endpoint(endpoint, "The address of etcd")
-    protocol = "http" if address.ca is None else "https"
-    return Etcd3Client(host=host, port=port, protocol=protocol, timeout=timeout_s, session=session)
+    client = Etcd3Client(
+        host=host,
+        port=port,
+        protocol="http" if address.ca is None else "https",
+        ca_cert=address.ca,
+        cert_cert=address.certificate,
+        cert_key=address.key,
+        timeout=timeout_s,
+    )
+    client.session.trust_env = False  # REQUESTS_CA_BUNDLE would win over the job's own authority; no proxy is meant
+    return client
 
 
 def _words(error: Exception) -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -118,13 +115,3 @@ def test_numbers_of_nodes() -> None:
     for wrong in ("0", "4:2", "a", "1:2:3", ""):
         with pytest.raises(ConfigError, match="--np"):
             read_np(wrong)
-
-
-def test_the_command_starts_without_torch_and_without_a_client(tmp_path: Path) -> None:
-    """The etcd client is imported only once a request is to be sent."""
-    script = (
-        "import sys; from fleet.launch._elastic_command import main; code = main(['status'], {}); "
-        "print(code, 'torch' in sys.modules, 'etcd3gw' in sys.modules, 'requests' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.split() == ["2", "False", "False", "False"]
