@@ -27,6 +27,9 @@ from fleet import fleet
 
 SLOTS, NUM_DENSE, DIM = (1,) * 26, 13, 10
 SAMPLES = 32_768
+# "merged" is async with the queue lengths that Paddle's communicator takes from its flags.
+MERGED = {"max_merge_var_num": 20, "min_send_grad_num_before_recv": 40, "send_queue_size": 20}
+CONFIGS: dict[str, dict[str, int]] = {"sync": {}, "async": {}, "merged": MERGED, "geo": {"k_steps": 100}}
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -36,8 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = settings["mode"] != "sync"
-    if settings["mode"] == "geo":
-        strategy.a_sync_configs = {"k_steps": 100}
+    strategy.a_sync_configs = CONFIGS[settings["mode"]]
     fleet.init(strategy=strategy)
     if fleet.is_server():
         fleet.init_server()

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from fleet.errors import ConfigError
 from fleet.ps._client import Client
 from fleet.ps._geo import GeoCommunicator
@@ -203,7 +201,7 @@ class GeoExchange:
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's own rows."""
-        return np.array(self._geo.rows(table_id, keys), np.float32)
+        return self._geo.rows(table_id, keys)
 
     def put(self, gradients: Gradients) -> None:
         """Trains one step, and exchanges when it is the turn."""
@@ -212,7 +210,10 @@ class GeoExchange:
             group = self._groups.get(table_id)
             if group is not None and isinstance(gradient, Gradient):
                 self._geo.apply_sgd(table_id, gradient, float(group["lr"]))
-        self._exchange(self._geo.step)
+        if self._geo.next_exchanges():
+            self._exchange(self._geo.step)
+        else:
+            self._geo.step()
 
     def flush(self) -> None:
         """Exchanges now."""

@@ -22,6 +22,32 @@ from fleet.ps._shards import Gradient, Keys, Rows
 __all__ = ["GeoCommunicator", "GeoRows"]
 
 
+# The recent keys are merged into the others when they are more than this share of them, so that a new key costs the
+# same however many there are.
+_RECENT_SHARE, _MIN_RECENT = 32, 4096
+
+
+class _SortedKeys:
+    """Finds keys in a sorted array."""
+
+    def __init__(self) -> None:
+        self.keys = np.empty(0, np.int64)
+        self.places = np.empty(0, np.int64)
+
+    def find(self, keys: Keys) -> NDArray[np.int64]:
+        """Returns the place of each key, -1 where it is unknown."""
+        if not len(self.keys):
+            return np.full(len(keys), -1, np.int64)
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[at] == keys, self.places[at], -1)
+
+    def add(self, keys: Keys, places: NDArray[np.int64]) -> None:
+        """Adds unknown keys; costs as much as there are keys."""
+        merged = np.concatenate((self.keys, keys))
+        order = np.argsort(merged, kind="stable")
+        self.keys, self.places = merged[order], np.concatenate((self.places, places))[order]
+
+
 class GeoRows:
     """The rows of one sparse table that this worker has used: its own values and those of the last exchange."""
 
@@ -29,26 +55,36 @@ class GeoRows:
         self.local = np.empty((0, dim), np.float32)
         self.old = np.empty((0, dim), np.float32)
         self.keys = np.empty(0, np.int64)  # by place
-        self._sorted = np.empty(0, np.int64)
-        self._places = np.empty(0, np.int64)
         self._touched = np.zeros(0, np.bool_)
+        self._num_rows = 0  # the arrays above have room for more
+        self._index, self._recent = _SortedKeys(), _SortedKeys()
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """Returns the place of each key, -1 where it is unknown."""
-        if not len(self._sorted):
-            return np.full(len(keys), -1, np.int64)
-        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == keys, self._places[at], -1)
+        places = self._index.find(keys)
+        if len(self._recent.keys) and (unknown := places < 0).any():
+            places[unknown] = self._recent.find(keys[unknown])
+        return places
 
     def insert(self, keys: Keys, rows: Rows) -> None:
         """Adds unknown, distinct keys with the server's rows."""
-        places = np.arange(len(self.keys), len(self.keys) + len(keys))
-        self.keys = np.concatenate((self.keys, keys))
-        self.local = np.concatenate((self.local, rows))
-        self.old = np.concatenate((self.old, rows))
-        self._touched = np.concatenate((self._touched, np.zeros(len(keys), np.bool_)))
-        order = np.argsort(merged := np.concatenate((self._sorted, keys)), kind="stable")
-        self._sorted, self._places = merged[order], np.concatenate((self._places, places))[order]
+        first, end = self._num_rows, self._num_rows + len(keys)
+        if end > len(self.keys):
+            self._grow(max(end, 2 * len(self.keys)))
+        self.keys[first:end] = keys
+        self.local[first:end] = self.old[first:end] = rows
+        self._num_rows = end
+        self._recent.add(keys, np.arange(first, end))
+        if len(self._recent.keys) > max(_MIN_RECENT, len(self._index.keys) // _RECENT_SHARE):
+            self._index.add(self._recent.keys, self._recent.places)
+            self._recent = _SortedKeys()
+
+    def _grow(self, size: int) -> None:
+        for name in ("keys", "local", "old", "_touched"):
+            array = getattr(self, name)
+            larger = np.zeros((size, *array.shape[1:]), array.dtype)
+            larger[: self._num_rows] = array[: self._num_rows]
+            setattr(self, name, larger)
 
     def touch(self, places: NDArray[np.int64]) -> None:
         """Notes that rows were changed here."""
@@ -96,12 +132,7 @@ class GeoCommunicator:
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
         rows = self._rows[table_id]
-        places = rows.find(keys)
-        if (places < 0).any():
-            unknown = np.unique(keys[places < 0])
-            rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
-            places = rows.find(keys)
-        return rows.local[places]
+        return rows.local[self._known(table_id, keys)]
 
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
         """Sets this worker's rows of distinct ``keys``, which it has seen: one step of local training."""
@@ -114,8 +145,23 @@ class GeoCommunicator:
 
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
-        rows = self.rows(table_id, gradient.ids)
-        self.assign(table_id, gradient.ids, rows - np.float32(learning_rate) * gradient.rows)
+        rows, places = self._rows[table_id], self._known(table_id, gradient.ids)
+        rows.local[places] -= np.float32(learning_rate) * gradient.rows
+        rows.touch(places)
+
+    def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
+        """Returns the places of ``keys``, after it has fetched those this worker has not seen."""
+        rows = self._rows[table_id]
+        places = rows.find(keys)
+        if (places < 0).any():
+            unknown = np.unique(keys[places < 0])
+            rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
+            places = rows.find(keys)
+        return places
+
+    def next_exchanges(self) -> bool:
+        """Returns whether the next :meth:`step` ends with an exchange."""
+        return not (self._steps + 1) % self._k_steps
 
     def step(self) -> bool:
         """Counts one training step and exchanges after every ``k_steps``; returns whether it did."""

@@ -245,10 +245,10 @@ class AsyncSender:
 def _sum(client: Client, table_id: int, items: Sequence[_Waiting]) -> Gradient | Rows:
     table = client.tables[table_id]
     if table.dense:
-        total = items[0].value
+        total = np.array(items[0].value, np.float32) if len(items) > 1 else np.asarray(items[0].value, np.float32)
         for item in items[1:]:
-            total = total + item.value
-        return np.asarray(total, np.float32)
+            total += item.value
+        return total
     if len(items) == 1:
         gradient: Gradient = items[0].value
         return gradient

@@ -280,11 +280,13 @@ def test_geo_rows_find_what_was_inserted():
     table, rng = GeoRows(1), np.random.default_rng(0)
     known = {}
     for _ in range(20):
-        keys = np.setdiff1d(rng.integers(-1000, 1000, 50), np.array(list(known), np.int64))
+        keys = np.setdiff1d(rng.integers(-100_000, 100_000, 1000), np.array(list(known), np.int64))
         table.insert(keys, keys[:, None].astype(np.float32))
         known.update(dict.fromkeys(keys.tolist()))
+    assert len(known) > 3 * 4096  # what is recent has been merged, and more has come since
     keys = np.array(list(known))
     np.testing.assert_array_equal(table.local[table.find(keys), 0], keys)
-    assert (table.find(ids(5000, -5000)) == -1).all()
+    np.testing.assert_array_equal(table.keys[table.find(keys)], keys)
+    assert (table.find(ids(500_000, -500_000)) == -1).all()
     with pytest.raises(ConfigError, match="k_steps"):
         GeoCommunicator.__init__(object.__new__(GeoCommunicator), None, 0)
