@@ -210,7 +210,7 @@ class ElasticMembership:
 
     def announce_end(self, result: GroupResult, failure: str) -> None:
         """Ends the generation on every node, unless another node did so first: then its reason stands."""
-        if result.stop_signal is not None:
+        if self._is_told_to_stop(result):
             self._was_stopped = True
             kind = "left" if self._rules.is_elastic else "stopped"
             text = f"The launcher of {self._place} was stopped by signal {result.stop_signal}."
@@ -224,6 +224,11 @@ class ElasticMembership:
         self._reason = self._declare_over(reason)
         if self._was_stopped or self._asks_scheduler(self._reason):
             self._publish(phase=_world.LEAVING)
+
+    def _is_told_to_stop(self, result: GroupResult) -> bool:
+        """Returns whether this launcher was; workers also save themselves and stop when another node's was."""
+        is_echo = result.preempted and self._rules.is_elastic and not self._signals.received
+        return result.stop_signal is not None and not is_echo
 
     @property
     def _place(self) -> str:
@@ -241,9 +246,9 @@ class ElasticMembership:
     def _may_be_victim(self, result: GroupResult) -> bool:
         """Returns whether the failure looks like the loss of a peer on another node: then that node is to blame."""
         first, world = result.first_failure, self.world
-        if first is None or world is None or len(world.nodes) == 1 or not self._rules.is_elastic:
+        if world is None or len(world.nodes) == 1 or not self._rules.is_elastic:
             return False
-        return looks_like_victim(first, result.log_start_bytes)
+        return result.preempted or (first is not None and looks_like_victim(first, result.log_start_bytes))
 
     def _other_reason(self, limit_s: float) -> Reason | None:
         """Returns the reason that another node gave for the end of this generation, waiting ``limit_s`` for it."""
@@ -279,7 +284,7 @@ class ElasticMembership:
     def settle(self, result: GroupResult) -> Outcome:
         """Follows the reason that came first; after a success waits for the others."""
         reason, self._reason = self._reason, None
-        if result.stop_signal is not None:
+        if self._was_stopped:
             return Outcome(result.exit_code)
         if reason is not None and reason.kind == "victim" and reason.node == self.name:
             reason = self._resolve_victim(reason)

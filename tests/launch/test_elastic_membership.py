@@ -177,6 +177,16 @@ def test_leave_record(place: Place) -> None:
     assert (again.number, len(again.peers)) == (1, 1)
 
 
+def test_workers_that_saved_themselves_for_another_node_start_again(place: Place) -> None:
+    """--preempt_grace stops the workers of all nodes with 75; only the launcher that was told to stop leaves."""
+    one, two = place.pair()
+    saved = GroupResult(exit_code=75, stop_signal=15, preempted=True)
+    place.signals.received.append(15)
+    assert ends(one, saved) == Outcome(75)
+    place.signals.received.clear()
+    assert ends(two, saved).restart
+
+
 LOST_PEER = "RuntimeError: Connection closed by peer [10.0.0.9]:1234\n"
 
 
