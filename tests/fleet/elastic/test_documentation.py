@@ -1,0 +1,63 @@
+"""docs/checkpoint.md: its program runs and resumes, both languages have one outline, the flags exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fleet
+from fleet.elastic._faults import ACTIONS, POINTS
+from fleet.launch._flags import BY_SPELLING
+from tests.helpers.sources import ROOT
+
+NAMES = ("docs/checkpoint.md", "docs/checkpoint.zh-CN.md")
+
+
+def blocks(name: str) -> list[str]:
+    """Returns the Python code of a text."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_program_runs_and_goes_on(tmp_path: Path) -> None:
+    program, keep, scale = blocks(NAMES[0])
+    (tmp_path / "train.py").write_text(program + "print('at', checkpoint.epoch, checkpoint.step)\n")
+    (tmp_path / "declare.py").write_text(f"from fleet import fleet\n{keep}\nprint(strategy.gradient_merge_configs)\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = []
+    for name in ("train.py", "train.py", "declare.py"):
+        command = [sys.executable, "-W", "error", name]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+    assert shown[:2] == ["at 2 32\n", "at 2 32\n"]
+    assert "8" in shown[2]
+    assert "scale_lr(optimizer, workers=8" in scale
+
+
+def test_both_languages_say_the_same() -> None:
+    english, chinese = (
+        [
+            re.match(r"#+ |- |\| |```\w*|\d\. |", line)[0]  # type: ignore[index]
+            for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+            if re.match(r"#+ |- |\| |```\w*|\d\. ", line)
+        ]
+        for name in NAMES
+    )
+    assert english == chinese
+    assert blocks(NAMES[0]) == blocks(NAMES[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_names_and_points_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    flags = set(re.findall(r"--[a-z_]{3,}", text))
+    assert {"--heartbeat_timeout", "--preempt_grace", "--max_restart"} <= flags <= set(BY_SPELLING)
+    for found in set(re.findall(r"fleet\.elastic\.([A-Za-z_]+)", text)):
+        assert hasattr(fleet.elastic, found)
+    assert set(re.findall(r"`(save\.\w+|step)`", text)) >= {*POINTS, "step"}
+    assert all(f"`{action}`" in text for action in ACTIONS)
