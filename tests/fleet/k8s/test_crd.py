@@ -99,7 +99,11 @@ def test_the_examples_start_the_launcher_and_the_parts_that_the_image_has() -> N
     """000-28: the collective pod runs the launcher without a flag; scripts exist in the tree the image is made of."""
     resnet = example("resnet")["spec"]["worker"]["template"]["spec"]["containers"][0]
     assert resnet["args"][:2] == ["-m", "fleet.launch"]
-    assert (DEPLOY.parent / resnet["args"][2].removeprefix("/fleet/")).is_file()
+    for name in EXAMPLES:
+        for role in (role for key, role in example(name)["spec"].items() if key in ("ps", "worker")):
+            container = role["template"]["spec"]["containers"][0]
+            (script,) = [word for word in [*container["command"], *container.get("args", [])] if word.endswith(".py")]
+            assert (DEPLOY.parent / script.removeprefix("/fleet/")).is_file(), script
 
 
 @pytest.mark.parametrize("file", ["v1/crd.yaml", "v1/operator.yaml"])
