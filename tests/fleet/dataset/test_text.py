@@ -110,6 +110,7 @@ def test_near_the_middle_of_two_floats_the_exact_value_decides() -> None:
     """16777217 is the middle of two float32; digits behind it decide, also beyond what a double holds."""
     middles = ["16777217", "16777217.0000000001", "16777216.999999999999", "0.1", "1.00000005960464477539"]
     middles += ["1.000000059604644775", "1.000000059604644776", "3.4028235e38", "1e-45", "7e-46", "1.17549435e-38"]
+    middles += ["134.3651199340820377", "117.9195899963379026", "649.5465393066406425", "936.4407043457031421"]
     form = TextForm((Slot("x", lod_level=1, dtype="float32"),))
     text = f"{len(middles)} {' '.join(middles)}\n".encode()
     found = parse(text, form, "f").columns[0].values
