@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,12 @@ import kubernetes.config
 
 from fleet.errors import FleetError
 from fleet.k8s._job import GROUP, PLURAL, VERSION
-from fleet.k8s._objects import LABEL_JOB, Document
+from fleet.k8s._objects import LABEL_JOB, SECRET_FIELD, Document
 from fleet.k8s._reconcile import CREATE, DELETE, PATCH, SCALE, Action, Observed
 
 _TIMEOUT_S = 30.0
-_NOT_FOUND = 404
+_NOT_FOUND, _CONFLICT = 404, 409
+_KEY_BYTES = 32
 _POD_GROUPS = ("scheduling.volcano.sh", "v1beta1", "podgroups")
 
 
@@ -93,6 +95,8 @@ class Cluster:
             self._write_size(action.name, action.body["replicas"])
         elif action.kind == "PodGroup":
             self._call(self._custom.create_namespaced_custom_object, *_at(namespace), action.body)
+        elif action.kind == "Secret":
+            self._create_secret(namespace, action.body)
         elif action.verb == CREATE:
             self._call(getattr(self._core, f"create_namespaced_{_word(action.kind)}"), namespace, action.body)
         elif action.verb == PATCH:
@@ -103,6 +107,15 @@ class Cluster:
             assert action.verb == DELETE
             self._found(getattr(self._core, f"delete_namespaced_{_word(action.kind)}"), action.name, namespace)
 
+    def _create_secret(self, namespace: str, body: Document) -> None:
+        """Makes the job's Secret with a new key; the operator may make Secrets and not read them, so it just tries."""
+        body = {**body, "stringData": {SECRET_FIELD: secrets.token_hex(_KEY_BYTES)}}
+        try:
+            self._call(self._core.create_namespaced_secret, namespace, body)
+        except ClusterError as error:
+            if _status(error) != _CONFLICT:
+                raise
+
     def write_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Writes the status of a job; a job that is gone meanwhile has none."""
         body = {"status": dict(status)}
@@ -112,7 +125,7 @@ class Cluster:
         try:
             return self._call(call, *arguments)
         except ClusterError as error:
-            if isinstance(error.__cause__, kubernetes.client.ApiException) and error.__cause__.status == _NOT_FOUND:
+            if _status(error) == _NOT_FOUND:
                 return None
             raise
 
@@ -125,6 +138,11 @@ class Cluster:
             raise ClusterError(_reason(error)) from error
         document: Document = json.loads(answer.data)
         return document
+
+
+def _status(error: ClusterError) -> int:
+    cause = error.__cause__
+    return int(cause.status or 0) if isinstance(cause, kubernetes.client.ApiException) else 0
 
 
 def _at(namespace: str) -> tuple[str, str, str, str]:

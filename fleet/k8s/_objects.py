@@ -19,6 +19,7 @@ from fleet.k8s._job import API_VERSION, HOST, KIND, SERVICE, VOLCANO, WORKER, Pa
 Document = dict[str, Any]
 LABEL_NAME, LABEL_TYPE, ANNOTATION = "paddle-res-name", "paddle-res-type", "paddle-resource"
 LABEL_JOB = "batch.paddlepaddle.org/job"
+JOB_SECRET, SECRET_FIELD = "FLEET_JOB_SECRET", "secret"
 POD_GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 
 
@@ -48,6 +49,7 @@ def plan_pod(job: PaddleJob, role: Role, index: int, etcd_server: str | None = N
     container = spec["containers"][0]
     address = {"name": "POD_IP", **_address(job, name)}
     container["env"] = [*(container.get("env") or []), address, *plan_own_variables(role, f"{index}")]
+    container["env"] += secret_variables(job, container, needed=True)
     if job.is_elastic:
         container["env"] += [*_named(plan_elastic_variables(job, etcd_server)), _np_variable(job)]
     else:
@@ -77,6 +79,37 @@ def plan_own_variables(role: Role, index: str) -> list[Document]:
         {"name": "TRAINING_ROLE", "value": TRAINING_ROLES[role.name]},
         {"name": "PADDLE_TRAINING_ROLE", "value": TRAINING_ROLES[role.name]},
     ]
+
+
+def secret_name(job: PaddleJob) -> str:
+    """Returns the name of the Secret with the job's key; an operator makes one for each job it sees."""
+    return f"{job.name}-key-{job.uid[:8]}" if job.uid else f"{job.name}-key"
+
+
+def secret_variables(job: PaddleJob, container: Mapping[str, Any], *, needed: bool) -> list[Document]:
+    """Returns the variable by which the processes prove that they belong to the job; none where the user set it.
+
+    A container waits for a Secret that is ``needed``; parameter servers refuse to listen without one.
+    """
+    if any(item["name"] == JOB_SECRET for item in container.get("env") or []):
+        return []
+    reference = {"name": secret_name(job), "key": SECRET_FIELD, **({} if needed else {"optional": True})}
+    return [{"name": JOB_SECRET, "valueFrom": {"secretKeyRef": reference}}]
+
+
+def plan_secret(job: PaddleJob) -> Document:
+    """Returns the Secret without its key, which is drawn when the Secret is made."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": {
+            "name": secret_name(job),
+            "namespace": job.namespace,
+            "labels": {LABEL_JOB: job.name},
+            **owner(job),
+        },
+    }
 
 
 def _address(job: PaddleJob, name: str) -> Document:

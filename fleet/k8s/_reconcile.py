@@ -9,7 +9,7 @@ from typing import Any
 from fleet.errors import FleetError
 from fleet.k8s._contract import ELASTIC_NP, elastic_job_id, plan_variables, pod_name
 from fleet.k8s._job import ALWAYS, HOST, NEVER, ON_COMPLETION, ON_FAILURE, PS, SERVICE, WORKER, PaddleJob, read_job
-from fleet.k8s._objects import Document, plan_config_map, plan_pod, plan_pod_group, plan_service
+from fleet.k8s._objects import Document, plan_config_map, plan_pod, plan_pod_group, plan_secret, plan_service
 from fleet.k8s._status import (
     COMPLETED,
     FAILED,
@@ -135,6 +135,9 @@ def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None) -
     places = [(role, index) for role in job.roles for index in range(role.replicas)]
     wanted = {pod_name(job, role.name, index) for role, index in places}
     first: list[Action] = []
+    if not observed.pods and observed.config_map is None:
+        secret = plan_secret(job)
+        first.append(Action(verb=CREATE, kind="Secret", name=secret["metadata"]["name"], body=secret))
     if job.uses_volcano and observed.pod_group is None:
         first.append(Action(verb=CREATE, kind="PodGroup", name=job.name, body=plan_pod_group(job)))
     first += _plan_data(job, observed)

@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.k8s._contract import ELASTIC_NP, plan_variables, pod_name
 from fleet.k8s._job import HOST, NEVER, POD_IP, SERVICE, PaddleJob
-from fleet.k8s._objects import Document, plan_config_map, plan_pod, plan_pod_group, plan_service, restart_policy
+from fleet.k8s._objects import (
+    JOB_SECRET,
+    SECRET_FIELD,
+    Document,
+    plan_config_map,
+    plan_pod,
+    plan_pod_group,
+    plan_service,
+    restart_policy,
+    secret_name,
+    secret_variables,
+)
 from fleet.k8s._render_jobset import plan_jobset
 from fleet.k8s._render_trainjob import plan_trainjob
 
@@ -59,6 +70,13 @@ def _notes(job: PaddleJob, target: str) -> list[str]:
     notes = []
     if job.clean_pod_policy is None:
         notes.append("Finished pods are kept (cleanPodPolicy is not set); kubectl delete removes them.")
+    if any(secret_variables(job, role.pod_spec["containers"][0], needed=True) for role in job.roles):
+        name = secret_name(job)
+        wait = "its pods wait for" if job.has_servers else "its processes know each other by"
+        notes.append(
+            f"{job.name}: {wait} the Secret {name}. Make it first: kubectl -n {job.namespace} create secret generic "
+            f"{name} --from-literal={SECRET_FIELD}=$(python -c 'import secrets; print(secrets.token_hex(32))')"
+        )
     if job.intranet in (None, POD_IP) and target == "pods":
         notes.append("Pods call each other by name, not by address: addresses are known only to an operator.")
     if job.is_elastic:
@@ -83,8 +101,15 @@ def plan_pods(job: PaddleJob, etcd_server: str | None) -> list[Document]:
         pod = plan_pod(named, role, index, etcd_server)
         _call_by_name(pod, pod_name(job, role.name, index))
         pod["spec"]["restartPolicy"] = restart_policy(job, role)
+        _make_secret_optional(pod, optional=not job.has_servers)
         documents.append(pod)
     return documents
+
+
+def _make_secret_optional(pod: Document, *, optional: bool) -> None:
+    for variable in pod["spec"]["containers"][0]["env"]:
+        if variable["name"] == JOB_SECRET and optional and "secretKeyRef" in variable.get("valueFrom", {}):
+            variable["valueFrom"]["secretKeyRef"]["optional"] = True
 
 
 def _call_by_name(pod: Document, name: str) -> None:

@@ -15,6 +15,7 @@ from fleet.k8s._objects import (
     plan_own_variables,
     plan_pod_group,
     restart_policy,
+    secret_variables,
 )
 
 COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -90,7 +91,8 @@ def _pod_template(job: PaddleJob, role: Role, etcd_server: str | None) -> Docume
         spec["schedulerName"] = VOLCANO
         metadata["annotations"] = {**(metadata.get("annotations") or {}), POD_GROUP_ANNOTATION: job.name}
     container = spec["containers"][0]
-    container["env"] = [*(container.get("env") or []), *_variables(job, role, etcd_server)]
+    secret = secret_variables(job, container, needed=job.has_servers)
+    container["env"] = [*(container.get("env") or []), *_variables(job, role, etcd_server), *secret]
     if job.intranet == HOST:
         port = first_port(job)
         container["ports"] = [*(container.get("ports") or []), {"containerPort": port, "hostPort": port}]

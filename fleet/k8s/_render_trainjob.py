@@ -7,7 +7,7 @@ import re
 
 from fleet.errors import UnsupportedOptionError
 from fleet.k8s._job import HOST, PaddleJob
-from fleet.k8s._objects import LABEL_JOB, Document, restart_policy
+from fleet.k8s._objects import LABEL_JOB, Document, restart_policy, secret_variables
 
 # Kubeflow's controller finds the trainer by this label and by this name of its container.
 _STEP_LABEL, _NODE = "trainer.kubeflow.org/trainjob-ancestor-step", "node"
@@ -26,6 +26,7 @@ def plan_trainjob(job: PaddleJob, etcd_server: str | None) -> list[Document]:
     template = copy.deepcopy(dict(worker.template))
     container = template["spec"]["containers"][0]
     container["name"] = _NODE
+    container["env"] = [*(container.get("env") or []), *secret_variables(job, container, needed=False)]
     processes = gpus(container) or 1
     template["spec"]["restartPolicy"] = restart_policy(job, worker)
     metadata = {"name": job.name, "namespace": job.namespace, "labels": {**job.labels, LABEL_JOB: job.name}}

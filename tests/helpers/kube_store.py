@@ -43,6 +43,7 @@ BUILT_IN = (
     Resource("", "v1", "pods", "Pod", columns=(("Status", ".status.phase"),)),
     Resource("", "v1", "services", "Service"),
     Resource("", "v1", "configmaps", "ConfigMap", has_status=False),
+    Resource("", "v1", "secrets", "Secret", has_status=False),
     Resource("", "v1", "events", "Event", has_status=False),
     Resource("", "v1", "namespaces", "Namespace", namespaced=False),
     Resource(
@@ -78,7 +79,7 @@ class Store:
         self.refused: dict[str, str] = {}
         self.revision = 0
         self._schemas: dict[str, Any] = {}
-        self.create(BUILT_IN[4], "", {"metadata": {"name": "default"}})
+        self.create(self.find("", "v1", "namespaces"), "", {"metadata": {"name": "default"}})
 
     def find(self, group: str, version: str, plural: str) -> Resource:
         """Returns a resource by its place."""

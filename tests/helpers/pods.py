@@ -179,7 +179,10 @@ Network = Loopback | Namespaces
 def container_variables(
     pod: Mapping[str, Any], address: str, config_maps: Mapping[str, Mapping[str, str]]
 ) -> dict[str, str] | None:
-    """Returns the variables of a pod's first container as a kubelet makes them; None while a ConfigMap is absent."""
+    """Returns the variables of a pod's first container as a kubelet makes them; None while one's source is absent.
+
+    ``config_maps`` holds the Secrets too, under ``secret/NAME``.
+    """
     container = pod["spec"]["containers"][0]
     values: dict[str, str] = {}
     for source in container.get("envFrom", []):
@@ -191,11 +194,14 @@ def container_variables(
         source = item.get("valueFrom", {})
         if "fieldRef" in source:
             values[item["name"]] = _field(pod, source["fieldRef"]["fieldPath"], address)
-        elif "configMapKeyRef" in source:
-            data = config_maps.get(source["configMapKeyRef"]["name"])
+        elif source:
+            ((kind, wanted),) = source.items()
+            data = config_maps.get(("secret/" if kind == "secretKeyRef" else "") + wanted["name"])
+            if data is None and wanted.get("optional"):
+                continue
             if data is None:
                 return None
-            values[item["name"]] = data[source["configMapKeyRef"]["key"]]
+            values[item["name"]] = data[wanted["key"]]
         else:
             values[item["name"]] = re.sub(r"\$\((\w+)\)", lambda m: values[m.group(1)], item["value"])
     return values

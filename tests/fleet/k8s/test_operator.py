@@ -38,6 +38,8 @@ class Kubelet:
         api, node = self.api, self.node
         documents = [api.get(kind, name) for kind in ("ConfigMap", "Service") for name in api.names(kind)]
         node.config_maps = {d["metadata"]["name"]: d["data"] for d in documents if d["kind"] == "ConfigMap"}
+        secrets = [api.get("Secret", name) for name in api.names("Secret")]
+        node.config_maps |= {f"secret/{d['metadata']['name']}": d["stringData"] for d in secrets}
         pods = {name: api.get("Pod", name) for name in api.names("Pod")}
         for name in set(node.containers) - set(pods):
             node.remove(name)
@@ -156,6 +158,49 @@ def test_a_job_whose_pod_fails(api: ApiServer, kubelet: Kubelet, tmp_path: Path)
         api.create(job(tmp_path, "import sys; sys.exit(5)", cleanPodPolicy="Never"))
         kubelet.until(lambda: phase(api) == "Failed")
     assert api.names("Pod") == ["demo-worker-0", "demo-worker-1"]
+
+
+TRAIN_PS = """
+import torch
+from fleet import fleet
+fleet.init()
+table = fleet.SparseEmbedding(4, combiner="sum")
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = True
+model = torch.nn.Sequential(table, torch.nn.Linear(4, 1))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+model = fleet.distributed_model(model)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+else:
+    fleet.init_worker()
+    ids = torch.arange(8).reshape(4, 2) + 2**40 * fleet.worker_index()
+    for step in range(30):
+        loss = (model(ids) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("LOSS", loss.item(), flush=True)
+    assert loss.item() < 0.5
+    fleet.stop_worker()
+"""
+
+
+def test_a_job_with_servers(api: ApiServer, kubelet: Kubelet, tmp_path: Path) -> None:
+    """000-25: training on a server; the job is Completed because the server ends after its workers."""
+    with Operator(tmp_path, api):
+        document = job(tmp_path, TRAIN_PS, 2, 1, withGloo=1, cleanPodPolicy="Never")
+        for name in ("ps", "worker"):  # as in the original's example: the script alone, without a launcher
+            container = document["spec"][name]["template"]["spec"]["containers"][0]
+            container["args"] = container["args"][2:]
+        api.create(document)
+        kubelet.until(lambda: phase(api) in ("Completed", "Failed"))
+    assert phase(api) == "Completed", kubelet.node.report()
+    status = api.get("PaddleJob", "demo")["status"]
+    assert (status["mode"], status["ps"]["succeeded"], status["worker"]["succeeded"]) == ("PS", 1, 2)
+    (secret,) = api.names("Secret")
+    assert len(api.get("Secret", secret)["stringData"]["secret"]) == 64
 
 
 # Ends when it was told its job has three workers.

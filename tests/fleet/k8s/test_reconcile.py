@@ -40,6 +40,7 @@ class World:
         self.config_map: dict[str, Any] | None = None
         self.pod_group: dict[str, Any] | None = None
         self.sizes: list[int] = []
+        self.secrets: list[str] = []
 
     def plan(self, now: str = NOW) -> Plan:
         """Returns what there is to do, without doing it."""
@@ -68,6 +69,10 @@ class World:
             self.config_map = copy.deepcopy(action.body)
         elif action.kind == "PodGroup":
             self.pod_group = action.body
+        elif action.kind == "Secret":
+            assert "data" not in action.body
+            assert "stringData" not in action.body  # nothing secret goes through a plan, which may be logged
+            self.secrets.append(action.name)
         else:
             place = self.pods if action.kind == "Pod" else self.services
             if action.verb == "create":
@@ -104,7 +109,12 @@ def _needs_validator() -> None:
 def test_the_life_of_a_job_with_servers() -> None:
     """000-23 and E.2 to E.4: pods, addresses, ConfigMap, Running, Completed only when the servers ended too."""
     world = World(job(servers=1, withGloo=1))
-    assert world.step() == ["create Pod demo-ps-0", "create Pod demo-worker-0", "create Pod demo-worker-1"]
+    assert world.step() == [
+        "create Secret demo-key-u1",
+        "create Pod demo-ps-0",
+        "create Pod demo-worker-0",
+        "create Pod demo-worker-1",
+    ]
     assert world.document["status"] | {"worker": 0, "ps": 0} == {
         "phase": "Pending", "mode": "PS", "message": "", "ps": 0, "worker": 0, "observedGeneration": 1,
     }  # fmt: skip
@@ -183,6 +193,7 @@ def test_pods_that_call_each_other_by_name() -> None:
     """000-26: intranet Service needs no address, so the ConfigMap comes at once; a lost pod is made again."""
     world = World(job(intranet="Service"))
     assert world.step() == [
+        "create Secret demo-key-u1",
         "create ConfigMap demo",
         "create Service demo-worker-0",
         "create Service demo-worker-1",
@@ -314,7 +325,7 @@ def test_volcano_gets_a_group_before_the_pods() -> None:
     """000-24: the volcano example."""
     policy = {"queue": "q", "priorityClass": "p", "minResources": {"cpu": 4}}
     world = World(job(servers=2, schedulingPolicy=policy))
-    assert world.step()[0] == "create PodGroup demo"
+    assert world.step()[1] == "create PodGroup demo"
     assert world.pod_group is not None
     assert world.pod_group["spec"] == {
         "minMember": 4, "queue": "q", "priorityClassName": "p", "minResources": {"cpu": 4},
@@ -367,6 +378,22 @@ def test_the_users_template_is_kept() -> None:
 def test_the_state_of_a_pod(status: dict[str, Any], state: str) -> None:
     """E.2: a pod that Kubernetes calls Running is starting until its containers run."""
     assert pod_state({"status": status}) == state
+
+
+def test_each_pod_gets_the_key_of_its_job() -> None:
+    """Parameter servers refuse to listen without one; a key that the user chose stands."""
+    world = World(job(servers=1))
+    world.settle()
+    assert world.secrets == ["demo-key-u1"]
+    for pod in world.pods.values():
+        env = {item["name"]: item.get("valueFrom") for item in pod["spec"]["containers"][0]["env"]}
+        assert env["FLEET_JOB_SECRET"] == {"secretKeyRef": {"name": "demo-key-u1", "key": "secret"}}
+    own = {"name": "FLEET_JOB_SECRET", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "k"}}}
+    containers = [{"name": "paddle", "image": "x", "env": [own]}]
+    world = World(job(worker={"replicas": 1, "template": {"spec": {"containers": containers}}}))
+    world.step()
+    env = world.pods["demo-worker-0"]["spec"]["containers"][0]["env"]
+    assert [item for item in env if item["name"] == "FLEET_JOB_SECRET"] == [own]
 
 
 def test_ports_of_jobs_that_share_addresses_differ() -> None:

@@ -81,6 +81,7 @@ def job(folder: Path, script: str, *, launcher: bool, servers: int = 0, **spec: 
 def start(node: Node, document: dict[str, Any], target: str) -> None:
     """Translates the job and gives its pods to ``node``."""
     documents = list(render(read_job(document), target).documents)
+    node.config_maps["secret/demo-key"] = {"secret": "ab" * 32}
     if target == "pods":
         node.apply(documents)
         return
