@@ -35,9 +35,7 @@ class Health:
         self._agreement: Agreement | None = None
         if saves_on_request:
             self._notice = TerminationNotice()
-            self._agreement = Agreement(
-                _store(session), session.global_rank, session.world_size, listens=session.record.num_nodes > 1
-            )
+            self._agreement = Agreement(_store(session), session.global_rank, session.world_size)
 
     @property
     def is_preempted(self) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-# With several nodes, the launcher of another one may have got the signal: that is looked for this often.
+# The request may have reached other workers only (the launcher of another node): that is looked for this often.
 _LISTEN_PERIOD_S = 0.5
 
 
@@ -49,11 +49,10 @@ class Agreement:
         store: the store of all workers; None for a worker alone.
         rank: rank of this worker.
         world_size: number of workers.
-        listens: look for requests that reached other nodes only.
     """
 
-    def __init__(self, store: Store | None, rank: int, world_size: int, *, listens: bool = False) -> None:
-        self._store, self._rank, self._world_size, self._listens = store, rank, world_size, listens
+    def __init__(self, store: Store | None, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._has_heard = False
         self._stop_at: int | None = None
         self._listened_at = 0.0
@@ -91,7 +90,7 @@ class Agreement:
             self._stop_at = int(store.get("stop_at"))
 
     def _others_asked(self) -> bool:
-        if not self._listens or self._store is None:
+        if self._store is None:
             return False
         now = time.monotonic()
         if now - self._listened_at < _LISTEN_PERIOD_S:

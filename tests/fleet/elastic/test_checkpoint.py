@@ -248,3 +248,65 @@ def test_two_workers_resume_exactly(option: str, tmp_path: Path) -> None:
     assert results == [{"resumed": True, "same data": True, "same numbers": True}] * 2
     files = {path.name for path in (tmp_path / "cut" / "step-0000000005").iterdir()}
     assert ("worker-00001.pt" in files) == bool(option)
+
+
+def train_sharded(rank: int, world_size: int, folder: str, stage: int, stop_at: int) -> dict[str, Any]:
+    """Trains with divided states, resuming where something was saved; returns the whole model afterwards."""
+    options: dict[str, Any] = (
+        {"sharding": True, "sharding_configs": {"stage": stage, "sharding_degree": 2}} if stage else {}
+    )
+    training = Training(folder if rank == 0 else f"{folder}/of worker {rank}", options)
+    training.model.eval()  # no dropout, which differs from worker to worker
+    resumed = training.checkpoint.resume()
+    training.run(2, stop_at)
+    state = training.model.full_state_dict()
+    return {"resumed": resumed, "step": training.checkpoint.step, "state": state, "seen": training.seen}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_divided_states_are_saved_whole_and_any_number_resumes(stage: int, tmp_path: Path) -> None:
+    """004-14: a checkpoint of two workers with sharding goes on with two, and with one that has none."""
+    whole = run_workers(train_sharded, 2, str(tmp_path / "whole"), stage, -1, backend=None)
+    run_workers(train_sharded, 2, str(tmp_path / "cut"), stage, 5, backend=None)
+    (alone,) = run_workers(train_sharded, 1, str(tmp_path / "cut"), 0, 7, backend=None)
+    assert (alone["resumed"], alone["step"]) == (True, 7)
+    (tmp_path / "cut" / "step-0000000007").rename(tmp_path / "put aside")
+    again = run_workers(train_sharded, 2, str(tmp_path / "cut"), stage, -1, backend=None)
+    for rank in range(2):
+        assert again[rank]["resumed"]
+        for name, value in whole[rank]["state"].items():
+            assert torch.allclose(again[rank]["state"][name], value, rtol=0, atol=1e-6), name
+
+
+def change_number(rank: int, world_size: int, folder: str, option: str) -> dict[str, Any]:
+    """Resumes a checkpoint whose workers had states of their own; returns what it says and the parameters."""
+    import warnings
+
+    options: dict[str, Any] = {
+        option: True,
+        "localsgd_configs": {"k_steps": 4},
+        "gradient_merge_configs": {"k_steps": 3},
+    }
+    training = Training(folder, options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        resumed = training.checkpoint.resume()
+    weight = training.numbers()[0]
+    if not resumed:
+        training.run(1, stop_at=3)
+        weight = training.numbers()[0]
+    return {"weight": weight, "done": training.sampler.done, "said": [str(warning.message) for warning in seen]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["localsgd", "gradient_merge"])
+def test_another_number_of_workers_goes_on_from_the_mean(option: str, tmp_path: Path) -> None:
+    two = run_workers(change_number, 2, str(tmp_path), option, backend=None)
+    (one,) = run_workers(change_number, 1, str(tmp_path), option, backend=None)
+    mean = torch.stack([result["weight"] for result in two]).mean(0)
+    assert torch.allclose(one["weight"], mean, rtol=0, atol=1e-6)
+    assert one["done"] == 12
+    if option == "localsgd":  # gradient_merge has just updated: nothing is a worker's own
+        assert not torch.equal(two[0]["weight"], two[1]["weight"])
+        assert any("mean of the models" in text for text in one["said"])

@@ -84,7 +84,7 @@ def test_a_worker_alone_stops_at_once() -> None:
 def test_a_node_that_got_no_signal_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_preemption, "_LISTEN_PERIOD_S", 0.0)
     store = MemoryStore()
-    told, other = Agreement(store, 0, 2, listens=True), Agreement(store, 1, 2, listens=True)
+    told, other = Agreement(store, 0, 2), Agreement(store, 1, 2)
     assert not told.after_step(4, True, lambda: True)
     assert not other.after_step(4, False, lambda: True)  # says that it has heard
     assert not told.after_step(5, False, lambda: True)  # decides: 6
