@@ -86,7 +86,7 @@ def plan_ps(
             local_index=i,
             position=i,
             echo=False,
-            variables={**shared, **_server_variables(layout.servers[index])},
+            variables={**shared, **_server_variables(layout.servers[index]), **_server_state(config, environment)},
         )
         for i, index in enumerate(layout.local_servers)
     ]
@@ -110,6 +110,13 @@ def plan_ps(
 def _server_variables(endpoint: str) -> dict[str, str]:
     host, port = split_endpoint(endpoint, "the server's endpoint")
     return {"TRAINING_ROLE": "PSERVER", "PADDLE_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": f"{port}"}
+
+
+def _server_state(config: LaunchConfig, environment: Environment) -> dict[str, str]:
+    """Returns where servers keep what a restarted one needs, when they can be started again; the user's folder wins."""
+    if not config.max_restart or environment.has("FLEET_PS_FOLDER"):
+        return {}
+    return {"FLEET_PS_FOLDER": f"{config.scratch_path / 'servers'}"}
 
 
 def _worker_variables(config: LaunchConfig, layout: _Layout, local_rank: int, node_rank: int) -> dict[str, str]:

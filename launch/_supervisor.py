@@ -13,7 +13,7 @@ import contextlib
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import SIGTERM
 from types import TracebackType
 from typing import Protocol
@@ -190,6 +190,7 @@ class Supervisor:
         self._log, self._signals, self._guardian = log, signals, guardian
         self._mark, self._inherited, self._grace_s, self._output_fd = mark, inherited, grace_s, output_fd
         self._ending: Callable[[GroupResult], None] = lambda result: None
+        self._replacements = 0
 
     def run(
         self,
@@ -199,6 +200,7 @@ class Supervisor:
         news: PeerNews | None = None,
         watch: WorkerWatch | None = None,
         ends_servers: bool = True,
+        replacements: int = 0,
         started: Callable[[], None] = lambda: None,
         ending: Callable[[GroupResult], None] = lambda result: None,
     ) -> GroupResult:
@@ -211,11 +213,12 @@ class Supervisor:
             watch: what the workers share with the launcher; None when nothing asks for it.
             ends_servers: whether the end of this node's workers is the end of its servers. False when the workers
                 of other nodes use them and no membership tells when those are done: the servers return by themselves.
+            replacements: how many processes that fail are started again in their places, while the others go on.
             started: called once every process runs.
             ending: called on a failure or a signal before anything is stopped, so that the other nodes hear of the
                 cause before they feel its effects.
         """
-        self._ending = ending
+        self._ending, self._replacements = ending, replacements
         with contextlib.ExitStack() as stack:
             if watch is not None:
                 stack.callback(watch.close)
@@ -266,9 +269,26 @@ class Supervisor:
             if failures := [ended for ended in group.wait(limit_s) if ended.exit_code]:
                 if watch is not None and watch.preempt_grace_s and failures[0].exit_code == PREEMPTED:
                     return self._preempt(group, news, watch, asked=False)
-                return self._fail(group, failures)
+                if failures := self._not_replaced(group, failures):
+                    return self._fail(group, failures)
             if watch is not None and (hung := watch.check()) is not None:
                 hung.kill()  # its end is the failure that the next round sees
+
+    def _not_replaced(self, group: ProcessGroup, failures: list[ProcessExit]) -> list[ProcessExit]:
+        """Starts failed processes again in their places, as long as replacements are left; returns the others."""
+        left = []
+        for ended in failures:
+            if not self._replacements:
+                left.append(ended)
+                continue
+            self._replacements -= 1
+            spec = ended.spec
+            self._log.warning(
+                f"{spec.role} {spec.index} ended with code {ended.exit_code} and is started again; "
+                f"{self._replacements} restart(s) left"
+            )
+            group.start(replace(spec, echo=False), overwrite_log=False)  # its log is echoed already
+        return left
 
     def _preempt(self, group: ProcessGroup, news: PeerNews | None, watch: WorkerWatch, *, asked: bool) -> GroupResult:
         """Lets the workers save and stop by themselves: asked by a signal here, or by the launcher of another node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -32,14 +33,22 @@ pytestmark = pytest.mark.slow
 
 
 def start(arguments: list[str], extra: dict[str, str] | None = None, log: Path | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**BASE, **(extra or {})},
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE if log is None else log.open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    with contextlib.ExitStack() as stack:  # the process has its own copy of the file
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**BASE, **(extra or {})},
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE if log is None else stack.enter_context(log.open("w")),
+            stderr=subprocess.STDOUT,
+        )
+
+
+def end(*processes: subprocess.Popen[str]) -> None:
+    """Leaves none of them behind."""
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
@@ -48,7 +57,7 @@ def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[in
     except subprocess.TimeoutExpired:
         process.terminate()
         text, _ = process.communicate(timeout=15)
-        raise AssertionError(f"not done after {limit_s} s: {text[-2000:]}") from None
+        raise AssertionError(f"not done after {limit_s} s: {(text or '')[-2000:]}") from None
     return process.returncode, text or ""
 
 
@@ -109,8 +118,7 @@ def test_processes_started_by_hand_in_any_order(tmp_path: Path) -> None:
             assert (code, f"is listening on {endpoint}" in text) == (0, True), text
         assert "Communicator start" in logs[1].read_text()
     finally:
-        for process in (*workers, *servers):
-            process.kill()
+        end(*workers, *servers)
 
 
 def test_a_failed_worker_ends_the_job_with_its_code(tmp_path: Path) -> None:
@@ -163,8 +171,7 @@ def test_a_killed_server_comes_back_with_every_push_applied_once(tmp_path: Path)
         code, text = finish(server)
         assert code == 0, text
     finally:
-        for process in (worker, server):
-            process.kill()
+        end(worker, server)
     found = torch.load(tmp_path / "out.0.pt", weights_only=True)
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected), atol=2e-6, rtol=0)
     assert not list((tmp_path / "state").glob("*/journal"))  # the job is over
