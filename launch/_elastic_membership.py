@@ -152,7 +152,8 @@ class ElasticMembership:
             was_scaled=self._was_scaled,
         )
         if action.kind == "write" and action.world is not None:
-            self._swap(view, action.world)
+            if not self._silence:  # else the main thread would wait for etcd, and could not stop the workers in time
+                self._swap(view, action.world)
         elif action.kind == "acknowledge" and action.world is not None:
             self._publish(phase=_world.READY, generation=action.world.generation)
         return action
