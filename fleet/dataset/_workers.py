@@ -102,8 +102,8 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     group = session.host_group
     if group is None:
         raise UnsupportedOptionError(
-            f"{call}(fleet): the {session.world_size} workers of this job do not know where to meet. Set "
-            "PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, as the launcher does, or call "
+            f"{call}(fleet): the {session.world_size} workers of this job do not know where to meet. Start it with "
+            "--with_gloo=1, or set PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, or call "
             "it without fleet, for this worker's samples alone."
         )
     return GlooWorkers(group)
