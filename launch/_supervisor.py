@@ -37,6 +37,8 @@ _VICTIM_S = 0.2
 _POLL_S = 0.02
 # Whoever did not save itself within the grace is not given much more.
 _AFTER_PREEMPTION_S = 5.0
+# Between the ends of workers of two nodes that saved themselves at the same step: taking torch down.
+_OTHERS_LEFT_S = 20.0
 # A killed process that is still there after this long waits in the kernel for a device; nobody can end it.
 _UNKILLABLE_S = 5.0
 
@@ -298,6 +300,7 @@ class Supervisor:
             watch.ask_to_stop(group.running("worker"))
         deadline = time.monotonic() + grace_s
         failures: list[ProcessExit] = []
+        others_left = False
         while group.running("worker") and (left_s := deadline - time.monotonic()) > 0:
             failures += [ended for ended in group.wait(left_s) if ended.exit_code not in (0, PREEMPTED)]
             if failures:
@@ -305,8 +308,11 @@ class Supervisor:
             if signals := self._signals.take():
                 return self._stop(group, [*signals, *signals])  # asked twice: without the grace
             if news is not None and (event := news.take()) is not None and event.kind == "stop":
-                group.stop(event.grace_s)
-                return GroupResult(exit_code=0, interrupted=True)
+                # The workers of another node have left; those of this one leave at the same step.
+                others_left, deadline = True, min(deadline, time.monotonic() + _OTHERS_LEFT_S)
+        if others_left:
+            group.stop(FAILURE_GRACE_S)
+            return GroupResult(exit_code=0, interrupted=True, preempted=True)
         if group.running("worker"):
             self._log.warning(f"--preempt_grace of {grace_s:g} s is over, and not every worker has stopped by itself.")
             result = GroupResult(exit_code=128 + SIGTERM, stop_signal=SIGTERM)
