@@ -21,6 +21,7 @@ from fleet.errors import ConfigError, UnsupportedOptionError
 
 _SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+_GLOO_OFFSET = 18
 _ROLE_NAMES = ("TRAINING_ROLE", "PADDLE_TRAINING_ROLE", "PADDLE_ROLE")
 _ROLES = {
     "TRAINER": Role.WORKER,
@@ -68,6 +69,8 @@ def read_ps(env: Environment) -> RoleRecord:
         )
     rank = _worker_rank(env, world_size) if kind is Role.WORKER else _server_index(env, servers)
     with_gloo, master, gloo_path = _gloo(env)
+    if with_gloo and master is not None:
+        master = _beside_worker_0(master, servers, endpoints)
     record = RoleRecord(
         kind=kind,
         global_rank=rank,
@@ -161,3 +164,17 @@ def _gloo(env: Environment) -> tuple[int, str | None, str | None]:
         raise ConfigError("PADDLE_GLOO_HTTP_ENDPOINT is not set; with PADDLE_WITH_GLOO the processes meet there.")
     split_endpoint(endpoint, "PADDLE_GLOO_HTTP_ENDPOINT")
     return with_gloo, endpoint.strip(), None
+
+
+def _beside_worker_0(endpoint: str, servers: tuple[str, ...], workers: tuple[str, ...]) -> str:
+    """Returns where the workers meet: worker 0 opens the store, so the host is worker 0's where that is known.
+
+    The Kubernetes operators name the host of server 0, which is another pod. paddle-operator 0.3.5 names the server's
+    own port as well (its correction looks for a port that the job does not use); what it meant is 18 further.
+    """
+    host, port = split_endpoint(endpoint, "PADDLE_GLOO_HTTP_ENDPOINT")
+    if endpoint in servers:
+        port += _GLOO_OFFSET
+    if workers:
+        host = split_endpoint(workers[0], _ENDPOINTS)[0]
+    return join_endpoint(host, port)

@@ -120,6 +120,17 @@ def test_where_host_arrays_are_exchanged() -> None:
     assert (record.with_gloo, record.master, record.gloo_path) == (2, None, "shared")
 
 
+def test_workers_meet_beside_worker_0() -> None:
+    """E.3: the operators name the pod of server 0, where no worker can listen, and one of them its own port."""
+    env = {
+        **WORKER, "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:41234", "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:41234,10.0.0.3:41234", "PADDLE_WITH_GLOO": "1", "PADDLE_TRAINER_ID": "1",
+    }  # fmt: skip
+    for endpoint in ("10.0.0.1:41234", "10.0.0.1:41252"):
+        record = read_ps(Environment({**env, "PADDLE_GLOO_HTTP_ENDPOINT": endpoint}))
+        assert record.master == "10.0.0.2:41252"
+
+
 def test_what_makes_a_parameter_server_job(tmp_path: Path) -> None:
     """B.3: absent or blank, the list makes no such job; a server without its list is a mistake."""
     assert has_servers(Environment(WORKER))
