@@ -131,8 +131,8 @@ class GeoCommunicator:
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
-        rows = self._rows[table_id]
-        return rows.local[self._known(table_id, keys)]
+        places = self._known(table_id, keys)  # before `local` is looked at: new rows can replace it
+        return self._rows[table_id].local[places]
 
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
         """Sets this worker's rows of distinct ``keys``, which it has seen: one step of local training."""

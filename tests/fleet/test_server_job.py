@@ -13,7 +13,7 @@ import fleet
 from fleet._server_calls import ServerCalls
 from fleet._server_job import ServerJob
 from fleet._strategy_factory import HalfAsyncStrategy
-from fleet.errors import ConfigError, NanInfError, NotInitializedError, OptionWarning
+from fleet.errors import ConfigError, NanInfError, NotInitializedError, OptionWarning, PSError
 from fleet.facade import Fleet
 from tests.helpers.served import WideAndDeep, batches, run_job, train
 
@@ -394,3 +394,37 @@ def test_shrink_set_date_and_table_facts(capsys: pytest.CaptureFixture[str]) -> 
         own.print_table_stat(9)
     own.stop_worker()
     own.session.close()
+
+
+def test_entry_policies_and_table_settings_reach_the_servers(tmp_path: Any) -> None:
+    """D.4, D.6, D.8: an id reads as zeros until it is admitted; settings by name of the table; save modes 1 to 3."""
+    made = strategy("sync")
+    made.sparse_table_configs = {"ads": {"sparse_optimizer": "naive", "learning_rate": 0.5, "embedx_threshold": 0}}
+    own = Fleet()
+    own.init(strategy=made, log_level="WARNING")
+    net = WideAndDeep(entry=fleet.CountFilterEntry(3))
+    optimizer, model = own.distributed_optimizer(make_sgd(net.parameters())), own.distributed_model(net)
+    own.init_worker()
+    one, admitted = torch.tensor([[10**12]]), []
+    for _ in range(4):
+        model.ads(one).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        admitted.append(bool(model.ads.lookup_rows(one).any()))
+    assert admitted == [False, False, True, True]
+    before = model.ads.lookup_rows(one)
+    (model.ads(one).sum() * 0.5).backward()
+    optimizer.step()
+    torch.testing.assert_close(model.ads.lookup_rows(one), before - 0.25)  # the table's own rate
+    for mode in (1, 2, 3):
+        own.save_one_table(0, tmp_path / str(mode), mode=mode)
+    with pytest.raises(PSError, match="no accessor"):
+        own.save_persistables(tmp_path / "all", mode=1)  # the other table keeps no score
+    own.stop_worker()
+    own.session.close()
+    wrong = Fleet()
+    made.sparse_table_configs = {"adz": {}}
+    wrong.init(strategy=made, log_level="WARNING")
+    with pytest.raises(ConfigError, match="'adz' is not a sparse table"):
+        served(wrong, made, make_sgd)
+    wrong.session.close()
