@@ -241,3 +241,55 @@ def test_elastic_job_of_paddle_operator(tmp_path: Path) -> None:
     assert codes == [0, 0, 101]
     lines = sorted(line for log in logs for line in log.splitlines() if line.startswith("DONE"))
     assert lines == ["DONE rank 0 of 2", "DONE rank 1 of 2"]
+
+
+# A few steps on a table; the loss falls only if pulls and pushes reach the server.
+SERVED = """
+import torch
+from fleet import fleet
+fleet.init()
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = True
+model = torch.nn.Sequential(fleet.SparseEmbedding(4, combiner="sum"), torch.nn.Linear(4, 1))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+model = fleet.distributed_model(model)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    print("DONE server", flush=True)
+else:
+    fleet.init_worker()
+    ids = torch.arange(8).reshape(4, 2) + 2**40 * fleet.worker_index()
+    for step in range(30):
+        loss = (model(ids) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.5
+    fleet.stop_worker()
+    print("DONE worker", fleet.worker_index(), flush=True)
+"""
+KEY = {"name": "FLEET_JOB_SECRET", "value": "ab" * 32}
+
+
+@pytest.mark.parametrize("operator", ["paddle-operator", "kubeflow"])
+def test_training_on_servers(node: Node, tmp_path: Path, operator: str) -> None:
+    """001-02, 001-03, 000-25: the pods' template adds the job's key, which no operator of others knows."""
+    script = tmp_path / "train.py"
+    script.write_text(SERVED)
+    if operator == "kubeflow":
+        names = {"PSERVER": ["job-master-0"], "TRAINER": ["job-worker-0", "job-worker-1"]}
+    else:
+        names = {"PSERVER": ["job-ps-0"], "TRAINER": ["job-worker-0", "job-worker-1"]}
+    hosts = {role: addresses(node, listed, by_name=False) for role, listed in names.items()}
+    for role, listed in names.items():
+        for index, name in enumerate(listed):
+            if operator == "kubeflow":
+                count = {"PADDLE_SERVER_NUM" if role == "PSERVER" else "PADDLE_TRAINER_NUM": "1"}
+                made = kubeflow_pod(name, 3, "job-master-0", ["python", "-m", "fleet.launch", str(script)], count)
+            else:
+                made = operator_pod(name, role, index, hosts, ["python", str(script)])
+            made["spec"]["containers"][0]["env"].insert(0, KEY)
+            node.add(made, name)
+    assert set(node.run().values()) == {"Succeeded"}, node.report()
+    assert roles_seen(node) == ["DONE server", "DONE worker 0", "DONE worker 1"]

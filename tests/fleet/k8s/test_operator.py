@@ -24,7 +24,7 @@ from tests.helpers.sources import ROOT
 
 missing = [name for name in ("kopf", "kubernetes", "jsonschema") if find_spec(name) is None]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=f"needs {missing}: the extras k8s and dev")]
-LIMIT_S = 45.0
+LIMIT_S = 55.0
 
 
 class Kubelet:
