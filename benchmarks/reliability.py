@@ -225,7 +225,7 @@ ROWS: dict[str, tuple[str, str, bool, Callable[[Bench, int], Iterator[Result]]]]
     "node": ("node 2 of 2 lost, replacement: all train", "6 s", True, node_lost),
     "master": ("node 1 of 2 lost, replacement: all train", "6 s", True, master_lost),
     "silent": (f"cable of node 3 pulled: its worker is gone ({LAUNCHERS[0]}: lease 3 s)", "8 s", True, silent_loss),
-    "silent-train": ("the same: the other two train (window 5 s)", "lease + 5 s + window", True, silent_loss_train),
+    "silent-train": ("the same: the other two train", "8 s", True, silent_loss_train),
     "in": ("SIGTERM to node 3 of 3: the other two train", "5 s", True, scale_in),
     "out": ("a third node joins: all three train", "4 s", True, scale_out),
     "start": ("3 nodes start 0.6 s apart, window 5 s: one world", "20/20", True, start_of_three),

@@ -26,8 +26,6 @@ SCHEDULER, IN_PLACE, END = "scheduler", "in_place", "end"
 _STOPPING = (_world.RUNNING, _world.WORKERS_DONE, _world.DONE, _world.LEAVING)
 _FINISHING = (_world.WORKERS_DONE, _world.DONE)
 _CAME_BACK = (_world.WAITING,)
-# Kinds after which everybody who is expected is known, so that nobody else has to be waited for.
-_PLANNED = ("left", "joined", "scaled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +216,7 @@ def _after_the_end(nodes: Mapping[str, Node], world: World, rules: ElasticRules,
     count = len(candidates)
     if count < world.max_nodes:
         enough = count >= world.min_nodes
-        if not (enough and (quiet_s >= rules.quiet_s or _everybody_is_back(candidates, world, rules))):
+        if not (enough and (quiet_s >= rules.quiet_s or _nobody_is_awaited(world, rules))):
             return None
     chosen = elastic_order(candidates, world, rules)
     return replace(
@@ -231,13 +229,14 @@ def _after_the_end(nodes: Mapping[str, Node], world: World, rules: ElasticRules,
     )
 
 
-def _everybody_is_back(candidates: Mapping[str, Node], world: World, rules: ElasticRules) -> bool:
-    reason = world.reason
-    if reason is None or not world.nodes:
+def _nobody_is_awaited(world: World, rules: ElasticRules) -> bool:
+    """Returns whether a range need not wait for more nodes: all members that live are back, as nobody still stops.
+
+    A replacement of a lost node has had a lease's time to come. One that its scheduler starts again is waited for.
+    """
+    if world.reason is None or not world.nodes:
         return False
-    planned = reason.kind in _PLANNED or (reason.kind == "failed" and rules.fault == IN_PLACE)
-    expected = {node for node in world.nodes if not (reason.kind == "left" and node == reason.node)}
-    return planned and expected <= candidates.keys()
+    return world.reason.kind != "failed" or rules.fault == IN_PLACE
 
 
 def elastic_order(candidates: Mapping[str, Node], world: World, rules: ElasticRules) -> list[str]:

@@ -33,7 +33,7 @@ class EtcdAddress:
 
 
 def read_etcd_address(server: str, environment: Environment) -> EtcdAddress:
-    """Returns the address that ``server`` (``ip:port``, ``user:password@ip:port,ip:port`` or ``etcd://...``) names.
+    """Returns the address that ``server`` (``ip:port``, ``user:password@ip:port,ip:port`` or ``etcd://ip:port``) names.
 
     FLEET_ETCD_USER and FLEET_ETCD_PASSWORD keep the password off the command line; FLEET_ETCD_CA turns TLS on, and
     FLEET_ETCD_CERT with FLEET_ETCD_KEY is this client's own certificate. Raises ConfigError for a file that is not

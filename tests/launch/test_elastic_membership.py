@@ -230,7 +230,7 @@ def test_force_changes_the_number_of_nodes(place: Place) -> None:
 
 
 def test_fixed_job_waits_for_a_limited_time_and_ends_with_a_lost_node(place: Place) -> None:
-    """--nnodes=2 --master etcd://...: not elastic."""
+    """--nnodes=2 --master etcd://ip:port: not elastic."""
     fixed = replace(RULES, is_elastic=False, fault=IN_PLACE)
     (absent,) = place.join(place.node("x", fixed, wait_limit_s=0.5))
     assert isinstance(absent, RendezvousError)
