@@ -6,7 +6,10 @@
 
 Wide & deep, three layers of 400, 26 slots, rows of 10 (and 1 for the linear part), a vocabulary of a million ids, SGD:
 one server and two workers, whose processes also train the same model in plain torch, each alone, in blocks between
-those with the server. ``--only tables`` and ``--only wire`` run the scripts of the parts underneath.
+those with the server. The share by processor time counts all processes of the job, the server too: that is the share
+where these processes fill all processors, and other work on the machine does not change it.
+
+``--only tables`` and ``--only wire`` run the scripts of the parts underneath.
 """
 
 from __future__ import annotations
@@ -35,8 +38,19 @@ PADDLE = {
 # What is asked of the modes: a share of plain torch, and a multiple of Paddle. "merged" is async with longer queues.
 SHARES = {("async", 10): 0.5, ("async", 100): 0.7, ("async", 1000): 0.8}
 MULTIPLES = {("async", 10): 5.0, ("async", 100): 2.5, ("geo", 10): 3.0, ("geo", 100): 2.0}
+Blocks = list[list[tuple[float, ...]]]
 MODES = ("sync", "async", "merged", "geo")
-HEADER = ("mode", "batch", "samples/s", "plain torch", "share of plain torch", "asked", "of Paddle 2.6.2", "asked")
+HEADER = (
+    "mode",
+    "batch",
+    "samples/s",
+    "plain torch",
+    "share of plain torch",
+    "by processor time",
+    "asked",
+    "of Paddle 2.6.2",
+    "asked",
+)
 
 
 def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vocabulary: int) -> list[list[str]]:
@@ -53,23 +67,37 @@ def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vo
     rows = []
     for size in batches:
         served, plain = (
-            [sum(both) for both in zip(*(worker[str(size)][kind] for worker in workers), strict=True)]
+            [
+                list(zip(*both, strict=True))
+                for both in zip(*(worker[str(size)][kind] for worker in workers), strict=True)
+            ]
             for kind in ("served", "plain")
         )
         rows.append(row(mode, size, served, plain))
     return rows
 
 
-def row(mode: str, size: int, served: list[float], plain: list[float]) -> list[str]:
-    """Returns the cells of one case."""
+def row(mode: str, size: int, served: Blocks, plain: Blocks) -> list[str]:
+    """Returns the cells of one case; a block has the rates of both workers and the processor times of both."""
+    rates = [[sum(rates) for rates, _ in blocks] for blocks in (served, plain)]
+    # Worker 0's time holds the server's, which works for both: the time of the job per sample is that of the mean.
+    times = [[job_us(*block) for block in blocks] for blocks in (served, plain)]
     case = ("async" if mode == "merged" else mode, size)
     multiple = "-"
     if case in PADDLE:
-        low, high = sorted(median(served) / rate for rate in PADDLE[case])
+        low, high = sorted(median(rates[0]) / rate for rate in PADDLE[case])
         multiple = f"{low:.1f}" if low == high else f"{low:.1f} to {high:.1f}"
     asked = [f"{table[case]:g}" if case in table else "-" for table in (SHARES, MULTIPLES)]
-    rates = [spread(values, 0) for values in (served, plain)]
-    return [mode, str(size), *rates, spread(ratios(served, plain), 2), asked[0], multiple, asked[1]]
+    cells = [spread(values, 0) for values in rates]
+    return [
+        mode, str(size), *cells, spread(ratios(*rates), 2), spread(ratios(times[1], times[0]), 2), asked[0], multiple,
+        asked[1],
+    ]  # fmt: skip
+
+
+def job_us(rates: tuple[float, ...], times: tuple[float, ...]) -> float:
+    """Returns the processor time of all processes per sample of both workers."""
+    return sum(rate * time for rate, time in zip(rates, times, strict=True)) / sum(rates)
 
 
 def main() -> None:
