@@ -57,7 +57,9 @@ deep()
 """
 
 
-@pytest.mark.parametrize("how", ["asleep", "c code", "stopped"])
+@pytest.mark.parametrize(
+    "how", ["c code", *(pytest.param(how, marks=pytest.mark.slow) for how in ("asleep", "stopped"))]
+)
 def test_a_worker_shows_its_stack_whatever_it_does(how: str, tmp_path: Path) -> None:
     """004: also in C code that holds the interpreter's lock, and stopped by SIGSTOP."""
     file = WorkerFile.create(tmp_path / "worker.0")

@@ -238,7 +238,7 @@ def train_cut_and_go_on(rank: int, world_size: int, folder: str, option: str) ->
     [
         "",
         pytest.param("localsgd", marks=pytest.mark.slow),
-        "dgc",
+        pytest.param("dgc", marks=pytest.mark.slow),
         pytest.param("gradient_merge", marks=pytest.mark.slow),
     ],
 )

@@ -23,6 +23,7 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_program_runs_and_goes_on(tmp_path: Path) -> None:
     program, keep, scale = blocks(NAMES[0])
     (tmp_path / "train.py").write_text(program + "print('at', checkpoint.epoch, checkpoint.step)\n")

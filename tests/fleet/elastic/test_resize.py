@@ -102,6 +102,7 @@ def rates_after(rank: int, world_size: int, folder: str, declare: bool) -> Any:
     return {"rates": rates, "warned": any("Declare what you want" in str(w.message) for w in seen)}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_number_of_workers_is_rescaled(tmp_path: Any) -> None:
     """004-14: planned for 4; two workers begin, one goes on: the rates follow the schedule, halved."""
     first = run_workers(rates_after, 2, str(tmp_path), True, backend=None)[0]
@@ -143,6 +144,7 @@ def merged_gradient(rank: int, world_size: int, k_steps: int, samples: int) -> A
     return net.weight.detach()
 
 
+@pytest.mark.slow
 def test_the_same_global_batch_gives_the_same_update() -> None:
     """One worker with k_steps 4 and two with 2 train alike."""
     one = merged_gradient(0, 1, 4, 4)
