@@ -94,6 +94,7 @@ DIRECTIONS = {
     "launch": ("fleet.env", "fleet.errors", "fleet._env_table", "etcd3gw"),
     "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
     "fleet/ps": ("fleet.errors", "numpy", "numba", "llvmlite", "torch"),
+    "fleet/k8s": ("fleet.errors", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
 }
 
 
