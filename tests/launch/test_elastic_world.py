@@ -135,7 +135,7 @@ def test_every_member_acknowledges_before_a_generation_is_fixed() -> None:
     assert step(nodes(a="ready 3", b="ready 2"), now) is None
     made = step(nodes(a="ready 3", b="ready 3"), now)
     assert made is not None
-    assert made.state == FIXED
+    assert (made.state, made.generation) == (FIXED, 3)
 
 
 @pytest.mark.parametrize("found", [nodes(a="ready 3"), nodes(a="ready 3", b="leaving 3")])
