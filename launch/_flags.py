@@ -267,7 +267,13 @@ _FAILURE = (
         env=("PADDLE_ELASTIC_FORCE",),
         style=FLEETRUN,
     ),
-    _flag("elastic_pre_hook", FAILURE, None, "shell command run before each start of the workers", style=FLEETRUN),
+    _flag(
+        "elastic_pre_hook",
+        FAILURE,
+        None,
+        "command with arguments, run without a shell before each start of the workers",
+        style=FLEETRUN,
+    ),
     *(_flag(name, FAILURE, default, meaning, **more) for name, default, meaning, more in HEALTH_FLAGS),
 )
 
