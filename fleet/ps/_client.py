@@ -273,10 +273,19 @@ class Client:
     # -- the whole job -------------------------------------------------------------------------------------------
 
     def barrier(self, name: str = "worker") -> None:
-        """Waits until every worker that lives has come to its same-numbered barrier of this name."""
-        number = self._barriers.get(name, 0) + 1
-        self._links[0].call(Request(Op.BARRIER, [control_body({"name": name})], step=number))
+        """Waits until every worker that lives has come to its same-numbered barrier of this name.
+
+        In sync mode the workers go on with the same step, also those that took fewer steps than others before.
+        """
+        number, found = self._barriers.get(name, 0) + 1, {"step": 0}
+
+        def take(header: Header, body: memoryview) -> None:
+            found.update(decode_control(body))
+
+        self._links[0].call(Request(Op.BARRIER, [control_body({"name": name})], step=number, on_answer=take))
         self._barriers[name] = number
+        if self.staleness == 0:
+            self.step = max(self.step, int(found["step"]))
 
     def alter(self, table_id: int, action: str, **fields: Any) -> int:
         """Does ``shrink``, ``advance_day``, ``clear`` or ``learning_rate`` on a table; returns the rows concerned."""

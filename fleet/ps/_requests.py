@@ -280,12 +280,13 @@ class Requests:
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
         with session.changed:
             before = dict(session.barriers)
+            is_past = before.get(name, 0) >= number  # the worker comes a second time, after a restart
             session.arrive(name, number, worker.rank)
             self._machine.pass_barriers(before)
         if self._machine.sync:
             self._machine.apply_ready()  # the others no longer wait for a step of this worker
         self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, number)
-        return Answer()
+        return Answer(buffers=[control_body({"step": 0 if is_past else session.applied_step})])
 
     def _wait(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
         session = self._session

@@ -29,7 +29,7 @@ from fleet.ps._table_plan import DensePart, SparsePart, TablePlan
 
 __all__ = ["Trainer", "TrainerConfig"]
 
-START, SAVE = "fleet.start", "fleet.save"
+START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
 _POLL_S = 0.05
 
 
@@ -103,8 +103,6 @@ class Trainer:
         client.open()
         self._check_mode(client)
         client.create_tables(self.plan.configs)
-        if self._pending is not None:
-            client.load_state_dict(self._pending)
         self._rates = {part.table_id: part.config.rule.get(LEARNING_RATE) for part in self._parts()}
         if client.config.rank == 0:
             self._give_initial_values(client)
@@ -113,6 +111,10 @@ class Trainer:
         else:
             self._wait_for_values(client)
         self._take_parameters(client)
+        if self.config.launch_barrier:
+            client.barrier(READY)  # nobody trains before all have taken the same parameters
+        if self._pending is not None:  # after the barriers of the start, which a worker that comes back passes again
+            client.load_state_dict(self._pending)
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
             for module in table.modules:

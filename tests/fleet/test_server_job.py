@@ -168,14 +168,21 @@ def test_workers_start_from_worker_0_and_may_have_different_numbers_of_batches()
         start = model.out.weight.clone()
         train(model, optimizer, batches(4 if rank else 2, rank, 2))
         own.barrier_worker()  # worker 0 stands here while worker 1 takes two more steps
-        train(model, optimizer, batches(1, rank, 2))
+        (model.out.bias.sum() * 0.0).backward()
+        optimizer.step()  # from here on they are together again
+        optimizer.zero_grad()
+        middle = model.out.bias.item()
+        (model.out.bias.sum() * (rank + 1.0)).backward()
+        optimizer.step()
+        moved = middle - model.out.bias.item()
         own.stop_worker()
-        return start, model.out.weight.clone()
+        return start, moved, model.out.weight.clone()
 
-    (start0, end0), (start1, end1) = run_job(work, num_workers=2, strategy=strategy("sync"))
+    (start0, moved0, end0), (start1, moved1, end1) = run_job(work, num_workers=2, strategy=strategy("sync"))
     assert torch.equal(start0, start1)
     assert not torch.equal(start0, end0)
-    assert end1.shape == end0.shape
+    assert torch.equal(end0, end1)
+    assert moved0 == moved1 == pytest.approx(0.1 * (1 + 2) / 2, abs=1e-6)
 
 
 def test_the_rate_of_a_scheduler_reaches_the_servers() -> None:
