@@ -132,15 +132,15 @@ class Checkpoint:
             ConfigError: the workers are at different steps or positions, or a state holds more than plain data.
         """
         self.epoch = int(epoch) if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
-        self._session.beat()
+        self._session.beat(pause=True)  # writing may take longer than a step
         reports = self._agree(self._background.finish())
         write = self._plan(reports)
         self._saved_at = self.step
         if self._asynchronous and not wait:
             self._background.start(write)
-            return
+        else:
+            self._raise_on_all(attempt(write))
         self._session.beat()
-        self._raise_on_all(attempt(write))
 
     def resume(self) -> bool:
         """Loads the newest whole checkpoint on every worker; returns whether there was one.
@@ -152,13 +152,14 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint does not fit the model, the optimizer or the data.
         """
+        self._session.beat(pause=True)
         self._raise_on_all(self._background.finish())
         restore = Restore(self._session, self.path)
         found = restore.find()
-        if found is None:
-            return False
-        self._load(restore, found)
-        return True
+        if found is not None:
+            self._load(restore, found)
+        self._session.beat()
+        return found is not None
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""

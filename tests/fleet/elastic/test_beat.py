@@ -74,7 +74,7 @@ def test_a_step_costs_less_than_5_microseconds(file: WorkerFile) -> None:
     assert best_s < 5e-6
 
 
-def test_the_optimizer_beats(file: WorkerFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_beats(file: WorkerFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
     monkeypatch.setenv("FLEET_WORKER_FILE", str(file.path))
     assert issubclass(Fleet, HealthCalls)
@@ -87,6 +87,15 @@ def test_the_optimizer_beats(file: WorkerFile, monkeypatch: pytest.MonkeyPatch) 
         optimizer.step()
     assert file.words[STEP] == 3
     assert file.words[OWN_STEPS] == 3
-    fleet.heartbeat(pause=True)
+    checkpoint = fleet.elastic.Checkpoint(tmp_path / "checkpoints", model, optimizer)
+    paused = []
+    monkeypatch.setattr(checkpoint, "_agree", lambda error: paused.append(file.words[PAUSED]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoint.save()
+    monkeypatch.undo()
+    assert paused == [1]  # a long write is no hang
+    checkpoint.save()
+    assert not file.words[PAUSED]
+    checkpoint.close()
+    checkpoint._session.close()
     assert file.words[PAUSED]
-    fleet.session.close()

@@ -84,8 +84,8 @@ def test_without_restarts_the_reason_stands_in_the_report(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_evaluations_and_ends_are_no_hangs(tmp_path: Path) -> None:
-    script = TRAIN.replace("checkpoint.save()\n", "fleet.heartbeat(pause=True)\ntime.sleep(3)\n") + "time.sleep(2)\n"
-    with Launcher(tmp_path, script, "--heartbeat_timeout=1", args=("12", "none", "0", "0")) as job:
+    script = TRAIN.replace("checkpoint.save()\n", "fleet.heartbeat(pause=True)\ntime.sleep(6)\n") + "time.sleep(2)\n"
+    with Launcher(tmp_path, script, "--heartbeat_timeout=4", args=("12", "none", "0", "0")) as job:
         assert job.wait(50) == 0, job.stderr
 
 
