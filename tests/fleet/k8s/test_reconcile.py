@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fleet.k8s._contract import first_port, plan_variables
-from fleet.k8s._job import read_job
-from fleet.k8s._objects import plan_config_map
 from fleet.k8s._reconcile import Action, Observed, Plan, plan_reconcile
-from fleet.k8s._status import pod_state
 from tests.helpers.kubernetes import POD, job_document, paddlejob_schema, schema_errors
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
@@ -28,6 +23,19 @@ def job(workers: int = 2, servers: int = 0, status: dict[str, Any] | None = None
     document = job_document(workers, servers, **spec)
     document["metadata"] |= {"uid": "u1", "generation": 1}
     return {**document, **({"status": status} if status else {})}
+
+
+VARIABLES = {
+    "PADDLE_PORT": "36000",
+    "TRAINER_PORTS_NUM": "20",
+    "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:36000",
+    "PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:36000,10.0.0.3:36000",
+    "PADDLE_TRAINERS": "10.0.0.2,10.0.0.3",
+    "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_WITH_GLOO": "1",
+    "PADDLE_GLOO_RENDEZVOUS": "3",
+    "PADDLE_GLOO_HTTP_ENDPOINT": "10.0.0.1:36018",
+}
 
 
 class World:
@@ -123,17 +131,7 @@ def test_the_life_of_a_job_with_servers() -> None:
     world.set({"phase": "Pending"})
     assert world.step() == ["create ConfigMap demo"]
     assert world.config_map is not None
-    assert world.config_map["data"] == {
-        "PADDLE_PORT": "36000",
-        "TRAINER_PORTS_NUM": "20",
-        "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:36000",
-        "PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:36000,10.0.0.3:36000",
-        "PADDLE_TRAINERS": "10.0.0.2,10.0.0.3",
-        "PADDLE_TRAINERS_NUM": "2",
-        "PADDLE_WITH_GLOO": "1",
-        "PADDLE_GLOO_RENDEZVOUS": "3",
-        "PADDLE_GLOO_HTTP_ENDPOINT": "10.0.0.1:36018",
-    }
+    assert world.config_map["data"] == VARIABLES
     world.set(STARTING)
     world.step()
     assert world.phase == "Starting"
@@ -362,24 +360,6 @@ def test_the_users_template_is_kept() -> None:
     assert world.document["status"]["mode"] == "Single"
 
 
-@pytest.mark.parametrize(
-    ("status", "state"),
-    [
-        (UP, "running"),
-        (STARTING, "starting"),
-        ({"phase": "Running"}, "starting"),
-        ({**UP, "initContainerStatuses": [{"ready": False}]}, "starting"),
-        (DOWN, "failed"),
-        (DONE, "succeeded"),
-        ({}, "pending"),
-        ({"phase": "Unknown"}, "unknown"),
-    ],
-)
-def test_the_state_of_a_pod(status: dict[str, Any], state: str) -> None:
-    """E.2: a pod that Kubernetes calls Running is starting until its containers run."""
-    assert pod_state({"status": status}) == state
-
-
 def test_each_pod_gets_the_key_of_its_job() -> None:
     """Parameter servers refuse to listen without one; a key that the user chose stands."""
     world = World(job(servers=1))
@@ -394,17 +374,3 @@ def test_each_pod_gets_the_key_of_its_job() -> None:
     world.step()
     env = world.pods["demo-worker-0"]["spec"]["containers"][0]["env"]
     assert [item for item in env if item["name"] == "FLEET_JOB_SECRET"] == [own]
-
-
-def test_ports_of_jobs_that_share_addresses_differ() -> None:
-    ports = {first_port(replace(read_job(job(intranet="Host")), uid=f"u{i}")) for i in range(40)}
-    assert len(ports) > 30
-    assert all((port - 36000) % 20 == 0 for port in ports)
-    assert first_port(read_job(job())) == 36000
-
-
-def test_addresses_of_the_newer_protocol_stand_in_brackets() -> None:
-    hosts = {"worker": ["fd00::1"]}
-    one = replace(read_job(job(1)), uid="")
-    assert plan_variables(one, hosts)["PADDLE_TRAINER_ENDPOINTS"] == "[fd00::1]:36000"
-    assert plan_config_map(one, {})["metadata"].get("ownerReferences") is None
