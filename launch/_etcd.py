@@ -11,6 +11,7 @@ import base64
 import contextlib
 import errno
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from fleet.launch._kv_client import View
 
 _CONNECT_S = 2.0
 _REFUSED = f"[Errno {errno.ECONNREFUSED}]"  # this machine's own words; etcd's gateway has others for its inside
+_ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 _TOKEN_ENDED = ("invalid auth token", "user name is empty", "revision of auth store is old")
 _OUTAGE = ("no leader", "leader changed", "timed out", "too many requests", "etcdserver: stopped")
 
@@ -143,7 +145,7 @@ class EtcdStore:
             self._first = index
             return answer
         is_down = all(_REFUSED in text for text in errors)
-        what = "nothing listens there" if is_down else errors[-1][:200]
+        what = "nothing listens there" if is_down else _short(errors[-1])
         raise EtcdUnreachableError(f"etcd at {self._address.text} does not answer ({what}).", is_down=is_down)
 
     def _post(self, index: int, path: str, payload: dict[str, Any]) -> dict[str, Any]:
@@ -202,6 +204,14 @@ def _words(error: Exception) -> str:
         data = json.loads(text)
         text = data.get("error") or data.get("message") or text
     return f"{text}".strip()
+
+
+def _short(text: str) -> str:
+    """Returns the cause in a chain of connection errors."""
+    if "timed out" in text:
+        return "timed out"
+    found = _ERRNO.search(text)
+    return found[1].strip() if found else text[:200]
 
 
 def _refusal(address: EtcdAddress, text: str) -> str:

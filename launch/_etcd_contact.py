@@ -153,9 +153,8 @@ class EtcdContact:
                 self._renew()
                 view = self._own_store.read(self._prefix)
             except LaunchError as error:
-                if self._error is None:
-                    self._notify()
                 self._error = error
+                self._notify()
             else:
                 self._view = view
                 if self._error is not None:
@@ -203,6 +202,6 @@ class EtcdContact:
                 self._notify()
 
     def _notify(self) -> None:
-        """Wakes the main thread; after every answer, because some rules wait for time to pass."""
+        """Wakes the main thread; at every period, because some rules wait for time to pass."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._write_fd, b"!")

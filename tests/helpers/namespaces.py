@@ -70,6 +70,14 @@ class Network:
         """Cuts a node off silently: no connection is closed, packets just stop."""
         _ip("-n", self._names[0], "link", "set", f"v{node}", "down")
 
+    def lose_route(self, node: int, to: int) -> None:
+        """Lets packets from ``node`` to another one go nowhere, while it still reaches everybody else."""
+        _ip("-n", self._names[node], "route", "add", "blackhole", f"{self.address(to)}/32")
+
+    def find_route(self, node: int, to: int) -> None:
+        """Undoes :meth:`lose_route`."""
+        _ip("-n", self._names[node], "route", "del", "blackhole", f"{self.address(to)}/32")
+
     def plug_in(self, node: int) -> None:
         """Puts the cable back."""
         _ip("-n", self._names[0], "link", "set", f"v{node}", "up")

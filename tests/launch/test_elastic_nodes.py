@@ -228,6 +228,23 @@ def test_healthy_job_outlives_etcd(cluster: Cluster) -> None:
     assert (one.wait(), two.wait()) == (0, 0)
 
 
+def test_outage_that_the_nodes_prove_to_each_other(cluster: Cluster) -> None:
+    """004-18: no node reaches etcd, which goes on and ends their leases; they reach each other, so nothing restarts."""
+    one, two = cluster.node(1, "one"), cluster.node(2, "two")
+    together(one, two)
+    for node in (1, 2):
+        cluster.network.lose_route(node, 0)
+    time.sleep(10.0)
+    assert "does not answer" in two.stderr
+    for node in (1, 2):
+        cluster.network.find_route(node, 0)
+    two.wait_for("etcd answers again", "stderr")
+    time.sleep(TTL_S + 1.0)
+    assert [len(starts(job)) for job in (one, two)] == [1, 1]
+    cluster.finish()
+    assert (one.wait(), two.wait()) == (0, 0)
+
+
 def test_silent_loss_of_the_network(cluster: Cluster) -> None:
     """The node that is cut off stops its own workers within its lease; the others go on; it comes back by itself."""
     one, two = cluster.node(1, "one"), cluster.node(2, "two")
