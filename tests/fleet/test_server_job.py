@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 import fleet
-from fleet._server_calls import ServerCalls
-from fleet._server_job import ServerJob
-from fleet._strategy_factory import HalfAsyncStrategy
-from fleet.errors import ConfigError, NanInfError, NotInitializedError, OptionWarning, PSError
+from fleet.errors import ConfigError, NanInfError, NotInitializedError
 from fleet.facade import Fleet
 from tests.helpers.served import WideAndDeep, batches, run_job, train
 
@@ -365,73 +362,3 @@ def test_what_cannot_be_served_is_refused_where_it_is_said() -> None:
     with pytest.raises(ConfigError, match="mode is 4"):
         own.save_persistables("x", mode=4)
     own.session.close()
-
-
-def test_the_calls_are_names_of_the_package() -> None:
-    """B.2: every call of a parameter-server job is a name of ``fleet``."""
-    calls = [name for name in vars(ServerCalls) if not name.startswith("_")]
-    assert set(calls) <= set(fleet.__all__)
-    assert isinstance(fleet.StrategyFactory.create_half_async_strategy(), HalfAsyncStrategy)
-    own = Fleet()
-    own.init(log_level="WARNING")
-    assert isinstance(own.session.server_job, ServerJob)
-    own.session.close()
-
-
-def test_calls_in_a_collective_job_warn_and_change_nothing() -> None:
-    """B.2: Fleet warns and returns where a job has no servers."""
-    own = Fleet()
-    own.init(is_collective=True, log_level="WARNING")
-    for call in (own.init_worker, own.stop_worker, own.init_server, own.run_server, own.shrink):
-        with pytest.warns(OptionWarning, match="no parameter servers"):
-            call()
-    own.session.close()
-
-
-def test_shrink_set_date_and_table_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    """D.8: rows below the threshold go; a day passes once per day."""
-    own, model, optimizer = alone(strategy("sync"))
-    train(model, optimizer, batches(3))
-    own.print_table_stat(0, pass_id=7)
-    assert capsys.readouterr().out.startswith("pass 7, table 0: ")
-    own.set_date(0, "20260101")
-    own.set_date(0, "20260101")
-    assert own.shrink(2) > 0
-    with pytest.raises(ConfigError, match="does not exist"):
-        own.print_table_stat(9)
-    own.stop_worker()
-    own.session.close()
-
-
-def test_entry_policies_and_table_settings_reach_the_servers(tmp_path: Any) -> None:
-    """D.4, D.6, D.8: an id reads as zeros until it is admitted; settings by name of the table; save modes 1 to 3."""
-    made = strategy("sync")
-    made.sparse_table_configs = {"ads": {"sparse_optimizer": "naive", "learning_rate": 0.5, "embedx_threshold": 0}}
-    own = Fleet()
-    own.init(strategy=made, log_level="WARNING")
-    net = WideAndDeep(entry=fleet.CountFilterEntry(3))
-    optimizer, model = own.distributed_optimizer(make_sgd(net.parameters())), own.distributed_model(net)
-    own.init_worker()
-    one, admitted = torch.tensor([[10**12]]), []
-    for _ in range(4):
-        model.ads(one).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        admitted.append(bool(model.ads.lookup_rows(one).any()))
-    assert admitted == [False, False, True, True]
-    before = model.ads.lookup_rows(one)
-    (model.ads(one).sum() * 0.5).backward()
-    optimizer.step()
-    torch.testing.assert_close(model.ads.lookup_rows(one), before - 0.25)  # the table's own rate
-    for mode in (1, 2, 3):
-        own.save_one_table(0, tmp_path / str(mode), mode=mode)
-    with pytest.raises(PSError, match="no accessor"):
-        own.save_persistables(tmp_path / "all", mode=1)  # the other table keeps no score
-    own.stop_worker()
-    own.session.close()
-    wrong = Fleet()
-    made.sparse_table_configs = {"adz": {}}
-    wrong.init(strategy=made, log_level="WARNING")
-    with pytest.raises(ConfigError, match="'adz' is not a sparse table"):
-        served(wrong, made, make_sgd)
-    wrong.session.close()
