@@ -48,7 +48,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/ps/_reference_rules.py": "tests/fleet/ps/test_rules.py",
     "fleet/ps/_reference_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/_row_file.py": "tests/fleet/ps/test_files.py",
-    "fleet/ps/_rows.py": "tests/fleet/ps/test_sparse_table.py",
 }
 
 # Python files that hold characters outside ASCII because they are the data.

@@ -93,7 +93,8 @@ def outline(name: str) -> list[str]:
         cells = str(line.count(" | ")) if line.startswith("| ") else ""
         if kind:
             found.append(f"{kind[0]}{words}{cells}")
-    return found + sorted(set(LINK.findall(read(name))) - {*READMES})
+    links = set(LINK.findall(read(name))) - {*READMES}
+    return found + sorted({link.replace(".zh-CN.md", ".md") for link in links})
 
 
 def test_both_readmes_have_the_same_outline() -> None:
@@ -208,9 +209,33 @@ def test_the_container_image_is_described() -> None:
 
 @pytest.mark.parametrize("name", READMES)
 def test_the_strategy_example_runs(name: str, tmp_path: Path) -> None:
-    (code,) = fenced(name, "python")
+    _, code = fenced(name, "python")
     done = run(f"{code}\nprint(fleet.worker_num())", tmp_path)
     assert done.stdout.split()[-1:] == ["1"], done.stderr
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_parameter_server_example_runs(name: str, tmp_path: Path) -> None:
+    """Issue 4: one machine, one process; rows come up for the ids that are met."""
+    code, _ = fenced(name, "python")
+    loop = "loss = model(torch.tensor([7, 10**15])).sum(); loss.backward(); optimizer.step()"
+    before = """
+import torch
+from fleet import fleet
+
+class WideDeep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.top = fleet.SparseEmbedding(dim=10), torch.nn.Linear(10, 1)
+    def forward(self, ids):
+        return self.top(self.rows(ids))
+
+"""
+    code = before + re.sub(r"\.\.\.  #.*", f"{loop}; fleet.print_table_stat(0)", code)
+    code = code.replace("optimizer = fleet", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer = fleet")
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 rows" in done.stdout
 
 
 USE = """
