@@ -142,6 +142,7 @@ def load_table(
     for part in parts:
         _check_fits(manifest_path(folder, part.server), table.config, part)
     was_empty, loaded = table.num_rows == 0, 0
+    table.reserve(sum(extent.rows for part in parts for extent in _extents_of(part, ranges)))
     try:
         for part in parts:
             for block in _blocks_of(folder, part, ranges):
@@ -219,12 +220,15 @@ def _selected(config: SparseTableConfig, block: RowBlock, mode: int) -> RowBlock
     return block.take(keep)
 
 
+def _extents_of(part: Manifest, ranges: tuple[int, int] | None) -> list[Extent]:
+    """Returns the extents that hold keys of ``ranges``."""
+    return [e for e in part.extents if ranges is None or (e.first < ranges[1] and ranges[0] <= e.last)]
+
+
 def _blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None) -> Iterator[RowBlock]:
     path = folder / part.data
     with path.open("rb") as file:
-        for extent in part.extents:
-            if ranges is not None and not (extent.first < ranges[1] and ranges[0] <= extent.last):
-                continue
+        for extent in _extents_of(part, ranges):
             file.seek(extent.offset)
             rows = 0
             while file.tell() < extent.offset + extent.num_bytes:

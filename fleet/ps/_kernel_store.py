@@ -226,6 +226,10 @@ class KernelStore:
             keys, (self.day - seen) & 0xFFFF, counts, admitted, (metas >> np.uint64(63)).astype(np.bool_), values, kept
         )
 
+    def reserve(self, num_rows: int) -> None:
+        """Makes room in the index for ``num_rows`` more rows."""
+        self._check(life.reserve_table(self._table, -(-num_rows // len(self._shards))))
+
     def insert(self, block: RowBlock) -> None:
         """Puts the rows of ``block`` into the table, over those of the same keys."""
         seen = ((self.day - block.unseen_days) & 0xFFFF).astype(np.uint64) << np.uint64(32)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from fleet.ps._kernels import (
+    CAPACITY,
     CHUNKS,
     FREE_SLOT,
     INDEX,
@@ -79,3 +80,23 @@ def clear_table(table):
         fill_bytes(shard[INDEX], i32(0xFF), 16 * shard[LENGTH])
         shard[NUM_ENTRIES], shard[NUM_ROWS], shard[NEXT_SLOT], shard[FREE_SLOT] = 0, 0, 0, 0
         unlock_mutex(sub)
+
+
+@kernel
+def reserve_table(table, entries):
+    """Makes room in each index for ``entries`` more keys than it has; returns 1 without memory.
+
+    A save comes in the order of places. Into a small index such rows go one behind the other and make a single long
+    probe; into one of the size they end up with they go where they belong.
+    """
+    header = words(table)
+    for s in range(64):
+        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+        shard = words(sub)
+        lock_mutex(sub)
+        capacity = (shard[NUM_ENTRIES] + entries) * 3 // 2
+        failed = capacity > shard[CAPACITY] and grow(sub, i64(capacity)) != 0
+        unlock_mutex(sub)
+        if failed:
+            return 1
+    return 0

@@ -262,6 +262,9 @@ class ReferenceStore:
                 )
             return block
 
+    def reserve(self, num_rows: int) -> None:
+        """Does nothing: the dictionary grows by itself."""
+
     def insert(self, block: RowBlock) -> None:
         """Puts the rows of ``block`` into the table, over those of the same keys."""
         with self._lock:

@@ -171,6 +171,10 @@ class SparseTable:
         found = [block.keys[block.admitted] for block in self.blocks()]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for ``num_rows`` more rows, so that loading them in the order of a save stays fast."""
+        self._store.reserve(num_rows)
+
     def insert(self, block: RowBlock) -> None:
         """Puts rows into the table as they are, over those of the same keys (loading)."""
         shape = (len(block), self.layout.row_floats)

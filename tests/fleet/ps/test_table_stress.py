@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, save_table, saved_blocks
+from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, load_table, save_table, saved_blocks
 from fleet.ps._kernels import CAPACITY, LENGTH, NUM_ENTRIES
 from fleet.ps._kernels_life import FIRST_CAPACITY
 from fleet.ps._rows import RowBlock
@@ -265,3 +265,22 @@ def test_walk_meets_every_row_once_while_others_come_and_go() -> None:
     kept = [key for key in seen if key < len(stay)]
     assert sorted(kept) == stay.tolist()
     assert len(set(seen)) == len(seen)
+
+
+def test_a_load_finds_an_index_of_the_final_size(tmp_path: Path) -> None:
+    """D.8: a save comes in the order of places, and in an index that grew under it each row would probe all others."""
+    config = SparseTableConfig("t", 2, EXACT, initializer=ZERO)
+    table, loaded = (SparseTable(config, use_kernels=True) for _ in range(2))
+    table.pull(np.arange(100_000))
+    save_table(table, tmp_path)
+    capacities: list[np.ndarray] = []
+    insert = loaded.insert
+
+    def watched(block: RowBlock) -> None:
+        capacities.append(loaded._store._shards[:, CAPACITY].copy())
+        insert(block)
+
+    loaded.insert = watched  # type: ignore[method-assign]
+    assert load_table(loaded, tmp_path) == 100_000
+    assert (capacities[0] == loaded._store._shards[:, CAPACITY]).all()
+    assert (capacities[0] * 3 // 4 > table._store._shards[:, NUM_ENTRIES]).all()
