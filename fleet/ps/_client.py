@@ -277,15 +277,19 @@ class Client:
 
         In sync mode the workers go on with the same step, also those that took fewer steps than others before.
         """
-        number, found = self._barriers.get(name, 0) + 1, {"step": 0}
+        number, steps = self._barriers.get(name, 0) + 1, [0]
 
         def take(header: Header, body: memoryview) -> None:
-            found.update(decode_control(body))
+            steps.append(int(decode_control(body).get("step", 0)))
 
-        self._links[0].call(Request(Op.BARRIER, [control_body({"name": name})], step=number, on_answer=take))
+        # In sync mode every server must know that this worker stands here, or it waits for a step of it for ever.
+        links = self._links if self.staleness == 0 else self._links[:1]
+        body = control_body({"name": name})
+        requests = [Request(Op.BARRIER, [body], step=number, on_answer=take) for _ in links]
+        self.wait(Ticket([(link, link.submit(request)) for link, request in zip(links, requests, strict=True)]))
         self._barriers[name] = number
         if self.staleness == 0:
-            self.step = max(self.step, int(found["step"]))
+            self.step = max(self.step, *steps)
 
     def alter(self, table_id: int, action: str, **fields: Any) -> int:
         """Does ``shrink``, ``advance_day``, ``clear`` or ``learning_rate`` on a table; returns the rows concerned."""

@@ -49,12 +49,13 @@ class IntegerModel(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns a sum whose derivatives are the factors of the batch."""
-        return (
+        total: Tensor = (
             (self.ads(batch["ads"]) * batch["by_ad"]).sum()
             + (self.words(batch["words"]) * batch["by_word"]).sum()
             + (self.out.weight * batch["weight"]).sum()
             + (self.out.bias * batch["bias"]).sum()
         )
+        return total
 
 
 def batch_of(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -216,7 +217,7 @@ class FaultJob:
         process = self.context.Process(target=_run, args=arguments, daemon=True)
         process.start()
         self.processes[name] = process
-        self.pids.append(process.pid)
+        self.pids.append(int(process.pid or 0))
 
     def run(self, kills: Sequence[Kill], limit_s: float = LIMIT_S) -> dict[str, Tensor]:
         """Trains, kills on the way, and returns what the tables held at the end.
@@ -233,8 +234,9 @@ class FaultJob:
                 codes = {name: process.exitcode for name, process in self.processes.items()}
                 assert not any(codes.values()), f"{codes}: {self.logs()}"
                 while waiting and self.progress() >= waiting[0].steps:
-                    self.kill(waiting.pop(0).name)
-                    self.start(self.last_killed)
+                    name = waiting.pop(0).name
+                    self.kill(name)
+                    self.start(name)
                 time.sleep(0.002)
         finally:
             for process in self.processes.values():
@@ -253,7 +255,6 @@ class FaultJob:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        self.last_killed = name
 
     def progress(self) -> int:
         """Returns how many steps have been done; those that a worker repeats count once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -68,3 +71,39 @@ def test_a_request_that_cannot_be_read_writes_nothing(tmp_path, fields):
             save_tables(server.machine, server.config, {**good, **fields} if fields else {})
         assert not (tmp_path / "m").exists()
         assert save_tables(server.machine, server.config, good) == {"rows": 0}
+
+
+def test_a_save_amid_pushes_on_3_servers_loads_on_2_row_for_row(tmp_path):
+    """D.8, 003-19: each row of the save is what it was after one of the pushes, and comes back so on 2 servers."""
+    keys, pushed, stop = np.arange(400), [], threading.Event()
+    with serving(3) as service:
+        trainer, saver = service.client(client_id=5), service.client(client_id=5, channel=1)
+        trainer.wait(trainer.push({0: gradient(keys), 1: np.ones(5, np.float32)}))
+
+        def push():
+            while not stop.is_set():
+                trainer.wait(trainer.push({0: gradient(keys), 1: np.ones(5, np.float32)}))
+                pushed.append(1)
+
+        thread = threading.Thread(target=push, daemon=True)
+        thread.start()
+        while len(pushed) < 3:
+            time.sleep(0.001)
+        least = len(pushed)
+        assert saver.save(str(tmp_path / "m")) == 405
+        most = len(pushed) + 2  # the first push, and one that is on its way
+        stop.set()
+        thread.join(10)
+        assert not thread.is_alive()
+        trainer.wait(trainer.push({0: gradient(keys)}))
+        assert saver.save(str(tmp_path / "still")) == 405
+        last = rows(trainer, keys)
+    with serving(2) as service:
+        client = service.client()
+        assert client.load(str(tmp_path / "m")) == 405
+        found = rows(client, keys)
+        assert (found[:, 0] == found[:, 1]).all()
+        assert (found == np.round(found)).all()
+        assert ((-found >= least + 1) & (-found <= most)).all()
+        assert client.load(str(tmp_path / "still")) == 405
+        assert rows(client, keys).tobytes() == last.tobytes()
