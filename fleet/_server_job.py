@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerJob"]
 
-_QUEUE_VARIABLES = (
-    "max_merge_var_num",
-    "send_queue_size",
-    "send_wait_times",
-    "thread_pool_size",
-    "min_send_grad_num_before_recv",
-    "independent_recv_thread",
-)
+_QUEUE_VARIABLES = {
+    "max_merge_var_num": "FLAGS_communicator_max_merge_var_num",
+    "send_queue_size": "FLAGS_communicator_send_queue_size",
+    "send_wait_times": "FLAGS_communicator_send_wait_times",
+    "thread_pool_size": "FLAGS_communicator_thread_pool_size",
+    "min_send_grad_num_before_recv": "FLAGS_communicator_min_send_grad_num_before_recv",
+    "independent_recv_thread": "FLAGS_communicator_independent_recv_thread",
+}
 
 
 class ServerJob:
@@ -257,8 +257,7 @@ class ServerJob:
 def _sender_config(config: Any, environment: Environment) -> SenderConfig:
     """Returns the queues of ``a_sync_configs``; Fleet's FLAGS_communicator_* win where they are set."""
     values = {name: getattr(config, name) for name in _QUEUE_VARIABLES}
-    for name in _QUEUE_VARIABLES:
-        variable = f"FLAGS_communicator_{name}"
+    for name, variable in _QUEUE_VARIABLES.items():
         if environment.has(variable):
             is_switch = name == "independent_recv_thread"
             values[name] = environment.bool(variable) if is_switch else environment.int(variable)

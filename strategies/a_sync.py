@@ -122,6 +122,7 @@ class ASync(Strategy):
         formula="sync: one update with the mean gradient of all workers. async: one update for each worker. geo: every "
         "k_steps steps the server adds (local - old) / workers.",
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014",
+        example={"a_sync": True},
     )
 
     def __init__(self, config: Any, session: Any) -> None:

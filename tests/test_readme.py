@@ -232,7 +232,9 @@ class WideDeep(torch.nn.Module):
 
 """
     code = before + re.sub(r"\.\.\.  #.*", f"{loop}; fleet.print_table_stat(0)", code)
-    code = code.replace("optimizer = fleet", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer = fleet")
+    code = code.replace(
+        "optimizer = fleet", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer = fleet"
+    )
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 rows" in done.stdout

@@ -25,5 +25,6 @@ def test_every_strategy_has_a_file() -> None:
     """Issue 3: one file for each strategy that the example's network can use."""
     switched = {name for path in CONFIGS for name in DistributedStrategy.load(str(path)).to_dict()}
     options = schema()
-    offered = {n for n, s in REGISTRY.items() if s.refused is None and n in options and options[n].kind is bool}
+    collective = {n: s for n, s in REGISTRY.items() if s.refused is None and s.in_collective_job}
+    offered = {n for n in collective if n in options and options[n].kind is bool}
     assert offered - switched <= {"asp", "check_nan_inf", "qat"}

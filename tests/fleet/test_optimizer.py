@@ -23,6 +23,9 @@ class Observer:
     def before_step(self) -> None:
         self.steps += 1
 
+    def after_step(self) -> None:
+        """Has nothing to note."""
+
 
 def made(net: nn.Module, **settings: Any) -> FleetOptimizer:
     """Returns SGD in a FleetOptimizer."""
