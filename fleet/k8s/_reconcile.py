@@ -92,7 +92,8 @@ def plan_reconcile(
     if phase in FINAL:
         actions = []
         message = message or _end_message(phase, observed.pods)
-    return _with_status(actions, document, next_status(job, old, statuses, phase, message, now))
+    began = min((time for pod in observed.pods if (time := (pod.get("status") or {}).get("startTime"))), default=None)
+    return _with_status(actions, document, next_status(job, old, statuses, phase, message, now, began))
 
 
 def _with_status(actions: list[Action], document: Mapping[str, Any], status: Document) -> Plan:

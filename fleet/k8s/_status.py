@@ -84,11 +84,21 @@ def _missing(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]]) -> Itera
 
 
 def next_status(
-    job: PaddleJob, old: Mapping[str, Any], statuses: Mapping[str, Document], phase: str, message: str, now: str
+    job: PaddleJob,
+    old: Mapping[str, Any],
+    statuses: Mapping[str, Document],
+    phase: str,
+    message: str,
+    now: str,
+    began: str | None = None,
 ) -> Document:
-    """Returns the whole status; the times are set once and stay."""
+    """Returns the whole status; the times are set once and stay.
+
+    A job that completes between two looks at its pods was never seen running; its start is then that of its first pod,
+    ``began``.
+    """
     status: Document = {"phase": phase, "mode": job.mode, "message": message, **statuses}
-    started = old.get("startTime") or (now if phase == RUNNING else None)
+    started = old.get("startTime") or {RUNNING: now, COMPLETED: began or now}.get(phase)
     ended = old.get("completionTime") or (now if phase in FINAL else None)
     if started:
         status["startTime"] = started

@@ -149,6 +149,16 @@ def test_the_life_of_a_job_with_servers() -> None:
     assert [ref["name"] for ref in world.document["status"]["worker"]["refs"]] == ["demo-worker-0", "demo-worker-1"]
 
 
+def test_a_job_that_was_never_seen_running_has_a_start() -> None:
+    """000-28: it ended between two looks at its pods."""
+    world = World(job(intranet="Service"))
+    world.settle()
+    world.set({**DONE, "startTime": "2020-02-02T02:02:02Z"})
+    world.step(LATER)
+    status = world.document["status"]
+    assert (status["startTime"], status["completionTime"]) == ("2020-02-02T02:02:02Z", LATER)
+
+
 @pytest.mark.parametrize(
     ("policy", "deleted_after"),
     [
