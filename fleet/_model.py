@@ -90,6 +90,13 @@ class FleetModel(nn.Module):
             return []
         return [p for name, p in reducer.module.named_parameters() if name not in reducer.parameters_to_ignore]
 
+    def release_group(self) -> None:
+        """Lets go of the process group; the exchange of gradients is over."""
+        reducer = data_parallel_in(self._chain)
+        for name in ("reducer", "logger", "process_group"):
+            if reducer is not None:
+                reducer.__dict__.pop(name, None)
+
     def clear_gradients(self) -> None:
         """Forgets every gradient, as ``zero_grad`` does; Fleet's name."""
         self.zero_grad()

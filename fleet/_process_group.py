@@ -8,6 +8,7 @@ which is why the socket is made here.
 
 from __future__ import annotations
 
+import importlib
 import socket
 import time
 from collections.abc import Callable
@@ -27,8 +28,9 @@ class Meeting:
     """Where and as whom this process meets the others.
 
     ``prefix`` keeps generations apart in a store that outlives them. ``agent_store`` is True when the launcher serves
-    the store itself (torchrun). Timeouts are in seconds: ``wait_s`` for the peers to come, ``operation_s`` for every
-    later collective.
+    the store itself (torchrun). ``anew`` says that failed processes come back one by one under the same prefix: such a
+    one waits until rank 0 has come back, too. Timeouts are in seconds: ``wait_s`` for the peers to come,
+    ``operation_s`` for every later collective.
     """
 
     global_rank: int
@@ -38,6 +40,7 @@ class Meeting:
     backend: str
     prefix: str = ""
     agent_store: bool = False
+    anew: bool = False
     wait_s: float = 900.0
     operation_s: float = 1800.0
     device: torch.device | None = None
@@ -50,6 +53,9 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
         RendezvousError: not every rank came within ``meeting.wait_s`` seconds; the message lists the absent ones.
     """
     if not dist.is_initialized():
+        # Its functions take the default group as an argument's default when they are imported, which the first
+        # DistributedDataParallel does. Imported now they hold none, and the group can end before Python does.
+        importlib.import_module("torch.distributed.nn.functional")
         store = dist.PrefixStore(f"fleet/{meeting.prefix}", meet(meeting, say))
         device = meeting.device if meeting.device is not None and meeting.device.type == "cuda" else None
         dist.init_process_group(
@@ -74,9 +80,32 @@ def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
         _wait_for_server(meeting, deadline, say)
     store = _open_store(meeting, serves)
     names = [f"fleet/arrived/{meeting.prefix}/{rank}" for rank in range(meeting.world_size)]
+    while meeting.anew and not serves and store.add(f"{names[meeting.global_rank]}/came", 1) > 1:
+        store = _store_of_next_meeting(meeting, store, deadline, say)
     store.set(names[meeting.global_rank], "1")
     _wait_for_ranks(store, names, meeting, deadline, say)
     return store
+
+
+def _store_of_next_meeting(
+    meeting: Meeting, store: dist.Store, deadline: float, say: Callable[[str], None]
+) -> dist.Store:
+    """Returns the store that rank 0 opens when it has come back: in ``store`` this rank has met the others before."""
+    who = f"[rank {meeting.global_rank} of {meeting.world_size}]"
+    say(f"{who} came back, and the others have not ended yet; waiting until all meet again")
+    while True:
+        try:
+            store.check(["fleet"])
+        except dist.DistError:
+            break  # rank 0, which served it, has ended
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"{who} came back, and rank 0 still trains with its predecessor after {meeting.wait_s:g} s. Start all "
+                "of them again. FLAGS_stop_check_timeout sets the time to wait, in seconds."
+            )
+        time.sleep(0.1)
+    _wait_for_server(meeting, deadline, say)
+    return _open_store(meeting, serves=False)
 
 
 def _open_store(meeting: Meeting, serves: bool) -> dist.Store:

@@ -60,7 +60,7 @@ class Session:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
-    meet_workers: Callable[[], dist.ProcessGroup] | None = None  # of a job with servers, for host arrays
+    meet_workers: Callable[..., dist.ProcessGroup] | None = None  # of a job with servers; takes the tensors' device
     _host_group: dist.ProcessGroup | None = None
     _checked: bool = False
 
@@ -256,6 +256,15 @@ class Session:
             self.health.close()
         if self.server_job is not None:
             self.server_job.close()
+
+    def release_groups(self) -> None:
+        """Lets go of every process group; nothing trains afterwards, though the script still holds its model.
+
+        The parameters of a sharded model go on holding theirs. No thread of such a group runs Python.
+        """
+        for model in self.models:
+            model.release_group()
+        self.process_group = self._host_group = self.mesh = None
 
     def before_save(self) -> None:
         """Warns when what is saved now is not what every worker has."""

@@ -343,13 +343,14 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
     def _close(self) -> None:
         """Ends the process group at exit.
 
-        The session goes first: it holds the models and groups, and a thread of gloo that lets go of its last piece of
+        What holds the group goes first: its end joins the threads of gloo, and one that lets go of its last piece of
         work while Python is already ending takes the process down.
         """
         import torch.distributed as dist
 
         if self._session is not None:
             self._session.close()
+            self._session.release_groups()
             self._session = None
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
