@@ -64,6 +64,18 @@ VARIABLES: dict[str, Variable] = _table(
     ("FLEET_PS_DEADLINE", "user", 120, "seconds a parameter server may be away before a worker gives up"),
     ("FLEET_PS_LEASE", "user", 60, "seconds a worker may be silent before a parameter server stops waiting for it"),
     ("FLEET_PS_FOLDER", "user", None, "folder where parameter servers keep what a restarted one needs"),
+    (
+        "FLEET_PS_LEVEL",
+        "user",
+        None,
+        "what is kept there survives: 1 a killed server (the default), 2 a machine that died as well; 0 keeps nothing",
+    ),
+    (
+        "FLEET_PS_METRICS_PORT",
+        "user",
+        None,
+        "first port of the metrics of servers and workers; needs the extra metrics",
+    ),
     ("FLAGS_communicator_max_merge_var_num", "user", None, "wins over a_sync_configs['max_merge_var_num']"),
     ("FLAGS_communicator_send_queue_size", "user", None, "wins over a_sync_configs['send_queue_size']"),
     ("FLAGS_communicator_send_wait_times", "user", None, "wins over a_sync_configs['send_wait_times']"),

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet._server_metrics import Metrics
+from fleet._server_settings import read_keeping, read_seconds
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps._client import Client
@@ -54,7 +56,9 @@ class ServerJob:
         self._environment = Environment()
         self._serve_config: ServerConfig | None = None
         self._prepare: Callable[[Machine], None] | None = None
+        self._watch: Callable[[Machine], Callable[[], None]] = lambda machine: lambda: None
         self._embedded: Server | None = None
+        self._metrics: list[Callable[[], None]] = []  # what ends them
         self.trainer: Trainer | None = None
 
     # -- worker --------------------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ class ServerJob:
         session = self._session
         if not session.record.server_endpoints:
             self._become_served()
-        strategy, plan = self._strategy(), self.plan()
+        strategy, plan, metrics = self._strategy(), self.plan(), self._read_metrics()
         endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy.mode)]
         served = strategy.served
         assert served is not None
@@ -80,9 +84,13 @@ class ServerJob:
         served.connect(trainer)
         try:
             trainer.open()
+            if self._embedded is not None:
+                self._metrics.append(metrics.serve_server(self._embedded.machine, 0, endpoints[0]))
+            self._metrics.append(metrics.serve_worker(trainer, session.global_rank, endpoints))
         except BaseException:
             served.trainer = None
             trainer.abandon()
+            self._stop_metrics()
             self._stop_embedded()
             raise
         self.trainer = trainer
@@ -96,7 +104,11 @@ class ServerJob:
         try:
             trainer.refresh()
             trainer.close()
+            if self._embedded is not None:
+                self._embedded.stop()
+                self._embedded.forget()
         finally:
+            self._stop_metrics()
             self._stop_embedded()
 
     def meet_at_server(self) -> bool:
@@ -144,32 +156,38 @@ class ServerJob:
             ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
         """
         record = self._session.record
-        folder = self._environment.raw("FLEET_PS_FOLDER")
-        self._serve_config = ServerConfig(
+        keeping = read_keeping(self._environment, record.global_rank)
+        config = ServerConfig(
             endpoint=record.server_endpoints[record.global_rank],
             num_workers=record.world_size,
             mode="sync" if self._strategy().mode == "sync" else "async",
             index=record.global_rank,
             secret=self._secret(),
             job=self._environment.str("PADDLE_JOB_ID"),
-            folder=None if folder is None else Path(folder) / f"server-{record.global_rank}",
-            lease_s=self._environment.float("FLEET_PS_LEASE"),
+            folder=keeping.folder,
+            level=keeping.level,
+            lease_s=read_seconds(self._environment, "FLEET_PS_LEASE"),
         )
-        if dirname is None:
-            if var_names is not None:
-                raise ConfigError("fleet.init_server(var_names=...) says what to load; give the folder as dirname.")
-            return
-        self._prepare = self._loader(dirname, var_names)
+        if dirname is None and var_names is not None:
+            raise ConfigError(
+                f"fleet.init_server(var_names={var_names!r}) says what to load and not from where; give the folder as "
+                "dirname."
+            )
+        metrics = self._read_metrics()
+        self._prepare = None if dirname is None else self._loader(config, dirname, var_names)
+        self._watch = lambda machine: metrics.serve_server(machine, config.index, config.endpoint)
+        self._serve_config = config
+        if keeping.note:
+            self._session.say(keeping.note)
 
     def run_server(self) -> None:
         """Serves until every worker has said goodbye."""
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
-        run_server(self._serve_config, notify=self._session.say, prepare=self._prepare)
+        run_server(self._serve_config, notify=self._session.say, prepare=self._prepare, watch=self._watch)
 
-    def _loader(self, dirname: str, var_names: Sequence[str] | None) -> Callable[[Machine], None]:
-        config, session = self._serve_config, self._session
-        assert config is not None
+    def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Callable[[Machine], None]:
+        session = self._session
         if not Path(dirname).is_dir():
             raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
         plan = self.plan()
@@ -201,8 +219,14 @@ class ServerJob:
             session.become_served()
 
     def _start_embedded(self, mode: str) -> str:
+        keeping = read_keeping(self._environment, 0)
         config = ServerConfig(
-            mode="sync" if mode == "sync" else "async", secret=secrets.token_hex(32).encode(), lease_s=3600.0
+            mode="sync" if mode == "sync" else "async",
+            secret=secrets.token_hex(32).encode(),
+            job=self._environment.str("PADDLE_JOB_ID"),
+            folder=keeping.folder,
+            level=keeping.level,
+            lease_s=3600.0,
         )
         self._embedded = Server(config, notify=self._session.say)
         self._embedded.start()
@@ -214,8 +238,17 @@ class ServerJob:
             server.stop()
 
     def close(self) -> None:
-        """Ends the server inside this process, if there is one."""
+        """Ends the server inside this process, if there is one, and the metrics."""
+        self._stop_metrics()
         self._stop_embedded()
+
+    def _read_metrics(self) -> Metrics:
+        record = self._session.record
+        return Metrics(self._environment, len(record.server_endpoints) or 1, record.world_size, self._session.say)
+
+    def _stop_metrics(self) -> None:
+        while self._metrics:
+            self._metrics.pop()()
 
     def _secret(self) -> bytes | None:
         if self._embedded is not None:
@@ -230,9 +263,9 @@ class ServerJob:
             rank=record.global_rank,
             num_workers=record.world_size,
             secret=self._secret(),
-            job="" if self._embedded is not None else environment.str("PADDLE_JOB_ID"),
-            deadline_s=environment.float("FLEET_PS_DEADLINE"),
-            start_timeout_s=environment.float("FLAGS_stop_check_timeout"),
+            job=environment.str("PADDLE_JOB_ID"),
+            deadline_s=read_seconds(environment, "FLEET_PS_DEADLINE"),
+            start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
         )
         client_id = secrets.randbits(64) | 1  # one process, whatever the number of its connections
 

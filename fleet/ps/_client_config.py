@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from fleet.errors import ConfigError
 from fleet.ps._messages import MAX_BODY_BYTES
 
-__all__ = ["ClientConfig"]
+__all__ = ["ONCE", "ClientConfig"]
+
+ONCE = 1 << 15  # channels from here on: every process of a worker numbers its changes from 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,9 @@ class ClientConfig:
         num_workers: how many there are.
         secret: the job secret, as the servers have it.
         job: name of the job, as the servers have it.
-        channel: number of this client among those of the same worker process; each is an ordered stream.
+        channel: number of this client among those of the same worker process; each is an ordered stream. A process
+            that comes back goes on after the last change of the one before; from :data:`ONCE` on it starts at 1, and
+            changes that were applied are not applied again.
         deadline_s: how long a server may be away before calls fail.
         start_timeout_s: how long to wait for the servers at the start, ``None`` for ever.
         retry_interval_s: seconds between the lines that say which servers are not ready.

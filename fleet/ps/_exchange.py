@@ -162,9 +162,15 @@ class AsyncExchange:
         self._sender.put(gradients, step=self.client.step)
         self._mailbox.deliver()
 
+    def waiting(self) -> dict[int, int]:
+        """Returns, per table, how many gradients are in its queue."""
+        return self._sender.waiting()
+
     def flush(self) -> None:
         """Waits for the queues, then takes over the parameters."""
         self._sender.flush()
+        for client in self._others:
+            client.flush()
         self._mailbox.receive(self.client)
         self._mailbox.deliver()
 

@@ -112,6 +112,9 @@ class Journal:
             if self.level == 2:
                 for _, path in _segments(self._folder):
                     _fsync(path)
+                for folder in self._folder.absolute().parents[:3]:
+                    with contextlib.suppress(PermissionError):  # not one of ours then
+                        _fsync(folder)  # or the folder's own name may be lost with the machine
             self._open_segment()
         self._durable_lsn = self.last_lsn
         if self.level == 2:

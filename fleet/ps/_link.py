@@ -16,7 +16,7 @@ from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps._auth import AuthenticationError, prove_to_server
-from fleet.ps._client_config import ClientConfig
+from fleet.ps._client_config import ONCE, ClientConfig
 from fleet.ps._messages import (
     HEADER_BYTES,
     Buffer,
@@ -357,8 +357,9 @@ class Link:
             raise self._dead
         self.welcome = answer
         if first:
-            self._next_seq = answer["last"] + 1
-            self._acknowledged = self._durable = answer["last"]
+            before = 0 if config.channel >= ONCE else answer["last"]
+            self._next_seq = before + 1
+            self._acknowledged = self._durable = before
             return
         self._queue_again(answer["last"])
 

@@ -47,7 +47,7 @@ class Machine:
         self.snapshots = threading.Lock()
         self.saving = threading.Lock()  # one save at a time writes to a folder
         self.failure: BaseException | None = None
-        self.counts = {"applied": 0, "duplicates": 0, "rows": 0}
+        self.counts = {"applied": 0, "duplicates": 0, "rows": 0, "pulled": 0}
         self.make_table = make_table
         self._applying = threading.Lock()
         self._unfinished: int | None = None  # the step whose gradients are being applied at this moment

@@ -159,6 +159,7 @@ class Requests:
                 "steps": {str(table): step for table, step in worker.steps.items()},
                 "applied_step": session.applied_step,
                 "tables": sorted(session.specs),
+                "barriers": dict(session.barriers),
                 "mode": self._config.mode,
                 "level": self._config.journal_level,
                 "keeps": self._config.folder is not None,
@@ -221,6 +222,7 @@ class Requests:
             rows = out[start : start + n * dim].reshape(n, dim)
             start += n * dim
             table.pull(part, rows, create)
+            self._machine.counts["pulled"] += n
             answers.append(Part(part.table_id, n * dim, 1, rows=rows))
         return self._rows_answer(answers, header)
 

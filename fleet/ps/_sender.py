@@ -119,6 +119,11 @@ class AsyncSender:
                 queue.append(_Waiting(step, value))
                 self._changed.notify_all()
 
+    def waiting(self) -> dict[int, int]:
+        """Returns, per table, how many gradients are in its queue."""
+        with self._changed:
+            return {table_id: len(queue) for table_id, queue in self._queues.items()}
+
     def flush(self) -> None:
         """Returns when everything that was put is applied on the servers."""
         with self._changed:

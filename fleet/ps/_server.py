@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
@@ -36,6 +36,7 @@ from fleet.ps._messages import (
     decode_header,
     encode_header,
 )
+from fleet.ps._metrics import Summary
 from fleet.ps._requests import Answer, Peer, Requests
 from fleet.ps._served_table import make_served_table
 from fleet.ps._server_config import ServerConfig
@@ -56,6 +57,7 @@ def run_server(
     transport: Transport | None = None,
     notify: Callable[[str], None] = print,
     prepare: Callable[[Machine], None] | None = None,
+    watch: Callable[[Machine], Callable[[], None]] = lambda machine: lambda: None,
 ) -> None:
     """Serves until the workers have gone; then the folder's state is removed, for the job is over.
 
@@ -66,6 +68,7 @@ def run_server(
         transport: how connections are made; TCP by default.
         notify: receives each line meant for the log; one says on which endpoint the server is listening.
         prepare: as :meth:`Server.start` takes it.
+        watch: is given the state once the server listens; what it returns is called at the end.
 
     Raises:
         ConfigError: an open address without a secret.
@@ -73,12 +76,11 @@ def run_server(
         PSError: the endpoint is taken, or the server could not go on.
     """
     server = Server(config, transport=transport, notify=notify)
-    with _exit_on_sigterm():
-        try:
-            server.start(prepare)
-            server.wait()
-        finally:
-            server.stop()
+    with _exit_on_sigterm(), ExitStack() as stack:
+        stack.callback(server.stop)
+        server.start(prepare)
+        stack.callback(watch(server.machine))
+        server.wait()
     server.forget()
 
 
@@ -238,6 +240,7 @@ class Server:
         """Ends leases, and writes snapshots when they are due."""
         machine, config = self.machine, self.config
         session, written = machine.session, time.monotonic()
+        summary, told = Summary(machine, written), written
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
             with session.changed:
                 before = dict(session.barriers)
@@ -251,6 +254,11 @@ class Server:
                 )
                 if machine.sync:
                     machine.apply_ready()
+            if config.summary_interval_s is not None and time.monotonic() - told >= config.summary_interval_s:
+                told = time.monotonic()
+                line = summary.line(told)
+                if line is not None:
+                    self._notify(f"parameter server {config.index}: {line}")
             due = config.snapshot_interval_s is not None and time.monotonic() - written > config.snapshot_interval_s
             if config.folder is not None and (due or machine.journal.bytes_written > config.snapshot_bytes):
                 written = time.monotonic()

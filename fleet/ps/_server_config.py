@@ -32,6 +32,7 @@ class ServerConfig:
         level: of the journal, see :mod:`fleet.ps._journal`; ``None`` is 1 with a folder and 0 without.
         snapshot_bytes: a snapshot is written when the journal has grown by so much.
         snapshot_interval_s: and at least so often, ``None`` never for that reason.
+        summary_interval_s: one line about rows, memory, rates and queues so often while rows move; ``None`` never.
         lease_s: a worker that is silent for so long is not waited for until it is heard again.
         handshake_timeout_s: how long a newcomer may take to prove the secret.
         transfer_timeout_s: how long the bytes of one message may take once it has begun.
@@ -53,6 +54,7 @@ class ServerConfig:
     level: int | None = None
     snapshot_bytes: int = 1 << 30
     snapshot_interval_s: float | None = None
+    summary_interval_s: float | None = 60.0
     lease_s: float = 60.0
     handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 30.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError
+from fleet.errors import ConfigError, NanInfError, NotInitializedError
 from fleet.ps._client import Client
 from fleet.ps._exchange import (
     AsyncExchange,
@@ -19,8 +18,10 @@ from fleet.ps._exchange import (
     SyncExchange,
     check_mode,
 )
+from fleet.ps._initial_values import give_initial_values, wait_for_values
 from fleet.ps._lookup import RowSource
 from fleet.ps._merge import merge_gradients
+from fleet.ps._rejoin import rejoin
 from fleet.ps._rules import LEARNING_RATE
 from fleet.ps._sender import SenderConfig
 from fleet.ps._served_embedding import ServedEmbedding
@@ -30,7 +31,6 @@ from fleet.ps._table_plan import DensePart, SparsePart, TablePlan
 __all__ = ["Trainer", "TrainerConfig"]
 
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Trainer:
         make_client: Callable[[int], Client],
         train_dense: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.plan, self.config = plan, config
+        self.plan, self._exchanged, self.config = plan, plan, config
         self._make_client, self._train_dense = make_client, train_dense
         self._pending: Mapping[str, Any] | None = None
         self._rates: dict[int, float] = {}
@@ -82,6 +82,7 @@ class Trainer:
         self._client: Client | None = None
         self._exchange: Exchange | None = None
         self.stopped = False
+        self.counts = {"pulled": 0, "pushed": 0}  # rows
 
     @property
     def client(self) -> Client:
@@ -105,16 +106,14 @@ class Trainer:
         client.create_tables(self.plan.configs)
         self._rates = {part.table_id: part.config.rule.get(LEARNING_RATE) for part in self._parts()}
         if client.config.rank == 0:
-            self._give_initial_values(client)
+            give_initial_values(client, self.plan, self._connect)
         if self.config.launch_barrier or not self.plan.dense:
             client.barrier(START)
-        else:
-            self._wait_for_values(client)
+        wait_for_values(client, self.plan)  # the barrier does not wait for a worker 0 that is silent for too long
         self._take_parameters(client)
         if self.config.launch_barrier:
             client.barrier(READY)  # nobody trains before all have taken the same parameters
-        if self._pending is not None:  # after the barriers of the start, which a worker that comes back passes again
-            client.load_state_dict(self._pending)
+        rejoin(client, self._pending)  # after the barriers of the start, which a worker that comes back passes again
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
             for module in table.modules:
@@ -145,6 +144,7 @@ class Trainer:
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows of distinct ``keys``."""
+        self.counts["pulled"] += len(keys)
         return self._running().rows(table_id, keys)
 
     def step(self) -> None:
@@ -161,12 +161,19 @@ class Trainer:
         exchange.put(gradients)
 
     def flush(self) -> None:
-        """Returns when all steps of this worker are applied on the servers."""
+        """Returns when all steps of this worker are applied on the servers, and safe as their level promises."""
         self._running().flush()
+        self.client.flush()
 
     def has_gradients(self) -> bool:
         """Returns whether rows have gradients that were not pushed."""
         return any(m.lookup.has_gradients() for part in self.plan.sparse for m in part.modules)
+
+    def waiting(self) -> dict[str, int]:
+        """Returns, per name of a table, how many gradients wait in its queue (async)."""
+        exchange = self._exchange
+        counts = exchange.waiting() if isinstance(exchange, AsyncExchange) else {}
+        return {part.config.name: counts.get(part.table_id, 0) for part in self._parts()}
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of rows."""
@@ -200,7 +207,11 @@ class Trainer:
         if self._client is None:
             self._pending = dict(state)
         else:
-            self._client.load_state_dict(state)
+            rejoin(self._client, state)
+
+    def meet(self, name: str) -> None:
+        """Waits until every worker has come to its same-numbered barrier of this name."""
+        self.client.barrier(name)
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 
@@ -210,9 +221,9 @@ class Trainer:
         Every worker calls it; worker 0 triggers the save, and all return when it is done.
         """
         client, rows = self.client, 0
-        self.flush()
-        client.barrier(SAVE)
+        self._come_to_save()
         if client.config.rank == 0:
+            self._before_save(dirname, tables)
             rows = client.save(dirname, mode=mode, tables=tables)
         client.barrier(SAVE)
         return rows
@@ -220,8 +231,7 @@ class Trainer:
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
         """Makes the servers read a save, once every worker has come here; all go on with what was read."""
         client = self.client
-        self.flush()
-        client.barrier(SAVE)
+        self._come_to_save()
         if client.config.rank == 0:
             client.load(dirname, tables=tables)
         client.barrier(SAVE)
@@ -232,8 +242,7 @@ class Trainer:
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of every sparse table, once every worker has come here."""
         client, rows = self.client, 0
-        self.flush()
-        client.barrier(SAVE)
+        self._come_to_save()
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
             rows = sum(client.alter(part.table_id, "shrink", **fields) for part in self.plan.sparse)
@@ -252,6 +261,16 @@ class Trainer:
         return {name: sum(int(fact[name]) for fact in facts) for name in ("rows", "bytes")}
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _come_to_save(self) -> None:
+        """Returns when every worker has come here with its steps applied."""
+        self.flush()
+        if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
+            self.client.barrier(SAVE)  # the end of a save that the process before this one did not live to see
+        self.meet(SAVE)
+
+    def _before_save(self, dirname: str, tables: list[int] | None) -> None:
+        """Worker 0 alone comes here, when all have met and nothing is saved yet."""
 
     def _take_parameters(self, client: Client) -> None:
         if self.plan.dense:
@@ -288,39 +307,18 @@ class Trainer:
     def _start_exchange(self, client: Client) -> Exchange:
         config = self.config
         if config.mode == "sync":
-            return SyncExchange(client, self.plan)
+            return SyncExchange(client, self._exchanged)
         if config.mode == "geo":
-            return GeoExchange(client, self.plan, config.k_steps, self._train_dense)
+            return GeoExchange(client, self._exchanged, config.k_steps, self._train_dense)
         if config.mode == "half_async":
-            return HalfAsyncExchange(client, self.plan, config.num_batches)
+            return HalfAsyncExchange(client, self._exchanged, config.num_batches)
         count = config.sender.thread_pool_size + config.sender.independent_recv_thread
-        return AsyncExchange(client, self.plan, config.sender, [self._connect(i + 1) for i in range(count)])
+        return AsyncExchange(client, self._exchanged, config.sender, [self._connect(i + 1) for i in range(count)])
 
     def _stop_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
-
-    def _give_initial_values(self, client: Client) -> None:
-        facts = client.stat()
-        for table in self.plan.sparse:
-            served = [module for module in table.modules if isinstance(module, ServedEmbedding)]
-            if served and not sum(fact["tables"][str(table.table_id)]["rows"] for fact in facts):
-                for ids, rows in served[0].initial_rows():
-                    client.wait(client.add({table.table_id: Gradient(ids, rows)}))
-        unset = [part for part in self.plan.dense if not _is_set(facts, part)]
-        if unset:
-            client.wait(client.set_dense({part.table_id: part.values() for part in unset}))
-
-    def _wait_for_values(self, client: Client) -> None:
-        deadline = time.monotonic() + client.config.deadline_s
-        while not all(_is_set(facts, part) for facts in [client.stat()] for part in self.plan.dense):
-            if time.monotonic() > deadline:
-                raise PSError(
-                    f"worker 0 has not given the servers the first parameters within {client.config.deadline_s:g} s. "
-                    "Is it running?"
-                )
-            time.sleep(_POLL_S)
 
     def _gradients(self) -> dict[int, Gradient | Rows]:
         found: dict[int, Gradient | Rows] = {}
@@ -328,10 +326,11 @@ class Trainer:
             taken = [module.lookup.take() for module in table.modules]
             some = [gradient for gradient in taken if gradient is not None]
             if some and table.group is not None:
+                self.counts["pushed"] += sum(len(gradient.ids) for gradient in some)
                 keeps_shows = table.config.accessor is not None
                 found[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
         stays_here = self.config.mode == "geo" and not self.config.check_finite  # the optimizer takes it from .grad
-        for part in () if stays_here else self.plan.dense:
+        for part in () if stays_here else self._exchanged.dense:
             values = part.gradients()
             if values is not None:
                 found[part.table_id] = values
@@ -385,7 +384,3 @@ class _Served(RowSource):
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Served:
         return self
-
-
-def _is_set(facts: list[dict[str, Any]], part: DensePart) -> bool:
-    return all(fact["tables"][str(part.table_id)]["is_set"] for fact in facts)

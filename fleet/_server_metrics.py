@@ -1,0 +1,163 @@
+"""FLEET_PS_METRICS_PORT: metrics of servers and workers, as Prometheus reads them; needs the extra ``metrics``.
+
+Server i takes port + i, worker r takes port + number of servers + r, so that a job on one machine needs no list. Names
+begin with ``fleet_ps_``. Counters only grow: ``rate(fleet_ps_pushed_rows_total[1m])`` are the rows per second.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from fleet.env import Environment
+from fleet.errors import ConfigError, PSError, UnsupportedOptionError
+from fleet.ps._metrics import Measure, server_measures, worker_measures
+
+if TYPE_CHECKING:
+    from fleet.ps._machine import Machine
+    from fleet.ps._trainer import Trainer
+
+__all__ = ["Metrics", "address_towards", "serve_measures"]
+
+_HIGHEST = 65535
+Stop = Callable[[], None]
+
+
+class Metrics:
+    """Where the processes of a job serve metrics, if they do.
+
+    Args:
+        environment: says whether, and from which port on.
+        num_servers, num_workers: how many ports the job takes.
+        say: receives the line that says where.
+
+    Raises:
+        ConfigError: the ports do not fit between 1 and 65535.
+        UnsupportedOptionError: metrics are asked for and the extra is absent.
+    """
+
+    def __init__(
+        self, environment: Environment, num_servers: int, num_workers: int, say: Callable[[str], None]
+    ) -> None:
+        self._first: int | None = None
+        self._num_servers, self._say = num_servers, say
+        if not environment.has("FLEET_PS_METRICS_PORT"):
+            return
+        first, count = environment.int("FLEET_PS_METRICS_PORT"), num_servers + num_workers
+        if not 1 <= first <= _HIGHEST + 1 - count:
+            raise ConfigError(
+                f"FLEET_PS_METRICS_PORT is {environment.raw('FLEET_PS_METRICS_PORT')!r} in the environment; it is the "
+                f"first of {count} ports, one for each server and worker, from 1 to {_HIGHEST}. Set it to at most "
+                f"{_HIGHEST + 1 - count}, or leave it away."
+            )
+        check_installed()
+        self._first = first
+
+    def serve_server(self, machine: Machine, index: int, endpoint: str) -> Stop:
+        """Serves the metrics of server ``index`` beside its ``endpoint``; returns what ends it."""
+        host = endpoint.rpartition(":")[0].strip("[]")
+        return self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index)
+
+    def serve_worker(self, trainer: Trainer, rank: int, endpoints: Sequence[str]) -> Stop:
+        """Serves the metrics of worker ``rank`` on the address it has towards the servers; returns what ends it."""
+        if self._first is None:
+            return lambda: None
+        host = address_towards(endpoints[0])
+        return self._serve(lambda: worker_measures(trainer), {"worker": str(rank)}, host, self._num_servers + rank)
+
+    def _serve(self, read: Callable[[], list[Measure]], labels: dict[str, str], host: str, place: int) -> Stop:
+        if self._first is None:
+            return lambda: None
+        stop = serve_measures(read, labels, host, self._first + place)
+        self._say(f"metrics of this process are at {host}:{self._first + place}/metrics")
+        return stop
+
+
+def address_towards(endpoint: str) -> str:
+    """Returns this machine's address on the way to ``endpoint``: the loopback one for a server on this machine.
+
+    Example:
+        >>> address_towards("127.0.0.1:4000")
+        '127.0.0.1'
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    with suppress(OSError, ValueError):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent: connect() only chooses the way
+            probe.connect((host, int(port)))
+            address = str(probe.getsockname()[0])
+            ipaddress.ip_address(address)
+            return address
+    return "127.0.0.1"
+
+
+def check_installed() -> None:
+    """Raises UnsupportedOptionError with the line that installs the extra, when it is absent."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedOptionError(
+            f"FLEET_PS_METRICS_PORT is set, and metrics need the extra metrics ({error}). Install it with: "
+            "pip install 'torch-fleet[metrics]', or leave FLEET_PS_METRICS_PORT away."
+        ) from None
+
+
+def serve_measures(
+    read: Callable[[], list[Measure]], labels: Mapping[str, str], host: str, port: int
+) -> Callable[[], None]:
+    """Serves ``read()`` at ``/metrics`` on ``host:port`` from now on; returns what ends it.
+
+    Raises:
+        UnsupportedOptionError: the extra is absent.
+        PSError: the port is taken, or the address is not this machine's.
+    """
+    check_installed()
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(read, labels))
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise PSError(
+            f"metrics cannot be served on {host}:{port}: {error}. Set FLEET_PS_METRICS_PORT to the first of a range of "
+            "free ports: server i takes the i-th of it, and worker r the r-th after the servers'."
+        ) from None
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+class _Collector:
+    """What prometheus_client asks at each request."""
+
+    def __init__(self, read: Callable[[], list[Measure]], labels: Mapping[str, str]) -> None:
+        self._read, self._labels = read, dict(labels)
+
+    def describe(self) -> list[Any]:
+        """Returns nothing: the measures are read only when somebody asks for them."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yields a metric of each measure."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        names, values = list(self._labels), list(self._labels.values())
+        for measure in self._read():
+            family = CounterMetricFamily if measure.grows else GaugeMetricFamily
+            labels = [*names, measure.label] if measure.label else names
+            metric = family(f"fleet_ps_{measure.name}", measure.meaning, labels=labels)
+            if measure.label:
+                for label, value in measure.samples.items():
+                    metric.add_metric([*values, label], value)
+            else:
+                metric.add_metric(values, measure.value)
+            yield metric

@@ -1,0 +1,60 @@
+"""Reads the environment variables ``FLEET_PS_*`` of a parameter-server job, and refuses what they cannot be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet.env import VARIABLES, Environment
+from fleet.errors import ConfigError
+
+__all__ = ["Keeping", "read_keeping", "read_seconds"]
+
+LEVELS = (0, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What a server keeps for its restart: the folder (``None``: nothing), and the level of its journal."""
+
+    folder: Path | None
+    level: int
+    note: str = ""
+
+
+def read_keeping(environment: Environment, index: int) -> Keeping:
+    """Returns where server ``index`` keeps what, by FLEET_PS_FOLDER and FLEET_PS_LEVEL.
+
+    Raises:
+        ConfigError: the level is not 0, 1 or 2, or is 1 or 2 without a folder.
+    """
+    folder = environment.raw("FLEET_PS_FOLDER")
+    usual = 0 if folder is None else 1
+    level = environment.int("FLEET_PS_LEVEL") if environment.has("FLEET_PS_LEVEL") else usual
+    if level not in LEVELS:
+        raise ConfigError(
+            f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL')!r} in the environment; it is 0 (a server keeps "
+            "nothing), 1 (what it keeps survives a killed process) or 2 (and a machine that died). Set one of them."
+        )
+    if level and folder is None:
+        raise ConfigError(
+            f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL')!r} in the environment and FLEET_PS_FOLDER is not "
+            "set; levels 1 and 2 write to that folder. Set it to a folder that a restarted server finds again."
+        )
+    if level == 0:
+        unused = "" if folder is None else f"FLEET_PS_LEVEL is 0: nothing is kept in FLEET_PS_FOLDER={folder}"
+        return Keeping(folder=None, level=0, note=unused)
+    assert folder is not None
+    return Keeping(folder=Path(folder) / f"server-{index}", level=level)
+
+
+def read_seconds(environment: Environment, name: str) -> float:
+    """Returns the variable ``name`` as seconds; raises ConfigError unless it is a number above 0."""
+    value = environment.float(name)
+    if not (value > 0 and math.isfinite(value)):
+        raise ConfigError(
+            f"{name} is {environment.raw(name)!r} in the environment; it takes a number above 0: "
+            f"{VARIABLES[name].meaning}. Correct it, or leave it away."
+        )
+    return value

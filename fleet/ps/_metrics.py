@@ -1,0 +1,113 @@
+"""What a parameter server and a worker measure of themselves, for the log and for who asks for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleet.ps._machine import Machine
+    from fleet.ps._trainer import Trainer
+
+__all__ = ["Measure", "Summary", "server_measures", "worker_measures"]
+
+Samples = Mapping[str, float]  # by the value of the measure's label
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric: its name without prefix, its meaning, and its values by label, or one value without."""
+
+    name: str
+    meaning: str
+    value: float = 0.0
+    label: str = ""
+    samples: Samples = field(default_factory=dict)
+    grows: bool = False
+
+
+def server_measures(machine: Machine) -> list[Measure]:
+    """Returns what there is to know of a server now."""
+    session, counts = machine.session, machine.counts
+    tables = {fact_name(table): table.describe() for table in machine.tables.values()}
+    with session.changed:
+        clocks = {str(worker.rank): float(worker.clock) for worker in session.workers}
+        active = [worker.clock for worker in session.active()]
+        states = Counter(worker.state for worker in session.workers)
+        held = sum(map(len, session.held.values()))
+        behind = machine.journal.last_lsn - machine.journal.durable_lsn if machine.journal.level else 0
+    spread = max(active) - min(active) if active else 0
+    rows, size = ({name: float(facts[key]) for name, facts in tables.items()} for key in ("rows", "bytes"))
+    return [
+        Measure("table_rows", "rows of a table on this server", label="table", samples=rows),
+        Measure("table_bytes", "memory of a table on this server", label="table", samples=size),
+        Measure("memory_bytes", "resident memory of the process", resident_bytes()),
+        Measure("pulled_rows", "rows given to workers", counts["pulled"], grows=True),
+        Measure("pushed_rows", "rows and dense elements changed", counts["rows"], grows=True),
+        Measure("changes", "messages applied", counts["applied"], grows=True),
+        Measure("duplicates", "changes recognised as applied before", counts["duplicates"], grows=True),
+        Measure("waiting_gradients", "gradients that wait for other workers (sync)", held),
+        Measure("waiting_records", "journal records not on the disk yet (level 2)", behind),
+        Measure("worker_steps", "steps pushed by a worker", label="worker", samples=clocks),
+        Measure("staleness_steps", "steps between the fastest and the slowest worker", spread),
+        Measure("workers", "workers by state", label="state", samples={k: float(n) for k, n in states.items()}),
+    ]
+
+
+def worker_measures(trainer: Trainer) -> list[Measure]:
+    """Returns what there is to know of a worker now."""
+    waiting = {name: float(count) for name, count in trainer.waiting().items()}
+    return [
+        Measure("memory_bytes", "resident memory of the process", resident_bytes()),
+        Measure("steps", "steps taken by this worker", trainer.client.step, grows=True),
+        Measure("pulled_rows", "rows asked for", trainer.counts["pulled"], grows=True),
+        Measure("pushed_rows", "rows whose gradients were handed over", trainer.counts["pushed"], grows=True),
+        Measure("waiting_gradients", "gradients in the queue of a table (async)", label="table", samples=waiting),
+        Measure(
+            "staleness_steps",
+            "steps of this worker that the servers have not had yet",
+            max(waiting.values(), default=0),
+        ),
+    ]
+
+
+class Summary:
+    """One line about a server now and then: rows, memory, rows per second since the line before, queues, staleness."""
+
+    def __init__(self, machine: Machine, now: float) -> None:
+        self._machine, self._since, self._before = machine, now, dict(machine.counts)
+
+    def line(self, now: float) -> str | None:
+        """Returns the line, or ``None`` when no row was pulled or pushed since the last call."""
+        counts, seconds = dict(self._machine.counts), max(now - self._since, 1e-9)
+        pulled, pushed = counts["pulled"] - self._before["pulled"], counts["rows"] - self._before["rows"]
+        self._since, self._before = now, counts
+        if not (pulled or pushed):
+            return None
+        found = {measure.name: measure for measure in server_measures(self._machine)}
+        rows, size = (sum(found[name].samples.values()) for name in ("table_rows", "table_bytes"))
+        return (
+            f"{rows:.0f} rows in {len(found['table_rows'].samples)} tables, {size / 1e6:.1f} MB "
+            f"(process {found['memory_bytes'].value / 1e6:.0f} MB); {pulled / seconds:.0f} rows/s pulled, "
+            f"{pushed / seconds:.0f} pushed; {found['waiting_gradients'].value:.0f} gradients wait; the slowest worker "
+            f"is {found['staleness_steps'].value:.0f} steps behind"
+        )
+
+
+def fact_name(table: Any) -> str:
+    """Returns the name of a served table."""
+    return str(table.table.config.name)
+
+
+def resident_bytes() -> float:
+    """Returns the resident memory of this process, 0 where the system does not tell."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return 1024.0 * int(line.split()[1])
+    except OSError:
+        pass
+    return 0.0

@@ -1,0 +1,47 @@
+"""What a server and a worker measure of themselves (fleet.ps._metrics)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fleet.ps._metrics import Summary, resident_bytes, server_measures
+from tests.fleet.ps.service import DENSE, SPARSE, gradient, serving
+
+
+def values(machine: object) -> dict[str, object]:
+    return {found.name: found.samples if found.label else found.value for found in server_measures(machine)}  # type: ignore[arg-type]
+
+
+def test_a_sync_server_counts_what_waits_and_who_is_behind() -> None:
+    with serving(mode="sync", num_workers=2) as service:
+        ahead, behind = (service.client(rank, tables={0: SPARSE, 1: DENSE}) for rank in range(2))
+        machine = service.servers[0].machine
+        for _ in range(3):
+            ahead.wait(ahead.push({0: gradient([1, 2, 3])}))
+        behind.wait(behind.push({0: gradient([1])}))
+        found = values(machine)
+        assert found["waiting_gradients"] == 2
+        assert found["staleness_steps"] == 2
+        assert found["worker_steps"] == {"0": 3.0, "1": 1.0}
+        assert found["workers"] == {"active": 2.0}
+        assert found["table_rows"] == {"ads": 3.0, "mlp": 5.0}
+        assert found["pushed_rows"] == 3
+        assert found["pulled_rows"] == 0
+
+
+def test_the_summary_has_rates_and_says_nothing_while_nothing_moves() -> None:
+    with serving() as service:
+        client, machine = service.client(tables={0: SPARSE}), service.servers[0].machine
+        summary = Summary(machine, 0.0)
+        assert summary.line(10.0) is None
+        client.wait(client.push({0: gradient(range(100))}))
+        client.wait(client.pull({0: np.arange(40)}))
+        line = summary.line(20.0)
+        assert line is not None
+        assert line.startswith("100 rows in 1 tables, ")
+        assert "; 4 rows/s pulled, 10 pushed; 0 gradients wait; the slowest worker is 0 steps behind" in line
+        assert summary.line(30.0) is None
+
+
+def test_memory_is_that_of_this_process() -> None:
+    assert 10e6 < resident_bytes() < 1e12

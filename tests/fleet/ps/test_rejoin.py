@@ -1,0 +1,171 @@
+"""A save waits for every worker, also after all processes of the job were started again (D.7, D.8, 003-19)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet.ps._trainer import SAVE, Trainer
+from tests.fleet.ps.service import Service, gradient, rows, serving
+from tests.fleet.ps.test_initial_values import made, trainer_of
+
+CAP_S = 20.0
+
+
+def together(*calls: Callable[[], Any]) -> None:
+    """Runs all at once and returns when all have."""
+    failures: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(CAP_S)
+    assert not any(thread.is_alive() for thread in threads), "the workers wait for each other for ever"
+    if failures:
+        raise failures[0]
+
+
+def start_workers(service: Service, states: tuple[Any, Any] = (None, None)) -> list[Trainer]:
+    mode = service.configs[0].mode
+    found = [
+        trainer_of(service, made(rank)[1], rank, client_id=time.monotonic_ns() | 1, mode=mode) for rank in range(2)
+    ]
+    for trainer, state in zip(found, states, strict=True):
+        if state is not None:
+            trainer.load_state_dict(state)
+    together(*(trainer.open for trainer in found))
+    return found
+
+
+def push(trainer: Trainer, key: int) -> None:
+    words = next(part for part in trainer.plan.sparse if part.config.name == "words")
+    trainer.client.wait(trainer.client.push({words.table_id: gradient([key], 1.0, 3)}))
+
+
+def restart(service: Service, workers: list[Trainer]) -> None:
+    """Ends every process and starts the servers again."""
+    for trainer in workers:
+        trainer.abandon()
+    for index, server in enumerate(list(service.servers)):
+        server.stop()
+        service.start(index)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + CAP_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def save_with_a_late_worker(service: Service, workers: list[Trainer], folder: Path) -> None:
+    """Lets worker 0 come to the save first, and worker 1 push before it comes, too; both pushes must be saved."""
+    early, late = workers
+    saved = threading.Event()
+    save = early.client.save
+
+    def noted(*arguments: Any, **settings: Any) -> int:
+        saved.set()
+        return save(*arguments, **settings)
+
+    early.client.save = noted  # type: ignore[method-assign]
+    first = threading.Thread(target=early.save, args=(str(folder), 0), daemon=True)
+    first.start()
+    session = service.servers[0].machine.session
+    until(lambda: saved.is_set() or any(name == SAVE for name, _ in list(session.arrived)))
+    assert not saved.is_set(), "worker 0 saves before worker 1 has come"
+    push(late, 19)
+    late.save(str(folder), 0)
+    first.join(CAP_S)
+    assert not first.is_alive()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_save_after_a_restart_of_the_whole_job_waits_for_every_worker(
+    mode: str, num_servers: int, checkpoint: bool, tmp_path: Path
+) -> None:
+    """The servers come back from their folders with the barriers they have passed; new processes count from there."""
+    with serving(num_servers=num_servers, num_workers=2, folder=tmp_path / "state", mode=mode) as service:
+        workers = start_workers(service)
+        for round_ in range(2):
+            for trainer in workers:
+                push(trainer, round_)
+            together(*(lambda own=own: own.save(str(tmp_path / "first"), 0) for own in workers))
+        states = tuple(trainer.state_dict() for trainer in workers) if checkpoint else (None, None)
+        restart(service, workers)
+        workers = start_workers(service, states)
+        save_with_a_late_worker(service, workers, tmp_path / "second")
+        read = workers[0].client
+        words = next(part.table_id for part in workers[0].plan.sparse if part.config.name == "words")
+        before = rows(read, [19], words)
+        read.alter(words, "clear")
+        read.load(str(tmp_path / "second"))
+        np.testing.assert_array_equal(rows(read, [19], words), before)
+
+
+def test_a_worker_that_died_in_a_save_does_not_keep_the_others_there(tmp_path: Path) -> None:
+    """Its next process, without a checkpoint, comes to the end of that save first, and then to one of its own."""
+    with serving(num_workers=2) as service:
+        first, second = start_workers(service)
+        first.client.save = _die  # type: ignore[method-assign]
+        ended = threading.Event()
+
+        def save() -> None:
+            second.save(str(tmp_path / "one"), 0)
+            ended.set()
+
+        waiting = threading.Thread(target=save, daemon=True)
+        waiting.start()
+        with pytest.raises(Died):
+            first.save(str(tmp_path / "one"), 0)
+        session = service.servers[0].machine.session
+        until(lambda: (SAVE, 2) in list(session.arrived))  # the other stands at the end of the save
+        first.abandon()
+        again = trainer_of(service, made(5)[1], client_id=11)
+        again.open()
+        assert not ended.is_set()
+        together(lambda: again.save(str(tmp_path / "two"), 0), lambda: ended.wait(CAP_S) and second.save("unused", 0))
+        waiting.join(CAP_S)
+        assert ended.is_set()
+
+
+def test_a_worker_with_a_checkpoint_repeats_what_the_others_have_passed(tmp_path: Path) -> None:
+    """And where the servers are new, every worker counts from the servers' number, whatever its checkpoint says."""
+    with serving(num_workers=2) as service:
+        workers = start_workers(service)
+        state = workers[0].state_dict()
+        together(*(lambda own=own: own.save(str(tmp_path / "one"), 0) for own in workers))
+        workers[0].abandon()
+        again = trainer_of(service, made(5)[1], client_id=11)
+        again.load_state_dict(state)
+        again.open()
+        again.save(str(tmp_path / "one"), 0)  # nobody is waited for: the others were here
+        late = workers[1].state_dict()
+        workers[1].abandon()
+        again.abandon()
+    with serving(num_workers=2) as service:
+        fresh = start_workers(service, (None, late))
+        together(*(lambda own=own: own.save(str(tmp_path / "two"), 0) for own in fresh))
+
+
+class Died(Exception):
+    """The end of a worker."""
+
+
+def _die(*arguments: Any, **settings: Any) -> int:
+    raise Died

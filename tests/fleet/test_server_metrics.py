@@ -1,0 +1,158 @@
+"""Metrics of servers and workers on request, as Prometheus reads them (FLEET_PS_METRICS_PORT, extra ``metrics``)."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fleet._server_metrics import Metrics, address_towards, serve_measures
+from fleet.env import Environment
+from fleet.errors import ConfigError, PSError, UnsupportedOptionError
+from fleet.facade import Fleet
+from tests.fleet.test_server_job import make_sgd, served, strategy
+from tests.helpers.served import batches, run_job, train
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def free_range(count: int) -> int:
+    """The first of ``count`` ports that are free side by side."""
+    for first in range(20000, 30000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports")
+
+
+def scraped(port: int) -> Samples:
+    """What a Prometheus server would store of one process."""
+    with DIRECT.open(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_servers_and_workers_serve_what_they_know(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue, section 2: rows, memory, queue lengths, staleness and rows per second, of every process."""
+    first = free_range(3)
+    monkeypatch.setenv("FLEET_PS_METRICS_PORT", str(first))
+    found: list[Samples] = []
+
+    def work(own: Fleet, rank: int) -> None:
+        model, optimizer = served(own, strategy(mode), make_sgd)
+        train(model, optimizer, batches(4))
+        own.session.server_job.running().flush()
+        found.extend(scraped(first + place) for place in range(3))
+        own.stop_worker()
+
+    run_job(work, num_servers=2, strategy=strategy(mode))
+    worker, servers = found[2], found[:2]
+    labels = (("table", "ads"), ("worker", "0"))
+    assert worker["fleet_ps_steps_total", (("worker", "0"),)] == 4
+    assert worker["fleet_ps_pulled_rows_total", (("worker", "0"),)] > 40
+    assert worker["fleet_ps_pushed_rows_total", (("worker", "0"),)] > 40
+    assert worker["fleet_ps_waiting_gradients", labels] == 0
+    assert worker["fleet_ps_staleness_steps", (("worker", "0"),)] == 0
+    ids = len({int(key) for ads, _, _ in batches(4) for key in ads.flatten()})
+    rows = [server["fleet_ps_table_rows", (("server", str(i)), ("table", "ads"))] for i, server in enumerate(servers)]
+    assert sum(rows) == ids
+    for index, server in enumerate(servers):
+        own = (("server", str(index)),)
+        assert server["fleet_ps_memory_bytes", own] > 10e6
+        assert server["fleet_ps_pulled_rows_total", own] > 0
+        assert server["fleet_ps_pushed_rows_total", own] > 0
+        assert server["fleet_ps_staleness_steps", own] == 0
+        assert server["fleet_ps_waiting_gradients", own] == 0
+        assert server["fleet_ps_worker_steps", (*own, ("worker", "0"))] == 4
+        assert server["fleet_ps_workers", (*own, ("state", "active"))] == 1
+    for place in range(3):
+        with pytest.raises(urllib.error.URLError):
+            scraped(first + place)
+
+
+def metrics_of(**values: str) -> Metrics:
+    return Metrics(Environment(values), 2, 3, lambda line: None)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "65532", "70000", "9100,9101", "on"])
+def test_a_wrong_port_is_refused(value: str) -> None:
+    rule = "first of 5 ports.* at most 65531" if value.lstrip("-").isdigit() else "takes a whole number"
+    with pytest.raises(ConfigError, match=f"FLEET_PS_METRICS_PORT is '{value}' in the environment; .*{rule}"):
+        metrics_of(FLEET_PS_METRICS_PORT=value)
+    metrics_of(FLEET_PS_METRICS_PORT="65531")
+
+
+def test_without_the_extra_the_error_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a job that asks for no metrics needs no extra."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    metrics_of()
+    with pytest.raises(UnsupportedOptionError, match=r"pip install 'torch-fleet\[metrics\]'"):
+        metrics_of(FLEET_PS_METRICS_PORT="9100")
+
+
+def test_a_taken_port_is_named_and_the_worker_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_range(2)
+    monkeypatch.setenv("FLEET_PS_METRICS_PORT", str(first))
+    own = Fleet()
+    own.init(strategy=strategy("sync"), log_level="WARNING")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        with pytest.raises(PSError, match=f"cannot be served on 127.0.0.1:{first}: .* range of free ports"):
+            served(own, strategy("sync"), make_sgd)
+    assert own.session.server_job.trainer is None
+    own.session.close()
+
+
+def test_a_worker_serves_on_its_address_towards_the_servers() -> None:
+    assert address_towards("127.0.0.1:1") == "127.0.0.1"
+    assert address_towards("[::1]:1") in ("::1", "127.0.0.1")  # without IPv6 there is no way
+    assert address_towards("nobody.invalid:1") == "127.0.0.1"
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(PSError, match="metrics cannot be served on 192.0.2.1:9100"):
+        serve_measures(list, {}, "192.0.2.1", 9100)
+
+
+def test_the_server_says_how_it_fares() -> None:
+    """Issue, section 2: the same in the log, while rows move."""
+    from tests.fleet.ps.service import DENSE, SPARSE, gradient, serving
+
+    lines: list[str] = []
+    with serving(summary_interval_s=0.05, lease_s=0.2) as service:
+        service.servers[0]._notify = lines.append  # type: ignore[method-assign]
+        client = service.client(tables={0: SPARSE, 1: DENSE})
+        told = 0
+        for _ in range(600):
+            client.wait(client.push({0: gradient([1, 2])}))
+            told = sum("rows/s pulled" in line for line in lines)
+            if told > 1:
+                break
+            _wait()
+    assert told > 1
+    line = next(line for line in lines if "rows/s" in line)
+    assert "7 rows in 2 tables" in line or "5 rows in 2 tables" in line  # before the first push there are dense ones
+    assert "0 gradients wait; the slowest worker is 0 steps behind" in line
+
+
+def _wait(seconds: float = 0.02) -> Any:
+    import time
+
+    time.sleep(seconds)

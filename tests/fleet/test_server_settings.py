@@ -1,0 +1,189 @@
+"""FLEET_PS_LEVEL and FLEET_PS_FOLDER: what a server keeps, and what of it survives (PS design 2d, L0 to L2)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleet._server_settings import Keeping, read_keeping, read_seconds
+from fleet.env import Environment
+from fleet.errors import ConfigError
+from fleet.facade import Fleet
+from fleet.ps._server_config import ServerConfig
+from tests.fleet.ps.service import Service, serving
+from tests.fleet.ps.test_recovery import TABLES, state_of, train
+from tests.fleet.test_server_job import make_sgd, served, strategy
+from tests.helpers.served import batches, run_job
+from tests.helpers.served import train as train_model
+
+
+def keeping(**values: str) -> Keeping:
+    return read_keeping(Environment(values), 3)
+
+
+def test_the_level_is_1_with_a_folder_and_0_without(tmp_path: Path) -> None:
+    assert keeping() == Keeping(folder=None, level=0)
+    assert keeping(FLEET_PS_LEVEL="0") == Keeping(folder=None, level=0)
+    assert keeping(FLEET_PS_FOLDER=str(tmp_path)) == Keeping(folder=tmp_path / "server-3", level=1)
+    assert keeping(FLEET_PS_FOLDER=str(tmp_path), FLEET_PS_LEVEL="2") == Keeping(folder=tmp_path / "server-3", level=2)
+
+
+def test_level_0_beside_a_folder_says_that_nothing_is_kept(tmp_path: Path) -> None:
+    found = keeping(FLEET_PS_FOLDER=str(tmp_path), FLEET_PS_LEVEL="0")
+    assert (found.folder, found.level) == (None, 0)
+    assert "nothing is kept" in found.note
+
+
+@pytest.mark.parametrize("value", ["3", "-1", "L2", "1.5", "true"])
+def test_a_wrong_level_is_refused_with_the_rule(value: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=f"FLEET_PS_LEVEL is '{value}' in the environment; it (is 0 .* 2|takes a whole)"
+    ):
+        keeping(FLEET_PS_FOLDER=str(tmp_path), FLEET_PS_LEVEL=value)
+
+
+@pytest.mark.parametrize("value", ["1", "2"])
+def test_a_level_that_writes_needs_a_folder(value: str) -> None:
+    with pytest.raises(ConfigError, match="FLEET_PS_FOLDER is not set.* Set it"):
+        keeping(FLEET_PS_LEVEL=value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_seconds_are_above_0_and_finite(value: str) -> None:
+    assert read_seconds(Environment({}), "FLEET_PS_LEASE") == 60
+    with pytest.raises(ConfigError, match=f"FLEET_PS_LEASE is '{value}' .* above 0: seconds a worker may be silent"):
+        read_seconds(Environment({"FLEET_PS_LEASE": value}), "FLEET_PS_LEASE")
+
+
+class Disk:
+    """What a machine that dies now would find again: names and bytes that were synced, and nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[int, int] = {}  # by inode
+        self.names: dict[int, set[str]] = {}
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._noting(getattr(os, name)))
+
+    def _noting(self, sync: Callable[[int], None]) -> Callable[[int], None]:
+        def noted(fd: int) -> None:
+            found, path = os.fstat(fd), Path(f"/proc/self/fd/{fd}")
+            names = set(os.listdir(path)) if os.path.isdir(path) else None
+            sync(fd)
+            if names is None:
+                self.sizes[found.st_ino] = max(found.st_size, self.sizes.get(found.st_ino, 0))
+            else:
+                self.names[found.st_ino] = names
+
+        return noted
+
+    def image(self, folder: Path, target: Path) -> Path:
+        """Copies to ``target`` what of ``folder`` is there after a loss of power."""
+        target.mkdir()
+        for name in sorted(self.names.get(folder.stat().st_ino, set())):
+            path = folder / name
+            if path.is_dir():
+                self.image(path, target / name)
+            elif path.exists():
+                shutil.copyfile(path, target / name)
+                os.truncate(target / name, min(self.sizes.get(path.stat().st_ino, 0), path.stat().st_size))
+        return target
+
+
+def restarted(service: Service, folder: Path) -> Any:
+    """The state of a server that starts from ``folder``."""
+    config = service.configs[0]
+    other = Service(1, num_workers=config.num_workers, mode=config.mode, job=config.job)
+    object.__setattr__(other.configs[0], "folder", folder)
+    try:
+        return state_of(other.start(0))
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_level_2_survives_the_loss_of_what_was_not_synced(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L2: every flushed push is on the disk, after a snapshot too. L1 promises that for a killed process only."""
+    disk = Disk(monkeypatch)
+    with serving(folder=tmp_path / "s", level=level) as service:
+        client = service.client(tables=TABLES)
+        for round_ in range(3):
+            train(client, 4, round_)
+            client.flush()
+            now = state_of(service.servers[0])
+            power_cut = disk.image(tmp_path / "s" / "server-0", tmp_path / f"power{round_}")
+            kill = shutil.copytree(tmp_path / "s" / "server-0", tmp_path / f"kill{round_}")
+            assert restarted(service, kill) == now
+            assert (restarted(service, power_cut) == now) == (level == 2)
+            if round_ == 1:
+                client.snapshot()
+        if level == 2:
+            assert "server-0" in disk.names[(tmp_path / "s").stat().st_ino]
+
+
+@pytest.mark.parametrize(("level", "found"), [("0", (None, 0)), ("1", ("server-0", 1)), ("2", ("server-0", 2))])
+def test_the_variables_reach_the_server(
+    level: str, found: tuple[str | None, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level 0 writes no file at all; the others write a journal, which goes when the job is over."""
+    monkeypatch.setenv("FLEET_PS_FOLDER", str(tmp_path / "state"))
+    monkeypatch.setenv("FLEET_PS_LEVEL", level)
+    configs: list[ServerConfig] = []
+    files: list[list[str]] = []
+
+    def serve(own: Fleet, index: int) -> None:
+        own.init_server()
+        configs.append(own.session.server_job._serve_config)
+        own.run_server()
+
+    def work(own: Fleet, rank: int) -> None:
+        model, optimizer = served(own, strategy("sync"), make_sgd)
+        train_model(model, optimizer, batches(2))
+        files.append([path.name for path in tmp_path.rglob("*")])
+        own.stop_worker()
+
+    run_job(work, strategy=strategy("sync"), serve=serve)
+    config = configs[0]
+    assert (None if config.folder is None else config.folder.name, config.journal_level) == found
+    assert any(name.startswith("journal-") for name in files[0]) == (level != "0")
+    assert (files[0] == []) == (level == "0")
+    assert not list(tmp_path.rglob("journal*"))
+
+
+def test_one_process_with_its_server_inside_goes_on_from_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded server keeps what the variables say: a process that dies and is started again has its rows."""
+    monkeypatch.setenv("FLEET_PS_FOLDER", str(tmp_path))
+    data = batches(6)
+
+    def begin(seed: int) -> tuple[Fleet, Any, Any]:
+        own = Fleet()
+        own.init(strategy=strategy("sync"), log_level="WARNING")
+        model, optimizer = served(own, strategy("sync"), make_sgd, seed=seed)
+        return own, model, optimizer
+
+    own, model, optimizer = begin(0)
+    train_model(model, optimizer, data[:3])
+    own.session.close()  # as if the process had died: no stop_worker
+    assert list(tmp_path.rglob("journal-*"))
+    own, model, optimizer = begin(9)
+    train_model(model, optimizer, data[3:])
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    own.stop_worker()
+    own.session.close()
+    assert not list(tmp_path.rglob("journal-*"))  # it has ended as it should
+    monkeypatch.delenv("FLEET_PS_FOLDER")
+    own, model, optimizer = begin(0)
+    train_model(model, optimizer, data)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, after[name]), name
+    own.stop_worker()
+    own.session.close()
