@@ -39,6 +39,11 @@ class DenseTableConfig:
         if not self.rule.spec.dense:
             raise ConfigError(f"dense table {self.name!r}: rule {self.rule.name!r} is for sparse tables only.")
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether one push of a sum is the same as a push of each gradient."""
+        return self.rule.adds_up
+
 
 class DenseTable:
     """Elements, float32 [size], and rule state, float32 [state_width]; every call is atomic.

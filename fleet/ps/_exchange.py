@@ -30,6 +30,8 @@ Gradients = Mapping[int, Gradient | Rows]
 class Exchange(Protocol):
     """One mode of one worker, on an open client that knows the tables."""
 
+    reads_grad: bool  # takes dense gradients from the parameters' ``.grad``, not from what ``put`` is given
+
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows that this worker's next forward sees."""
 
@@ -48,6 +50,8 @@ class Exchange(Protocol):
 
 class SyncExchange:
     """All workers take each step together."""
+
+    reads_grad = False
 
     def __init__(self, client: Client, plan: TablePlan) -> None:
         self.client, self.plan = client, plan
@@ -109,6 +113,8 @@ class _Mailbox:
 class HalfAsyncExchange:
     """The gradients of ``num_batches`` batches are one push of their sum."""
 
+    reads_grad = False
+
     def __init__(self, client: Client, plan: TablePlan, num_batches: int) -> None:
         self.client = client
         self._mailbox = _Mailbox(plan)
@@ -146,10 +152,13 @@ class AsyncExchange:
         others: open clients with known tables, one per thread as :class:`AsyncSender` takes them.
     """
 
+    reads_grad = True
+
     def __init__(self, client: Client, plan: TablePlan, config: SenderConfig, others: Sequence[Client]) -> None:
-        self.client, self._others = client, list(others)
+        self.client, self._plan, self._others = client, plan, list(others)
         self._mailbox = _Mailbox(plan)
-        self._sender = AsyncSender(self._others, config, self._mailbox.receive)
+        additive = [table_id for table_id, table in plan.configs.items() if table.adds_up]
+        self._sender = AsyncSender(self._others, config, self._mailbox.receive, additive)
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows as they are on the servers."""
@@ -159,7 +168,8 @@ class AsyncExchange:
     def put(self, gradients: Gradients) -> None:
         """Queues the gradients, and takes over parameters that have come meanwhile."""
         self.client.step += 1
-        self._sender.put(gradients, step=self.client.step)
+        late = {part.table_id: part for part in self._plan.dense if part.has_gradients()}
+        self._sender.put({**gradients, **late}, step=self.client.step)
         self._mailbox.deliver()
 
     def waiting(self) -> dict[int, int]:
@@ -198,6 +208,8 @@ class GeoExchange:
         k_steps: steps between exchanges.
         train_dense: one step of the user's optimizer on the parameters.
     """
+
+    reads_grad = True
 
     def __init__(self, client: Client, plan: TablePlan, k_steps: int, train_dense: Callable[[], Any]) -> None:
         self._plan, self._train_dense = plan, train_dense

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
 from fleet.ps._client import Client
+from fleet.ps._ids import KeyPlaces
+from fleet.ps._numba import kernels_work
 from fleet.ps._shards import Gradient, Keys, Rows
 
 __all__ = ["GeoCommunicator", "GeoRows"]
@@ -27,8 +29,8 @@ __all__ = ["GeoCommunicator", "GeoRows"]
 _RECENT_SHARE, _MIN_RECENT = 32, 4096
 
 
-class _SortedKeys:
-    """Finds keys in a sorted array."""
+class _Run:
+    """Keys in sorted order and their places."""
 
     def __init__(self) -> None:
         self.keys = np.empty(0, np.int64)
@@ -48,23 +50,45 @@ class _SortedKeys:
         self.keys, self.places = merged[order], np.concatenate((self.places, places))[order]
 
 
-class GeoRows:
-    """The rows of one sparse table that this worker has used: its own values and those of the last exchange."""
+class SortedKeys:
+    """What :class:`fleet.ps._ids.KeyPlaces` does, in numpy."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self) -> None:
+        self._old, self._recent = _Run(), _Run()
+
+    def find(self, keys: Keys) -> NDArray[np.int64]:
+        """Returns the place of each key, -1 where it is unknown."""
+        places = self._old.find(keys)
+        if len(self._recent.keys) and (unknown := places < 0).any():
+            places[unknown] = self._recent.find(keys[unknown])
+        return places
+
+    def add(self, every: Keys, first: int) -> None:
+        """Enters ``every[first:]``, distinct keys that are unknown; those before are known."""
+        self._recent.add(every[first:], np.arange(first, len(every)))
+        if len(self._recent.keys) > max(_MIN_RECENT, len(self._old.keys) // _RECENT_SHARE):
+            self._old.add(self._recent.keys, self._recent.places)
+            self._recent = _Run()
+
+
+class GeoRows:
+    """The rows of one sparse table that this worker has used: its own values and those of the last exchange.
+
+    ``use_kernels`` as in :class:`fleet.ps.SparseTable`.
+    """
+
+    def __init__(self, dim: int, *, use_kernels: bool | None = None) -> None:
         self.local = np.empty((0, dim), np.float32)
         self.old = np.empty((0, dim), np.float32)
         self.keys = np.empty(0, np.int64)  # by place
         self._touched = np.zeros(0, np.bool_)
         self._num_rows = 0  # the arrays above have room for more
-        self._index, self._recent = _SortedKeys(), _SortedKeys()
+        hashed = kernels_work() if use_kernels is None else use_kernels
+        self._index: KeyPlaces | SortedKeys = KeyPlaces() if hashed else SortedKeys()
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """Returns the place of each key, -1 where it is unknown."""
-        places = self._index.find(keys)
-        if len(self._recent.keys) and (unknown := places < 0).any():
-            places[unknown] = self._recent.find(keys[unknown])
-        return places
+        return self._index.find(keys)
 
     def insert(self, keys: Keys, rows: Rows) -> None:
         """Adds unknown, distinct keys with the server's rows."""
@@ -74,10 +98,7 @@ class GeoRows:
         self.keys[first:end] = keys
         self.local[first:end] = self.old[first:end] = rows
         self._num_rows = end
-        self._recent.add(keys, np.arange(first, end))
-        if len(self._recent.keys) > max(_MIN_RECENT, len(self._index.keys) // _RECENT_SHARE):
-            self._index.add(self._recent.keys, self._recent.places)
-            self._recent = _SortedKeys()
+        self._index.add(self.keys[:end], first)
 
     def _grow(self, size: int) -> None:
         for name in ("keys", "local", "old", "_touched"):
@@ -132,7 +153,8 @@ class GeoCommunicator:
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
         places = self._known(table_id, keys)  # before `local` is looked at: new rows can replace it
-        return self._rows[table_id].local[places]
+        rows: Rows = self._rows[table_id].local.take(places, 0)
+        return rows
 
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
         """Sets this worker's rows of distinct ``keys``, which it has seen: one step of local training."""
@@ -146,14 +168,14 @@ class GeoCommunicator:
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
         rows, places = self._rows[table_id], self._known(table_id, gradient.ids)
-        rows.local[places] -= np.float32(learning_rate) * gradient.rows
+        rows.local[places] = rows.local.take(places, 0) - np.float32(learning_rate) * gradient.rows
         rows.touch(places)
 
     def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
         """Returns the places of ``keys``, after it has fetched those this worker has not seen."""
         rows = self._rows[table_id]
         places = rows.find(keys)
-        if (places < 0).any():
+        if len(places) and places.min() < 0:
             unknown = np.unique(keys[places < 0])
             rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
             places = rows.find(keys)

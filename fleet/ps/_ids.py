@@ -57,6 +57,41 @@ class UniqueKeys:
         return unique[:count], inverse
 
 
+class KeyPlaces:
+    """Finds the places of keys in an array that only grows at its end; needs the kernels.
+
+    Example:
+        >>> places, keys = KeyPlaces(), np.array([7, -3])
+        >>> places.add(keys, 0)
+        >>> places.find(np.array([-3, 4])).tolist()
+        [1, -1]
+    """
+
+    def __init__(self) -> None:
+        self._bits = 12
+        self._entries = np.zeros(2 << self._bits, np.int64)
+
+    def find(self, keys: Int64s) -> Int64s:
+        """Returns the place of each key, -1 where it is unknown."""
+        from fleet.ps import _kernels_ids as kernels
+
+        _check_array("keys", keys, np.int64, 1)
+        keys, places = np.ascontiguousarray(keys), np.empty(len(keys), np.int64)
+        kernels.find_places(_address(keys), len(keys), _address(self._entries), self._bits, _address(places))
+        return places
+
+    def add(self, every: Int64s, first: int) -> None:
+        """Enters ``every[first:]``, distinct keys that are unknown; those before are known."""
+        from fleet.ps import _kernels_ids as kernels
+
+        _check_array("keys", every, np.int64, 1)
+        if 2 * len(every) > 1 << self._bits:
+            self._bits = (4 * len(every)).bit_length()
+            self._entries, first = np.zeros(2 << self._bits, np.int64), 0
+        new = np.ascontiguousarray(every[first:])
+        kernels.insert_places(_address(new), len(new), first, _address(self._entries), self._bits)
+
+
 def merge_gradients(
     gradients: Float32s, inverse: Int32s, num_unique: int, *, use_kernels: bool | None = None
 ) -> Float32s:

@@ -43,6 +43,40 @@ def unique_keys(keys, n, seen, bits, generation, unique, inverse):
 
 
 @kernel
+def find_places(keys, n, entries, bits, places):
+    """Writes the place of each key, -1 where it is unknown.
+
+    ``entries`` holds 2^bits pairs of (key, place + 1), zeros where there is none.
+    """
+    source, found = words(keys), words(places)
+    shift, mask = u64(64 - bits), (i64(1) << bits) - 1
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch(entries + 16 * i64(mix(source[i + _AHEAD]) >> shift))
+        at = i64(mix(source[i]) >> shift)
+        while True:
+            entry = words(entries + 16 * at)
+            if entry[1] == 0 or entry[0] == source[i]:
+                found[i] = entry[1] - 1
+                break
+            at = (at + 1) & mask
+
+
+@kernel
+def insert_places(keys, n, first, entries, bits):
+    """Enters distinct keys that are not there with the places from ``first`` on; there must be room for them."""
+    source = words(keys)
+    shift, mask = u64(64 - bits), (i64(1) << bits) - 1
+    for i in range(n):
+        at = i64(mix(source[i]) >> shift)
+        while words(entries + 16 * at)[1] != 0:
+            at = (at + 1) & mask
+        entry = words(entries + 16 * at)
+        entry[0] = source[i]
+        entry[1] = first + i + 1
+
+
+@kernel
 def merge_rows(gradients, inverse, n, dim, out, num_unique):
     """Writes to ``out`` the sum of the gradient rows of each distinct key, added in input order."""
     places, total = ints(inverse), floats(out)

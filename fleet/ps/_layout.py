@@ -69,6 +69,11 @@ class SparseTableConfig:
         if self.accessor is not None:
             self.accessor.check_dim(self.dim)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether one push of a sum is the same as a push of each gradient: nothing counts the pushes either."""
+        return self.rule.adds_up and self.accessor is None and self.entry is None
+
     def as_dict(self) -> Mapping[str, Any]:
         """Returns the configuration in plain values, for a manifest."""
         entry = self.entry.to_attr() if self.entry is not None else "none"

@@ -179,6 +179,12 @@ class Rule:
         """The value that the accumulator of a new row starts with (0 for everything else)."""
         return self.get("initial_accumulator", 0.0)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether one update with the sum of some gradients is the same as one update with each of them."""
+        plain = not self.get("weight_decay") and self.get("lower_bound") == -math.inf
+        return self.name == "sgd" and plain and self.get("upper_bound") == math.inf
+
     def with_learning_rate(self, learning_rate: float) -> Rule:
         """Returns the same rule with another learning rate."""
         return Rule(self.name, {**self.hyper, LEARNING_RATE: learning_rate})

@@ -2,26 +2,29 @@
 
 Each table has a queue. ``put`` blocks while a queue is full; threads take from the queues what has come, add it up
 and push the sum. Merging is by sum, so with SGD k merged gradients equal k separate updates; rules with state see one
-larger gradient instead.
+larger gradient instead. So a table of plain SGD is merged also where ``max_merge_var_num`` is 1: what has come while
+the sender was busy, and within its patience, is one push. That is what makes small batches cheap: the dense parameters
+travel whole, whatever the batch.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps._client import Client
+from fleet.ps._ids import UniqueKeys
+from fleet.ps._ids import merge_gradients as sum_rows
 from fleet.ps._merge import merge_gradients
 from fleet.ps._shards import Gradient, Rows
 
-__all__ = ["AsyncSender", "HalfAsyncSender", "SenderConfig"]
+__all__ = ["AsyncSender", "HalfAsyncSender", "LateGradient", "SenderConfig"]
 
 _POLL_S = 0.01
 
@@ -62,10 +65,30 @@ class SenderConfig:
                 raise ConfigError(f"a_sync_configs[{name!r}] is {value!r}; it must be a whole number of 1 or more.")
 
 
+class LateGradient(Protocol):
+    """A dense gradient that is read when it is put, so that it can be added without a copy of its own."""
+
+    def gradients(self) -> Rows | None:
+        """Returns it as a fresh flat array; ``None`` when there is none."""
+
+    def add_gradients(self, total: Rows) -> None:
+        """Adds it to a flat array."""
+
+
 @dataclass(slots=True)
 class _Waiting:
-    step: int
+    step: int  # the last one, when several are added up
     value: Any  # Gradient or dense rows
+    count: int = 1
+
+
+class _Queue(deque[_Waiting]):
+    """The gradients of one table that wait."""
+
+    @property
+    def waiting(self) -> int:
+        """How many gradients wait, those that are added up included."""
+        return sum(item.count for item in self)
 
 
 class AsyncSender:
@@ -76,17 +99,24 @@ class AsyncSender:
             end when parameters are received in a thread of their own.
         config: the queues.
         receive: called with a client whenever parameters are due to be received; ``None`` receives none.
+        additive: tables for which the update with a sum is the same as one update after the other. While
+            ``max_merge_var_num`` is 1, one push carries all that waits for them.
     """
 
     def __init__(
-        self, clients: Sequence[Client], config: SenderConfig, receive: Callable[[Client], None] | None = None
+        self,
+        clients: Sequence[Client],
+        config: SenderConfig,
+        receive: Callable[[Client], None] | None = None,
+        additive: Collection[int] = (),
     ) -> None:
         wanted = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
         if len(clients) != wanted:
             raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each its own.")
         self.config, self._clients, self._receive = config, list(clients), receive
+        self._additive = frozenset(additive if config.max_merge_var_num == 1 else ())
         self._changed = threading.Condition()
-        self._queues: dict[int, deque[_Waiting]] = {}
+        self._queues: dict[int, _Queue] = {}
         self._busy = [False] * config.thread_pool_size
         self._sent = 0  # gradients since parameters were received
         self._failure: BaseException | None = None
@@ -102,7 +132,7 @@ class AsyncSender:
         for thread in self._threads:
             thread.start()
 
-    def put(self, gradients: Mapping[int, Gradient | Rows], *, step: int) -> None:
+    def put(self, gradients: Mapping[int, Gradient | Rows | LateGradient], *, step: int) -> None:
         """Queues the gradients of one step; blocks while a queue is full. The arrays must not change afterwards.
 
         Raises:
@@ -112,17 +142,29 @@ class AsyncSender:
             for table_id, value in gradients.items():
                 if table_id not in self._clients[0].tables:
                     raise ConfigError(f"table {table_id!r} is not known to this worker.")
-                queue = self._queues.setdefault(table_id, deque())
-                while len(queue) >= self.config.send_queue_size and not (self._failure or self._stopping):
+                queue = self._queues.setdefault(table_id, _Queue())
+                while queue.waiting >= self.config.send_queue_size and not (self._failure or self._stopping):
                     self._changed.wait()
                 self._check()
-                queue.append(_Waiting(step, value))
-                self._changed.notify_all()
+                self._append(table_id, queue, value, step)
+
+    def _append(self, table_id: int, queue: _Queue, value: Gradient | Rows | LateGradient, step: int) -> None:
+        if isinstance(value, Gradient | np.ndarray):
+            queue.append(_Waiting(step, value))
+        elif (
+            table_id in self._additive and queue and queue[-1].step > self._boundary(self._clients[0]).get(table_id, 0)
+        ):
+            value.add_gradients(queue[-1].value)
+            queue[-1].step, queue[-1].count = step, queue[-1].count + 1
+        elif (found := value.gradients()) is not None:
+            queue.append(_Waiting(step, found))
+        if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for the first, or for the last
+            self._changed.notify_all()
 
     def waiting(self) -> dict[int, int]:
         """Returns, per table, how many gradients are in its queue."""
         with self._changed:
-            return {table_id: len(queue) for table_id, queue in self._queues.items()}
+            return {table_id: queue.waiting for table_id, queue in self._queues.items()}
 
     def flush(self) -> None:
         """Returns when everything that was put is applied on the servers."""
@@ -173,7 +215,7 @@ class AsyncSender:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _mine(self, index: int) -> dict[int, deque[_Waiting]]:
+    def _mine(self, index: int) -> dict[int, _Queue]:
         count = self.config.thread_pool_size
         order = {table: place for place, table in enumerate(sorted(self._clients[0].tables))}
         return {table: queue for table, queue in self._queues.items() if order[table] % count == index}
@@ -191,7 +233,7 @@ class AsyncSender:
             for step, group in _by_step(taken).items():
                 client.wait(client.push({t: _sum(client, t, items) for t, items in group.items()}, step=step))
             with self._changed:
-                self._sent += sum(map(len, taken.values()))
+                self._sent += sum(item.count for items in taken.values() for item in items)
                 due = self._receive_due() and not self.config.independent_recv_thread
                 if due:
                     self._sent = 0
@@ -203,18 +245,16 @@ class AsyncSender:
 
     def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[_Waiting]]:
         """Takes what one push of each table carries, waiting for more as long as the configuration says."""
-        limit, polls = self.config.max_merge_var_num, 0
-        while polls < self.config.send_wait_times and not (self._flushing or self._stopping):
-            before = sum(map(len, self._mine(index).values()))
-            if all(len(queue) >= limit for queue in self._mine(index).values() if queue):
-                break
-            deadline = time.monotonic() + _POLL_S
-            while (left := deadline - time.monotonic()) > 0 and not self._flushing:
-                self._changed.wait(left)
-            arrived = sum(map(len, self._mine(index).values())) > before
+        polls, mine = 0, self._mine(index)
+        while polls < self.config.send_wait_times and not (self._flushing or self._stopping or self._full(mine)):
+            before = sum(queue.waiting for queue in mine.values())
+            self._changed.wait_for(lambda: self._flushing or self._stopping or self._full(self._mine(index)), _POLL_S)
+            mine = self._mine(index)
+            arrived = sum(queue.waiting for queue in mine.values()) > before
             polls = 0 if arrived else polls + 1
         taken = {}
-        for table, queue in self._mine(index).items():
+        for table, queue in mine.items():
+            limit = self._limit(table)
             items: list[_Waiting] = []
             while queue and len(items) < limit and (not items or queue[0].step > boundary.get(table, 0)):
                 items.append(queue.popleft())
@@ -223,6 +263,17 @@ class AsyncSender:
             if items:
                 taken[table] = items
         return taken
+
+    def _limit(self, table_id: int) -> int:
+        """Returns how many gradients of a table one push may carry."""
+        config = self.config
+        return config.send_queue_size if table_id in self._additive else config.max_merge_var_num
+
+    def _full(self, queues: Mapping[int, _Queue]) -> bool:
+        """Returns whether there is nothing to wait for; tables that are not additive decide, where there are any."""
+        waiting = {table: queue.waiting for table, queue in queues.items() if queue}
+        strict = {table: count for table, count in waiting.items() if table not in self._additive}
+        return all(count >= self._limit(table) for table, count in (strict or waiting).items())
 
     @staticmethod
     def _boundary(client: Client) -> dict[int, int]:
@@ -254,10 +305,15 @@ def _sum(client: Client, table_id: int, items: Sequence[_Waiting]) -> Gradient |
         for item in items[1:]:
             total += item.value
         return total
-    if len(items) == 1:
-        gradient: Gradient = items[0].value
-        return gradient
-    return merge_gradients([item.value for item in items], table.keeps_shows)
+    gradients: list[Gradient] = [item.value for item in items]
+    if len(gradients) == 1:
+        return gradients[0]
+    if table.keeps_shows or any(
+        part is not None for item in gradients for part in (item.shows, item.clicks, item.slots)
+    ):
+        return merge_gradients(gradients, table.keeps_shows)
+    ids, inverse = UniqueKeys()(np.concatenate([item.ids for item in gradients]))
+    return Gradient(ids, sum_rows(np.concatenate([item.rows for item in gradients]), inverse, len(ids)))
 
 
 def _by_step(taken: Mapping[int, list[_Waiting]]) -> dict[int, dict[int, list[_Waiting]]]:

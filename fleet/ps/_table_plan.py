@@ -61,6 +61,20 @@ class DensePart:
             return None
         return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
 
+    def has_gradients(self) -> bool:
+        """Returns whether any parameter has a gradient."""
+        return any(p.grad is not None for p in self.parameters)
+
+    @torch.no_grad()
+    def add_gradients(self, total: Rows) -> None:
+        """Adds the gradients to float32 [size], without a flat copy of them."""
+        whole, start = torch.from_numpy(total), 0
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
+                whole[start : start + parameter.numel()].add_(gradient.reshape(-1).to("cpu", torch.float32))
+            start += parameter.numel()
+
     @torch.no_grad()
     def assign(self, values: Rows) -> None:
         """Copies ``values`` into the parameters."""

@@ -154,7 +154,8 @@ class Trainer:
             NanInfError: a gradient is not finite and the check is on; nothing was pushed.
             PSError: a server is lost for longer than the deadline.
         """
-        exchange, gradients = self._running(), self._gradients()
+        exchange = self._running()
+        gradients = self._gradients(dense=self.config.check_finite or not exchange.reads_grad)
         if self.config.check_finite:
             self._check_finite(gradients)
         self._send_rates()
@@ -320,7 +321,7 @@ class Trainer:
         if exchange is not None:
             exchange.close()
 
-    def _gradients(self) -> dict[int, Gradient | Rows]:
+    def _gradients(self, dense: bool = True) -> dict[int, Gradient | Rows]:
         found: dict[int, Gradient | Rows] = {}
         for table in self.plan.sparse:
             taken = [module.lookup.take() for module in table.modules]
@@ -329,8 +330,7 @@ class Trainer:
                 self.counts["pushed"] += sum(len(gradient.ids) for gradient in some)
                 keeps_shows = table.config.accessor is not None
                 found[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
-        stays_here = self.config.mode == "geo" and not self.config.check_finite  # the optimizer takes it from .grad
-        for part in () if stays_here else self._exchanged.dense:
+        for part in self._exchanged.dense if dense else ():
             values = part.gradients()
             if values is not None:
                 found[part.table_id] = values

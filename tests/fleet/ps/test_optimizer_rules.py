@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps._accessor import Accessor
 from fleet.ps._dense_table import DenseTable, DenseTableConfig
+from fleet.ps._entry import CountFilterEntry
 from fleet.ps._optimizer_rules import check_geo_optimizer, rule_of_group
+from fleet.ps._rules import Rule
 from fleet.ps._sparse_table import SparseTable, SparseTableConfig
 
 MAKERS: dict[str, Any] = {
@@ -42,6 +45,19 @@ def test_tables_take_the_steps_of_torch(name: str) -> None:
         optimizer.step()
         np.testing.assert_allclose(dense.pull(), weight.detach().numpy(), atol=2e-6)
         np.testing.assert_allclose(rows.pull(keys)[0], weight.detach().numpy(), atol=2e-6)
+
+
+def test_only_plain_sgd_adds_up() -> None:
+    """What waits may be one push only where nothing else than the sum counts."""
+    sgd = Rule("sgd")
+    assert sgd.adds_up
+    assert DenseTableConfig("d", 4, sgd).adds_up
+    assert SparseTableConfig("s", 4, sgd).adds_up
+    for rule in (Rule("sgd", {"weight_decay": 0.1}), Rule("sgd", {"upper_bound": 1.0}), Rule("momentum"), Rule("adam")):
+        assert not rule.adds_up
+        assert not DenseTableConfig("d", 4, rule).adds_up
+    assert not SparseTableConfig("s", 4, sgd, accessor=Accessor()).adds_up
+    assert not SparseTableConfig("s", 4, sgd, entry=CountFilterEntry(3)).adds_up
 
 
 def test_the_rate_before_any_schedule_is_the_tables() -> None:

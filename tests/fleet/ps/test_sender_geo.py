@@ -30,7 +30,7 @@ def shared_clients(service, count, **settings):
     ]
 
 
-def sending(service, config, receive=None, **settings):
+def sending(service, config, receive=None, additive=(), **settings):
     count = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
     clients, pushes = shared_clients(service, count, **settings), []
     for number, client in enumerate(clients):
@@ -40,7 +40,7 @@ def sending(service, config, receive=None, **settings):
             return push(gradients, step=step)
 
         client.push = push
-    return AsyncSender(clients, config, receive), clients, pushes
+    return AsyncSender(clients, config, receive, additive), clients, pushes
 
 
 def test_everything_that_was_put_arrives_once():
@@ -185,6 +185,72 @@ def test_a_restarted_worker_replays_merged_steps_once():
         assert rows(clients[0], [1])[0, 0] == -sum(range(12))
 
 
+PATIENT = 1000  # times 10 ms: the sender waits until it is told, or until as much waits as one push may carry
+
+
+class Late:
+    """A dense gradient of ones, as the parameters of a model give it."""
+
+    def gradients(self):
+        return np.ones(5, np.float32)
+
+    def add_gradients(self, total):
+        total += 1
+
+
+def test_what_waits_for_plain_sgd_is_one_push():
+    """max_merge_var_num = 1: a sum changes such a table as its parts do, one by one."""
+    with serving() as service:
+        config = SenderConfig(send_wait_times=PATIENT, send_queue_size=4)
+        sender, clients, pushes = sending(service, config, additive=(0, 1, 2))
+        for step in range(1, 12):  # the fifth waits until the first four are on their way
+            sender.put({0: gradient([1, step]), 1: Late(), 2: gradient([3])}, step=step)
+        sender.flush()
+        assert pushes == [(0, 4, [0, 1, 2]), (0, 8, [0, 1, 2]), (0, 11, [0, 1, 2])]
+        assert rows(clients[0], [1, 5])[:, 0].tolist() == [-12, -1]  # step 1 has id 1 twice
+        assert (clients[0].wait(clients[0].pull({1: None}))[1] == -11).all()
+        sender.stop()
+
+
+def test_a_longer_max_merge_var_num_bounds_plain_sgd_too():
+    with serving() as service:
+        config = SenderConfig(max_merge_var_num=3, send_wait_times=PATIENT)
+        sender, clients, pushes = sending(service, config, additive=(0, 1))
+        for step in range(1, 7):
+            sender.put({0: gradient([1]), 1: Late()}, step=step)
+        sender.flush()
+        assert [step for _, step, _ in pushes] == [3, 6]
+        assert (clients[0].wait(clients[0].pull({1: None}))[1] == -6).all()
+        sender.stop()
+
+
+def test_a_rule_with_state_does_not_wait_for_plain_sgd():
+    with serving() as service:
+        sender, _, pushes = sending(service, SenderConfig(send_wait_times=PATIENT), additive=(1,))
+        for step in range(1, 6):
+            sender.put({0: gradient([1]), 1: Late()}, step=step)
+        deadline = time.monotonic() + 30
+        while [step for _, step, tables in pushes if 0 in tables] != [1, 2, 3, 4, 5]:
+            assert time.monotonic() < deadline, pushes
+            time.sleep(0.01)
+        sender.stop()
+
+
+def test_a_restarted_worker_replays_what_was_added_up_once():
+    with serving() as service:
+        for first in (1, 3):  # its checkpoint was that of step 2, and it had come to step 6
+            sender, clients, _ = sending(service, SenderConfig(send_wait_times=PATIENT), additive=(0, 1))
+            for step in range(first, 4 * first + 3):
+                sender.put({0: gradient([1], step), 1: Late()}, step=step)
+            sender.flush()
+            table = clients[0].wait(clients[0].pull({0: ids(1), 1: None}))
+            sender.stop()
+            for client in clients:
+                client.close()
+        assert table[0][0, 0] == -sum(range(15))
+        assert (table[1] == -14).all()
+
+
 def test_half_async_sums_batches_and_waits():
     """G12: the sum of the merged batches, no average."""
     with serving() as service:
@@ -276,8 +342,9 @@ def test_geo_asks_only_for_what_others_touched():
         assert len(b.pull_changes([0])[0][0]) == 0
 
 
-def test_geo_rows_find_what_was_inserted():
-    table, rng = GeoRows(1), np.random.default_rng(0)
+@pytest.mark.parametrize("use_kernels", [True, False])
+def test_geo_rows_find_what_was_inserted(use_kernels):
+    table, rng = GeoRows(1, use_kernels=use_kernels), np.random.default_rng(0)
     known = {}
     for _ in range(20):
         keys = np.setdiff1d(rng.integers(-100_000, 100_000, 1000), np.array(list(known), np.int64))

@@ -56,6 +56,9 @@ def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
     assert part.gradients() is None
     model.out.bias.sum().backward()
     assert part.gradients().tolist() == [0, 0, 0, 1]
+    total = np.arange(4, dtype=np.float32)
+    part.add_gradients(total)
+    assert total.tolist() == [0, 1, 2, 4]
     part.assign(np.arange(4, dtype=np.float32))
     assert model.out.weight.tolist() == [[0, 1, 2]]
     assert model.out.bias.tolist() == [3]
