@@ -43,6 +43,7 @@ from fleet.launch._texts import (
     watching_pod_line,
 )
 from fleet.launch._watch import open_watch
+from fleet.launch._worker_file import PREEMPTED
 
 
 def run(config: LaunchConfig, environment: Environment) -> int:
@@ -192,6 +193,8 @@ class JobLoop:
                 return 128 + self._signals.received[0]
             if not outcome.restart:
                 return outcome.exit_code
+            if self._signals.received:  # it came once the workers had saved themselves for another node
+                return PREEMPTED
             is_first = False
 
     def _run_generation(self, is_first: bool) -> Outcome:

@@ -306,15 +306,18 @@ class Supervisor:
             if failures:
                 return self._fail(group, failures)
             if signals := self._signals.take():
-                return self._stop(group, [*signals, *signals])  # asked twice: without the grace
+                if asked or not watch.saves_on(signals):
+                    return self._stop(group, [*signals, *signals])  # asked twice: without the grace
+                asked = True  # the workers are leaving already, and now this node does not come back
             if news is not None and (event := news.take()) is not None and event.kind == "stop":
                 # The workers of another node have left; those of this one leave at the same step.
                 others_left, deadline = True, min(deadline, time.monotonic() + _OTHERS_LEFT_S)
-        if others_left:
+        if others_left and not asked:
             group.stop(FAILURE_GRACE_S)
             return GroupResult(exit_code=0, interrupted=True, preempted=True)
         if group.running("worker"):
-            self._log.warning(f"--preempt_grace of {grace_s:g} s is over, and not every worker has stopped by itself.")
+            limit = "The others have left" if others_left else f"--preempt_grace of {grace_s:g} s is over"
+            self._log.warning(f"{limit}, and not every worker has stopped by itself.")
             result = GroupResult(exit_code=128 + SIGTERM, stop_signal=SIGTERM)
             self._ending(result)
             group.stop(min(self._grace_s, _AFTER_PREEMPTION_S))

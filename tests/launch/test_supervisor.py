@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from fleet.launch._logs import LaunchLog
 from fleet.launch._records import GroupResult, ProcessSpec
 from fleet.launch._signals import SignalInbox
 from fleet.launch._supervisor import PeerEvent, Supervisor
+from fleet.launch._watch import WorkerWatch
 
 
 def spec(path: Path, index: int, code: str, role: str = "worker") -> ProcessSpec:
@@ -153,3 +155,51 @@ def test_a_program_that_does_not_start_leaves_nothing(supervisor: Supervisor, tm
     )
     with pytest.raises(LaunchError):
         supervisor.run([spec(tmp_path, 0, SLEEP), bad])
+
+
+SAVES_ON_SIGTERM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))
+open({ready!r}, "w").close()
+time.sleep(60)
+"""
+
+
+def saving_watch() -> WorkerWatch:
+    return WorkerWatch(heartbeat_s=0, preempt_grace_s=30, is_alone=False, log=LaunchLog("ERROR"))
+
+
+@pytest.mark.parametrize("others_first", [False, True])
+def test_a_node_that_was_asked_leaves_though_others_left_first(
+    supervisor: Supervisor, tmp_path: Path, others_first: bool
+) -> None:
+    """All nodes are told to stop at once: the news that another one has left must not undo the request."""
+    news, ready = News(), tmp_path / "ready"
+
+    def ask() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        if others_first:
+            news.say(PeerEvent("stop", 0.2))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    told: list[GroupResult] = []
+    result = supervisor.run(
+        [spec(tmp_path, 0, SAVES_ON_SIGTERM.format(ready=f"{ready}"))],
+        news=news,
+        watch=saving_watch(),
+        started=ask,
+        ending=told.append,
+    )
+    assert (result.exit_code, result.stop_signal, result.preempted, result.interrupted) == (75, 15, True, False)
+    assert told == [result]
+
+
+def test_a_request_that_comes_while_the_workers_leave_for_another_node(supervisor: Supervisor, tmp_path: Path) -> None:
+    """It is the first one here, so it shortens no grace."""
+    leaves = "raise SystemExit(75)"
+    saves = f"import os, sys, time; time.sleep(0.5); os.kill({os.getpid()}, 15); time.sleep(0.5); sys.exit(75)"
+    specs = [spec(tmp_path, 0, leaves), spec(tmp_path, 1, saves)]
+    result = supervisor.run(specs, news=News(), watch=saving_watch())
+    assert (result.exit_code, result.stop_signal, result.preempted) == (75, 15, True)
+    assert result.first_failure is None
