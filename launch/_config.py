@@ -19,7 +19,7 @@ from typing import Any
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch._devices import DeviceChoice, choose_devices, visible_cards
-from fleet.launch._elastic import read_elastic
+from fleet.launch._elastic import check_server_job, read_elastic
 from fleet.launch._machine import Machine
 from fleet.launch._modes import PS, infer_mode, log_style
 from fleet.launch._nodes import Nodes, read_meeting, read_nodes, settings_ready
@@ -55,6 +55,8 @@ def read_config(
     choice = choose_devices(settings, machine, visible)
     nodes, roles = _places(settings, environment, machine, mode, choice)
     elastic, nodes = read_elastic(settings, environment, nodes)
+    if mode == PS:
+        check_server_job(settings, elastic)
     config = LaunchConfig(
         mode=mode,
         **vars(script),

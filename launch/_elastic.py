@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 
 from fleet.env import Environment
-from fleet.errors import ConfigError
-from fleet.launch._addresses import hide_user, join_endpoint, split_master
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.launch._addresses import hide_user, join_endpoint, split_endpoint, split_master
 from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
 from fleet.launch._nodes import Nodes, read_range
 from fleet.launch._records import LaunchConfig
@@ -65,13 +65,22 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
 
 def _server(settings: Settings, environment: Environment) -> str | None:
     text = settings.text("elastic_server")
+    if text == "":
+        raise ConfigError(f"{settings.named('elastic_server')} is {text!r}; it takes ip:port of etcd.")
     if text is not None:
         return split_master(text if "://" in text else f"etcd://{text}", settings.named("elastic_server"))[1]
-    host = environment.raw("PADDLE_ELASTIC_ETCD_SERVICE_HOST")
-    port = environment.int("PADDLE_ELASTIC_ETCD_SERVICE_PORT")
-    if host and port and environment.has("PADDLE_ELASTIC_NP"):  # Kubernetes sets the pair for any job beside an etcd
-        return join_endpoint(host, port)
-    return None
+    if not environment.has("PADDLE_ELASTIC_NP"):  # Kubernetes sets the pair below for any job beside an etcd
+        return None
+    names = ("PADDLE_ELASTIC_ETCD_SERVICE_HOST", "PADDLE_ELASTIC_ETCD_SERVICE_PORT")
+    host, port = environment.raw(names[0]), environment.int(names[1])
+    if bool(host) != bool(port):
+        raise ConfigError(
+            f"{names[0]} is {host!r} and {names[1]} {port or None!r} in the environment; they belong together. Set "
+            "both, or --elastic_server=ip:port."
+        )
+    if not host or not port:
+        return None
+    return join_endpoint(*split_endpoint(join_endpoint(host, port), " and ".join(names)))
 
 
 def _ttl_s(environment: Environment) -> int:
@@ -114,6 +123,25 @@ def _newer_family(settings: Settings, environment: Environment, nodes: Nodes) ->
     if nodes.min_nodes == 1 and not etcd:
         return Elastic(), Nodes(host=settings.text("host"))
     return Elastic(elastic_ttl_s=ttl_s), Nodes(**{**vars(nodes), "max_nodes": nodes.min_nodes})
+
+
+def check_server_job(settings: Settings, elastic: Elastic) -> None:
+    """Raises UnsupportedOptionError when a job of parameter servers is elastic, or is to save itself at one step."""
+    if float(settings.values["preempt_grace"] or 0):
+        raise UnsupportedOptionError(
+            f"{settings.named('preempt_grace')}={settings.text('preempt_grace')} makes the workers save at one step, "
+            "and those of a job with parameter servers have no step in common. Leave it out; save with "
+            "fleet.save_persistables(), and --shutdown_timeout is the time between SIGTERM and SIGKILL."
+        )
+    if not elastic.is_elastic:
+        return
+    name = "nnodes" if settings.text("np") is None else "np"
+    raise UnsupportedOptionError(
+        f"{settings.named(name)}={settings.text(name)} makes the job elastic, and it has parameter servers. When "
+        "nodes come or go, all processes of an elastic job start anew, and the servers would lose their tables. Leave "
+        "the elastic settings out; --max_restart=K starts a server or worker that fails again in its place, with what "
+        "it held."
+    )
 
 
 def needs_etcd(config: LaunchConfig) -> bool:

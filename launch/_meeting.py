@@ -22,6 +22,7 @@ from fleet.launch._kv_client import KeyValueClient, StoreLostError
 from fleet.launch._kv_service import KeyValueService
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Generation, Outcome, StoppedBySignalError
+from fleet.launch._modes import COLLECTIVE
 from fleet.launch._records import GroupResult, LaunchConfig
 from fleet.launch._rendezvous import Rendezvous
 from fleet.launch._signals import SignalInbox
@@ -128,7 +129,7 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
         name=config.pod_id,
         node=Node(host=config.host, rank=config.node_rank, serves=service is not None),
         rules=rules,
-        max_restarts=config.max_restart,
+        max_restarts=config.max_restart if config.mode == COLLECTIVE else 0,  # one by one there, by supervision
         grace_s=config.grace_s,
         wait_limit_s=_wait_limit_s(config),
         log=log,

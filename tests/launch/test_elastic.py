@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.env import Environment
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch._elastic import check_elastic, etcd_server, needs_etcd, split_hook
 from tests.helpers.launching import notes, read
 
@@ -74,6 +74,23 @@ def test_everything_given_is_elastic_without_a_warning() -> None:
     config = read("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1")
     assert (config.is_elastic, config.min_nodes, config.max_nodes) == (True, 2, 4)
     assert "not elastic" not in notes(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "named"),
+    [
+        (FLAGS, {}, "--np=2 makes"),
+        ((), ENV, "PADDLE_ELASTIC_NP=2:4 makes"),
+        (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--job_id=J", "--elastic_level=1"), {}, "--nnodes=2:4 makes"),
+    ],
+)
+def test_an_elastic_job_has_no_servers(flags: tuple[str, ...], env: dict[str, str], named: str) -> None:
+    """They would lose their tables when nodes come or go; a fixed number of nodes may meet on etcd."""
+    for servers in (("--server_num=1", "--worker_num=1"), ("--run_mode=ps", "--server_num=1", "--worker_num=1")):
+        with pytest.raises(UnsupportedOptionError, match=f"{named}.*--max_restart=K"):
+            read(*flags, *servers, env=env)
+        fixed = read("--nnodes=2", "--master=etcd://127.0.0.1:80", *servers)
+        assert (fixed.mode, fixed.is_elastic) == ("ps", False)
 
 
 def test_a_range_from_one_starts_one_node() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+import pytest
+
+from tests.helpers import etcd
+from tests.helpers.workers import free_ports
 from tests.launch.launcher import Launcher
 
 SCRIPT = """
@@ -50,3 +55,27 @@ def test_without_the_flag_nothing_is_started_again_or_kept(tmp_path: Path) -> No
     with Launcher(tmp_path, SCRIPT, "--server_num=1", "--worker_num=2") as job:
         assert job.wait() in (3, 5)
         assert "starts None" in job.log("serverlog.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meet", ["master", "etcd"])
+def test_on_two_nodes_too(tmp_path: Path, meet: str) -> None:
+    """A fixed number of nodes meets at a launcher or on etcd; only the failed processes start again, on both nodes."""
+    with contextlib.ExitStack() as stack:
+        master = f"127.0.0.1:{free_ports(1)[0]}"
+        if meet == "etcd":
+            if reason := etcd.missing():
+                pytest.skip(reason)
+            master = f"etcd://{stack.enter_context(etcd.Etcd(tmp_path / 'etcd')).endpoint}"
+        flags = ("--nnodes=2", f"--master={master}", "--server_num=1", "--worker_num=1", "--max_restart=2")
+        jobs = [
+            stack.enter_context(Launcher(tmp_path / name, SCRIPT, *flags, env={"FLEET_JOB_SECRET": "ab" * 32}))
+            for name in "ab"
+        ]
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
+        for index, job in enumerate(jobs):
+            (server,) = (job.folder / "log").glob("serverlog.*")
+            assert server.read_text().count("PSERVER starts") == 2
+            assert job.log().count("TRAINER starts") == (2 if "worker 0 ended" in job.stderr else 1), index
+            assert "The workers of this node were stopped" not in job.stderr
+        assert sum("worker 0 ended with code 3 and is started again" in job.stderr for job in jobs) == 1
