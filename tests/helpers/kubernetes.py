@@ -19,7 +19,8 @@ from tests.helpers.sources import ROOT
 DEPLOY = ROOT / "deploy"
 DATA = ROOT / "tests" / "data" / "kubernetes"
 GOLDEN = DATA / "golden"
-EXAMPLES = ("resnet", "wide_and_deep", "wide_and_deep_podip", "wide_and_deep_service", "wide_and_deep_volcano")
+SEED_EXAMPLES = ("resnet", "wide_and_deep", "wide_and_deep_podip", "wide_and_deep_service", "wide_and_deep_volcano")
+EXAMPLES = (*SEED_EXAMPLES, "elastic/resnet")
 KUBERNETES = "1.34"
 POD: dict[str, Any] = {"spec": {"containers": [{"name": "paddle", "image": "torch-fleet"}]}}
 
@@ -49,8 +50,8 @@ def read_yaml(path: Path) -> list[dict[str, Any]]:
 
 
 def example(name: str) -> dict[str, Any]:
-    """Returns the PaddleJob of ``deploy/examples/NAME.yaml``."""
-    (document,) = read_yaml(DEPLOY / "examples" / f"{name}.yaml")
+    """Returns the PaddleJob of ``deploy/examples/NAME.yaml``, or of ``deploy/NAME.yaml`` when it has a folder."""
+    (document,) = read_yaml(DEPLOY / ("" if "/" in name else "examples") / f"{name}.yaml")
     return document
 
 
@@ -138,7 +139,7 @@ def golden_text(name: str, target: str) -> str:
 
 def golden_path(name: str, target: str) -> Path:
     """Returns where the expected translation of an example stands."""
-    return GOLDEN / f"{name}.{target}.yaml"
+    return GOLDEN / f"{name.replace('/', '_')}.{target}.yaml"
 
 
 if __name__ == "__main__":

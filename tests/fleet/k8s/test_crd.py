@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from fleet.k8s._job import API_VERSION, GROUP, KIND, PLURAL
-from tests.helpers.kubernetes import DEPLOY, EXAMPLES, KUBERNETES, example, paddlejob_schema, read_yaml, schema_errors
+from fleet.k8s._contract import plan_elastic_variables
+from fleet.k8s._job import API_VERSION, GROUP, KIND, PLURAL, read_job
+from tests.helpers.kubernetes import (
+    DEPLOY,
+    EXAMPLES,
+    KUBERNETES,
+    SEED_EXAMPLES,
+    example,
+    paddlejob_schema,
+    read_yaml,
+    schema_errors,
+)
+from tests.helpers.launching import read
 
 
 def crd(version: str) -> dict[str, Any]:
@@ -20,7 +31,8 @@ def crd(version: str) -> dict[str, Any]:
 
 def test_the_tree() -> None:
     """000-24."""
-    assert sorted(path.stem for path in (DEPLOY / "examples").glob("*.yaml")) == sorted(EXAMPLES)
+    assert sorted(path.stem for path in (DEPLOY / "examples").glob("*.yaml")) == sorted(SEED_EXAMPLES)
+    assert sorted(path.name for path in (DEPLOY / "elastic").iterdir()) == ["etcd.yaml", "resnet.yaml"]
     for version in ("v1", "v1beta1"):
         assert sorted(path.name for path in (DEPLOY / version).iterdir()) == ["crd.yaml", "operator.yaml"]
 
@@ -106,7 +118,7 @@ def test_the_examples_start_the_launcher_and_the_parts_that_the_image_has() -> N
             assert (DEPLOY.parent / script.removeprefix("/fleet/")).is_file(), script
 
 
-@pytest.mark.parametrize("file", ["v1/crd.yaml", "v1/operator.yaml"])
+@pytest.mark.parametrize("file", ["v1/crd.yaml", "v1/operator.yaml", "elastic/etcd.yaml"])
 def test_what_is_installed_is_what_kubernetes_takes(file: str) -> None:
     """000-23."""
     validate = pytest.importorskip("kubernetes_validate").validate
@@ -121,3 +133,28 @@ def test_the_older_definition_is_of_the_older_interface() -> None:
     assert document["spec"]["version"] == "v1"
     assert f"{GROUP}/{document['spec']['versions'][0]['name']}" == API_VERSION
     assert "x-kubernetes" not in yaml.safe_dump(document)
+
+
+def test_the_elastic_example_finds_the_etcd_beside_it_and_keeps_its_checkpoints() -> None:
+    """004-17: the service's name is what the launcher's variables are made of; a new pod finds the checkpoint."""
+    service, etcd = read_yaml(DEPLOY / "elastic" / "etcd.yaml")
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+    pod = etcd["spec"]["template"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"] == etcd["spec"]["selector"]["matchLabels"]
+    assert {item["containerPort"] for item in pod["spec"]["containers"][0]["ports"]} == {port}
+    prefix = name.upper().replace("-", "_")
+    job = example("elastic/resnet")
+    env = {
+        f"{prefix}_SERVICE_HOST": "10.0.0.9",
+        f"{prefix}_SERVICE_PORT": f"{port}",
+        **plan_elastic_variables(read_job(job), None),
+        "PADDLE_ELASTIC_NP": f"{job['spec']['worker']['replicas']}",
+    }
+    container = job["spec"]["worker"]["template"]["spec"]["containers"][0]
+    script = container["args"][2].removeprefix("/fleet/")
+    config = read(script=(str(DEPLOY.parent / script),), env=env)
+    assert (config.is_elastic, config.is_scheduled, config.elastic_server) == (True, True, "10.0.0.9:2379")
+    assert (config.min_nodes, config.max_nodes, config.job_id) == (2, 2, "default-resnet-elastic")
+    shared = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    (volume,) = [v for v in job["spec"]["worker"]["template"]["spec"]["volumes"] if "persistentVolumeClaim" in v]
+    assert container["args"][3].startswith(f"--checkpoint={shared[volume['name']]}/")

@@ -32,9 +32,10 @@ def test_the_modes() -> None:
 def test_the_examples_are_jobs(name: str) -> None:
     """000-25."""
     job = read_job(example(name))
-    assert [role.name for role in job.roles] == (["worker"] if name == "resnet" else ["ps", "worker"])
+    assert [role.name for role in job.roles] == (["ps", "worker"] if name.startswith("wide") else ["worker"])
     assert (job.with_gloo, job.intranet, job.uses_volcano) == {
         "resnet": (0, None, False),
+        "elastic/resnet": (0, None, False),
         "wide_and_deep": (1, None, False),
         "wide_and_deep_podip": (0, "PodIP", False),
         "wide_and_deep_service": (1, "Service", False),

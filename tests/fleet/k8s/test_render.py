@@ -15,6 +15,7 @@ from fleet.k8s._render_trainjob import gpus
 from tests.helpers.kubernetes import (
     EXAMPLES,
     POD,
+    SEED_EXAMPLES,
     check_object,
     example,
     golden_path,
@@ -41,8 +42,13 @@ def test_the_translations_of_the_examples(name: str, target: str) -> None:
     [
         ("resnet", "pods"),
         ("resnet", "trainjob"),
+        ("elastic/resnet", "pods"),
         ("wide_and_deep_volcano", "jobset"),
-        *(pytest.param(name, target, marks=pytest.mark.slow) for name in EXAMPLES for target in ("pods", "jobset")),
+        *(
+            pytest.param(name, target, marks=pytest.mark.slow)
+            for name in SEED_EXAMPLES
+            for target in ("pods", "jobset")
+        ),
     ],
 )
 def test_clusters_take_the_translations(name: str, target: str) -> None:
