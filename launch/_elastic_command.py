@@ -80,12 +80,15 @@ def _run(arguments: argparse.Namespace, environment: Environment) -> int:
     if not arguments.job_id:
         raise ConfigError("The name of the job is missing. Give --job_id=NAME, or set PADDLE_ELASTIC_JOB_ID.")
     check_name(arguments.job_id, "--job_id")
-    if arguments.action == "scale" and not arguments.np:
-        raise ConfigError("scale needs the number of nodes: --np=N or --np=MIN:MAX.")
+    if arguments.action == "scale":
+        if not arguments.np:
+            raise ConfigError("scale needs the number of nodes: --np=N or --np=MIN:MAX.")
+        read_np(arguments.np)
     check_etcd_client()
     from fleet.launch._etcd import EtcdStore
 
-    store = EtcdStore(read_etcd_address(arguments.elastic_server, environment), timeout_s=_TIMEOUT_S)
+    address = read_etcd_address(arguments.elastic_server, environment, "--elastic_server")
+    store = EtcdStore(address, timeout_s=_TIMEOUT_S)
     try:
         job = ElasticJob(store, arguments.job_id)
         if arguments.action == "scale":

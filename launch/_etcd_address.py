@@ -32,18 +32,18 @@ class EtcdAddress:
         return ",".join(self.endpoints)
 
 
-def read_etcd_address(server: str, environment: Environment) -> EtcdAddress:
+def read_etcd_address(server: str, environment: Environment, source: str = "The address of etcd") -> EtcdAddress:
     """Returns the address that ``server`` (``ip:port``, ``user:password@ip:port,ip:port`` or ``etcd://ip:port``) names.
 
     FLEET_ETCD_USER and FLEET_ETCD_PASSWORD keep the password off the command line; FLEET_ETCD_CA turns TLS on, and
-    FLEET_ETCD_CERT with FLEET_ETCD_KEY is this client's own certificate. Raises ConfigError for a file that is not
-    there and for half of a pair.
+    FLEET_ETCD_CERT with FLEET_ETCD_KEY is this client's own certificate. ``source`` is how messages name the address.
+    Raises ConfigError for what is no address, for a file that is not there, and for half of a pair.
 
     Example:
         >>> read_etcd_address("me:pw@10.0.0.1:2379", Environment({}))
         EtcdAddress(endpoints=('10.0.0.1:2379',), user='me', ca=None, certificate=None, key=None)
     """
-    listed = split_master(server if "://" in server else f"etcd://{server}", "The address of etcd")[1]
+    listed = split_master(server if "://" in server else f"etcd://{server}", source)[1]
     login, _, hosts = listed.rpartition("@")
     user, _, password = login.partition(":")
     user = environment.raw("FLEET_ETCD_USER") or unquote(user)

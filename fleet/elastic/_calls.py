@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fleet.errors import ConfigError
+
 if TYPE_CHECKING:
     from fleet._session import Session
 
@@ -21,7 +23,10 @@ class HealthCalls:
         Example:
             >>> fleet.heartbeat(pause=True)
         """
-        self._need("heartbeat").beat(pause)
+        session = self._need("heartbeat")
+        if pause not in (True, False):
+            raise ConfigError(f"heartbeat(pause={pause!r}) takes True or False.")
+        session.beat(pause)
 
     def preempted(self) -> bool:
         """Returns whether the job was asked to stop and all workers have agreed that this is the last step.

@@ -90,6 +90,7 @@ class Checkpoint:
         if session is None:
             raise NotInitializedError("fleet.elastic.Checkpoint() needs fleet.init() first.")
         _check_arguments(path, model, optimizer, scheduler, data, keep, every, epoch)
+        _check_switch("Checkpoint", "asynchronous", asynchronous)
         self.path = Path(os.path.abspath(path))
         self.epoch, self.keep, self.every = epoch, keep, every
         self.extra: dict[str, Any] = {}
@@ -131,7 +132,10 @@ class Checkpoint:
             CheckpointError: it could not be written, or with ``asynchronous`` the one before; on every worker.
             ConfigError: the workers are at different steps or positions, or a state holds more than plain data.
         """
-        self.epoch = int(epoch) if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
+        if epoch is not None:
+            _check_number("Checkpoint.save", "epoch", epoch, 0)
+        _check_switch("Checkpoint.save", "wait", wait)
+        self.epoch = epoch if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
         self._session.beat(pause=True)  # writing may take longer than a step
         reports = self._agree(self._background.finish())
         write = self._plan(reports)
@@ -291,5 +295,14 @@ def _check_arguments(
         if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise ConfigError(f"Checkpoint({name}={value!r}) takes an object with state_dict() and load_state_dict().")
     for name, number, least in (("keep", keep, 1), ("every", every, 0), ("epoch", epoch, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ConfigError(f"Checkpoint({name}={number!r}) takes a whole number of at least {least}.")
+        _check_number("Checkpoint", name, number, least)
+
+
+def _check_number(call: str, name: str, number: object, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ConfigError(f"{call}({name}={number!r}) takes a whole number of at least {least}.")
+
+
+def _check_switch(call: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{call}({name}={value!r}) takes True or False.")

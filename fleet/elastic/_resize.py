@@ -60,6 +60,8 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
     """
     from fleet.parallel import get_world_size
 
+    if not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(f"keep_global_batch(strategy={strategy!r}) takes a fleet.DistributedStrategy.")
     _check_workers("keep_global_batch", workers)
     configs = strategy.gradient_merge_configs
     merged = int(configs["k_steps"]) if strategy.gradient_merge else 1
@@ -95,6 +97,8 @@ def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:
     """
     from fleet.parallel import get_world_size
 
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"scale_lr(optimizer={optimizer!r}) takes a torch.optim.Optimizer.")
     _check_workers("scale_lr", workers)
     if rule not in ("linear", "sqrt"):
         raise ConfigError(f"scale_lr(rule={rule!r}) takes 'linear' or 'sqrt'.")

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Sampler
 from fleet.elastic._running import running_session
 from fleet.errors import CheckpointError, ConfigError
 
+_FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
+
 
 class ElasticSampler(Sampler[int]):
     """Gives each worker its share of the samples, and knows which of them training has used.
@@ -63,9 +65,16 @@ class ElasticSampler(Sampler[int]):
             raise ConfigError(f"ElasticSampler(dataset={dataset!r}) takes a data set with a length.")
         if (num_workers is None) != (rank is None):
             raise ConfigError("ElasticSampler() takes num_workers and rank together, or neither.")
+        for name, switch in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(switch, bool):
+                raise ConfigError(f"ElasticSampler({name}={switch!r}) takes True or False.")
+        if not _is_whole(seed):
+            raise ConfigError(f"ElasticSampler(seed={seed!r}) takes a whole number from 0, the same on every worker.")
         if num_workers is None or rank is None:
             num_workers, rank = _own_place()
-        if not 0 <= rank < num_workers:
+        if not _is_whole(num_workers) or num_workers < 1:
+            raise ConfigError(f"ElasticSampler(num_workers={num_workers!r}) takes a whole number from 1.")
+        if not _is_whole(rank) or rank >= num_workers:
             raise ConfigError(f"ElasticSampler(rank={rank!r}) takes a rank from 0 to {num_workers - 1}.")
         self.num_samples, self.num_workers, self.rank = len(dataset), num_workers, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
@@ -82,7 +91,7 @@ class ElasticSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, unless it is the one that is under way: then what is left of it comes next."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        if not _is_whole(epoch):
             raise ConfigError(f"set_epoch({epoch!r}) takes the number of the epoch, from 0.")
         if epoch != self.epoch:
             self.epoch = epoch
@@ -90,6 +99,8 @@ class ElasticSampler(Sampler[int]):
 
     def record(self, num_samples: int) -> None:
         """Notes that training has used ``num_samples`` more samples of this worker; :meth:`batches` calls it."""
+        if not _is_whole(num_samples):
+            raise ConfigError(f"record({num_samples!r}) takes the number of samples of a batch, from 0.")
         self._recorded = min(self._recorded + num_samples, self._share(self._start))
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -101,7 +112,8 @@ class ElasticSampler(Sampler[int]):
         Raises:
             ConfigError: the loader draws from another sampler, or makes its batches in a way that hides their size.
         """
-        if loader.sampler is not self:
+        drawn_from: object = getattr(loader, "sampler", None)
+        if drawn_from is not self:
             raise ConfigError("sampler.batches(loader) takes a DataLoader that was made with sampler=this sampler.")
         batch_size = loader.batch_size
         if batch_size is None:
@@ -166,8 +178,14 @@ class ElasticSampler(Sampler[int]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues where ``state_dict`` was taken, whatever the number of workers was then.
 
-        Raises CheckpointError when the order was another one: another length, seed or shuffle.
+        Raises CheckpointError when the order was another one (another length, seed or shuffle), or ``state_dict`` is
+        not what :meth:`state_dict` returns; nothing was changed.
         """
+        if not isinstance(state_dict, Mapping) or not state_dict.keys() >= _FIELDS:
+            raise CheckpointError(
+                f"ElasticSampler.load_state_dict({f'{state_dict!r}'[:200]}) takes what state_dict() returned, with "
+                f"{', '.join(sorted(_FIELDS))}."
+            )
         for name in ("num_samples", "seed", "shuffle"):
             if state_dict[name] != getattr(self, name):
                 raise CheckpointError(
@@ -175,8 +193,14 @@ class ElasticSampler(Sampler[int]):
                     f"this sampler has {getattr(self, name)!r}; the samples come in another order. Use the same data "
                     "and arguments, or begin a new epoch."
                 )
-        self.epoch = int(state_dict["epoch"])
-        self._begin(int(state_dict["done"]), resumed=True)
+        epoch, done = state_dict["epoch"], state_dict["done"]
+        if not _is_whole(epoch) or not _is_whole(done) or done > self.num_samples:
+            raise CheckpointError(
+                f"ElasticSampler.load_state_dict(): epoch is {epoch!r} and done {done!r}; they take whole numbers from "
+                f"0, and done at most {self.num_samples}. Use another checkpoint, or begin a new epoch."
+            )
+        self.epoch = epoch
+        self._begin(done, resumed=True)
 
     def _begin(self, start: int, resumed: bool) -> None:
         self._start, self._recorded, self._handed_out, self._is_resumed = start, 0, 0, resumed
@@ -204,6 +228,10 @@ class ElasticSampler(Sampler[int]):
         generator.manual_seed(self.seed + self.epoch)
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         return order
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _own_place() -> tuple[int, int]:

@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "operator":
             from fleet.k8s._run_operator import run_operator
 
+            check_etcd_server(arguments.etcd_server)
             return run_operator(arguments)
         jobs = read_file(arguments.file)
         if arguments.command == "check":
@@ -48,12 +49,24 @@ def read_file(path: str) -> list[PaddleJob]:
 
 
 def _render(jobs: Sequence[PaddleJob], target: str, etcd_server: str | None) -> int:
+    check_etcd_server(etcd_server)
+    if etcd_server is not None and not any(job.is_elastic for job in jobs):
+        raise ConfigError(f"--etcd-server is {etcd_server!r}, and no job in the file has elastic: 1. Leave it out.")
     rendered = [render(job, target, etcd_server) for job in jobs]
     documents = [document for one in rendered for document in one.documents]
     sys.stdout.write(dump(documents))
     for note in dict.fromkeys(note for one in rendered for note in one.notes):
         print(f"note: {note}", file=sys.stderr)
     return 0
+
+
+def check_etcd_server(text: str | None) -> None:
+    """Raises ConfigError when ``--etcd-server`` is no address of etcd."""
+    if text is not None:
+        from fleet.env import Environment
+        from fleet.launch._etcd_address import read_etcd_address
+
+        read_etcd_address(text, Environment(), "--etcd-server")
 
 
 def dump(documents: Iterable[Document]) -> str:

@@ -26,6 +26,7 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _LONGEST_LABEL = 63
 _MAX_REPLICAS = 10000
 _SPEC = ("cleanPodPolicy", "schedulingPolicy", "intranet", "withGloo", "elastic", PS, WORKER, HETER)
+_RESTART = ("Always", "OnFailure", "Never")
 _ROLE = ("replicas", "requests", "limits", "template")
 _SCHEDULING = ("minAvailable", "queue", "priorityClass", "minResources")
 
@@ -115,7 +116,7 @@ def read_job(document: object) -> PaddleJob:
         raise ConfigError("spec.worker is absent; a collective job has workers, a parameter-server job ps and worker.")
     job = PaddleJob(
         name=_name(metadata, roles),
-        namespace=f"{metadata.get('namespace') or 'default'}",
+        namespace=_namespace(metadata),
         roles=roles,
         clean_pod_policy=_choice(spec, "cleanPodPolicy", (ALWAYS, NEVER, ON_FAILURE, ON_COMPLETION)),
         intranet=_choice(spec, "intranet", (POD_IP, SERVICE, HOST)),
@@ -174,11 +175,16 @@ def _role(name: str, value: object) -> Role:
             if not isinstance(container.get(key), str) or not container[key]:
                 raise ConfigError(f"{where}.containers[{i}].{key} is {container.get(key)!r}; it takes a text.")
     _check_variables(containers[0], f"{where}.containers[0].env")
+    if pod.get("restartPolicy") not in (None, *_RESTART):
+        raise ConfigError(f"{where}.restartPolicy is {pod['restartPolicy']!r}; it takes {', '.join(_RESTART)}.")
     return Role(name=name, replicas=replicas, requests=requests, limits=limits, template=template)
 
 
 def _check_variables(container: Mapping[str, Any], where: str) -> None:
-    for item in container.get("env") or []:
+    listed = container.get("env") or []
+    if not isinstance(listed, list):
+        raise ConfigError(f"{where} is {listed!r}; it takes a list of name and value.")
+    for item in listed:
         if _mapping(item, where).get("name") in RESERVED:
             raise ConfigError(
                 f"{where} sets {item['name']}, which the job sets for each pod. Leave it out; spec.intranet chooses "
@@ -197,6 +203,18 @@ def _name(metadata: Mapping[str, Any], roles: tuple[Role, ...]) -> str:
             "host name. Choose a shorter name."
         )
     return name
+
+
+def is_label(text: object) -> bool:
+    """Returns whether ``text`` can name a namespace or an object that becomes a host name."""
+    return isinstance(text, str) and len(text) <= _LONGEST_LABEL and _LABEL.fullmatch(text) is not None
+
+
+def _namespace(metadata: Mapping[str, Any]) -> str:
+    name = metadata.get("namespace") or "default"
+    if not is_label(name):
+        raise ConfigError(f"metadata.namespace is {name!r}; it takes lower-case letters, digits and '-'.")
+    return f"{name}"
 
 
 def _scheduling(value: object) -> Mapping[str, Any] | None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.k8s._job import is_label
 
 
 def run_operator(arguments: argparse.Namespace) -> int:
     """Runs the operator until a signal comes; returns the exit status.
 
     Raises:
-        ConfigError: ``--liveness`` is not an address and a port.
+        ConfigError: ``--liveness`` is not an address and a port, ``--namespace`` no name, ``--kubeconfig`` no file.
         UnsupportedOptionError: the extra is not installed.
     """
     liveness = liveness_url(arguments.liveness)
+    if arguments.namespace is not None and not is_label(arguments.namespace):
+        raise ConfigError(
+            f"--namespace is {arguments.namespace!r}; it takes the name of a namespace: lower-case letters, digits and "
+            "'-'. Leave it out to watch all."
+        )
+    if arguments.kubeconfig is not None and not Path(arguments.kubeconfig).is_file():
+        raise ConfigError(f"--kubeconfig is {arguments.kubeconfig!r}; no such file exists.")
     try:
         import kopf
 
