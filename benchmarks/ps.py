@@ -1,15 +1,18 @@
-"""The parameter server as a training script meets it, beside plain torch on the same machine in the same run.
+"""The parameter server in one table: tables, wire, memory, and training as a script meets it.
 
-    python benchmarks/ps.py                  # about five minutes
-    python benchmarks/ps.py --quick          # about one
+    python benchmarks/ps.py                  # all parts, one table: about fifteen minutes
+    python benchmarks/ps.py --quick          # fewer and shorter repeats, a tenth of the rows: about three
+    python benchmarks/ps.py --only training  # or: tables, wire
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
 
-Wide & deep, three layers of 400, 26 slots, rows of 10 (and 1 for the linear part), a vocabulary of a million ids, SGD:
-one server and two workers, whose processes also train the same model in plain torch, each alone, in blocks between
-those with the server. The share by processor time counts all processes of the job, the server too: that is the share
-where these processes fill all processors, and other work on the machine does not change it.
+Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
+one client and one server process over loopback, in turn with the same bytes without a server and the same table calls
+without a wire.
 
-``--only tables`` and ``--only wire`` run the scripts of the parts underneath.
+Training: wide & deep, three layers of 400, 26 slots, rows of 10 (and 1 for the linear part), a vocabulary of a million
+ids, SGD: one server and two workers, whose processes also train the same model in plain torch, each alone, in blocks
+between those with the server. The share by processor time counts all processes of the job, the server too: that is the
+share where these processes fill all processors, and other work on the machine does not change it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _table import markdown, ratios, spread  # noqa: E402
@@ -38,23 +42,68 @@ PADDLE = {
 # What is asked of the modes: a share of plain torch, and a multiple of Paddle. "merged" is async with longer queues.
 SHARES = {("async", 10): 0.5, ("async", 100): 0.7, ("async", 1000): 0.8}
 MULTIPLES = {("async", 10): 5.0, ("async", 100): 2.5, ("geo", 10): 3.0, ("geo", 100): 2.0}
+# The study's kernels beside its gather at 10 million rows, and the memory of its rows.
+STUDY = {"pull": 12.5 / 33.7, "push": 10.4 / 33.7}
+ROW_BYTES = 128 + 27
 Blocks = list[list[tuple[float, ...]]]
 MODES = ("sync", "async", "merged", "geo")
-HEADER = (
-    "mode",
-    "batch",
-    "samples/s",
-    "plain torch",
-    "share of plain torch",
-    "by processor time",
-    "asked",
-    "of Paddle 2.6.2",
-    "asked",
-)
+HEADER = ("what", "measured", "beside it", "ratio", "by processor time", "asked")
+
+
+def part_json(script: str, *arguments: str) -> list[dict[str, Any]]:
+    """Runs a script of this folder and returns what its last line says; the others are shown."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    *lines, last = done.stdout.splitlines()
+    print("\n".join(lines), flush=True)
+    found: list[dict[str, Any]] = json.loads(last)
+    return found
+
+
+def table_rows(rows: int, rounds: int) -> list[list[str]]:
+    """Returns the rows on tables without a wire."""
+    cells = []
+    found = part_json("_ps_tables.py", "--rows", str(rows), "--rounds", str(rounds))
+    for case in found:
+        for name, of_study in STUDY.items():
+            share = case[name] / case["gather"]
+            cells.append(
+                [
+                    f"{name}, {rows:,} rows, {case['ids']} ids",
+                    f"{case[name]:.1f} M rows/s",
+                    f"gather {case['gather']:.1f} M rows/s",
+                    f"{share:.2f} = {share / of_study:.2f} of the study's {of_study:.2f}",
+                    "all is",
+                    "0.9 of the study's",
+                ]
+            )
+    case = found[0]
+    memory = f"{case['row_bytes']:.0f} B counted, {case['resident_bytes']:.0f} B resident"
+    ratio = f"{case['row_bytes'] / ROW_BYTES:.2f}"
+    cells.append([f"memory of a row, {rows:,} rows", memory, f"{ROW_BYTES} B", ratio, "-", "at most 1.10"])
+    return cells
+
+
+def wire_rows(rows: int, repeats: int) -> list[list[str]]:
+    """Returns the rows on pull and push over loopback."""
+    cells = []
+    for case in part_json(
+        "_ps_wire.py", "--rows", str(rows), "--repeats", str(repeats), "--cases", "plain", "prefetch"
+    ):
+        what = f"pull and push, {case['rows']:,.0f} ids" + (", prefetched" if case["case"] == "prefetch" else "")
+        full = case["ids"] == "full"
+        series = f"bytes {case['bytes_ms']:.3f} + tables {case['tables_ms']:.3f} ms"
+        taken = f"{case['wall_ms']:.3f} ms, {case['rows_per_s'] / 1e6:.1f} M rows/s"
+        cells.append([what, taken, series, f"{case['share']:.2f}", "-", "0.6" if full else "-"])
+        rate = case["rows_per_server_s"] / 1e6
+        server = f"{rate:.1f} M rows per server second"
+        cells.append([what, server, "8 M", "-", f"{rate / 8:.2f}", "1" if full else "-"])
+    return cells
 
 
 def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vocabulary: int) -> list[list[str]]:
-    """Returns a row per batch size."""
+    """Returns the rows of a mode."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"mode": mode, "batches": batches, "blocks": blocks, "seconds": seconds}
         settings |= {"folder": folder, "vocabulary": vocabulary}
@@ -73,26 +122,27 @@ def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vo
             ]
             for kind in ("served", "plain")
         )
-        rows.append(row(mode, size, served, plain))
+        rows.extend(training_cells(mode, size, served, plain))
     return rows
 
 
-def row(mode: str, size: int, served: Blocks, plain: Blocks) -> list[str]:
-    """Returns the cells of one case; a block has the rates of both workers and the processor times of both."""
+def training_cells(mode: str, size: int, served: Blocks, plain: Blocks) -> list[list[str]]:
+    """Returns the rows of one case; a block has the rates of both workers and the processor times of both."""
     rates = [[sum(rates) for rates, _ in blocks] for blocks in (served, plain)]
     # Worker 0's time holds the server's, which works for both: the time of the job per sample is that of the mean.
     times = [[job_us(*block) for block in blocks] for blocks in (served, plain)]
     case = ("async" if mode == "merged" else mode, size)
-    multiple = "-"
+    what, taken = f"{mode}, batch {size}", spread(rates[0], 0) + " samples/s"
+    shares = [spread(ratios(*rates), 2), spread(ratios(times[1], times[0]), 2)]
+    cells = [
+        [what, taken, f"plain torch {spread(rates[1], 0)}", *shares, f"{SHARES[case]:g}" if case in SHARES else "-"]
+    ]
     if case in PADDLE:
-        low, high = sorted(median(rates[0]) / rate for rate in PADDLE[case])
-        multiple = f"{low:.1f}" if low == high else f"{low:.1f} to {high:.1f}"
-    asked = [f"{table[case]:g}" if case in table else "-" for table in (SHARES, MULTIPLES)]
-    cells = [spread(values, 0) for values in rates]
-    return [
-        mode, str(size), *cells, spread(ratios(*rates), 2), spread(ratios(times[1], times[0]), 2), asked[0], multiple,
-        asked[1],
-    ]  # fmt: skip
+        low, high = PADDLE[case]
+        multiples = sorted({f"{median(rates[0]) / rate:.2f}" for rate in (low, high)}, key=float)
+        paddle = f"Paddle 2.6.2 {low}" if low == high else f"Paddle 2.6.2 {low} to {high}"
+        cells.append([what, taken, paddle, " to ".join(multiples), "-", f"{MULTIPLES[case]:g}"])
+    return cells
 
 
 def job_us(rates: tuple[float, ...], times: tuple[float, ...]) -> float:
@@ -101,10 +151,10 @@ def job_us(rates: tuple[float, ...], times: tuple[float, ...]) -> float:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
-    parser.add_argument("--only", choices=("training", "large", "tables", "wire"), default="training")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, smaller tables")
+    parser.add_argument("--only", choices=("training", "large", "tables", "wire"))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--batches", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--vocabulary", type=int, default=1_000_000)
@@ -113,15 +163,17 @@ def main() -> None:
     if args.only == "large":
         subprocess.run([sys.executable, str(HERE / "_ps_large.py"), str(args.rows)], check=True)
         return
-    if args.only != "training":
-        subprocess.run([sys.executable, str(HERE / f"ps_{args.only}.py")], check=True)
-        return
     blocks, seconds = (3, 1.0) if args.quick else (9, 2.0)
+    cells: list[list[str]] = []
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; {blocks} blocks of {seconds:g} s of each kind")
-    rows = [
-        cells for mode in args.modes for cells in training_rows(mode, args.batches, blocks, seconds, args.vocabulary)
-    ]
-    print(markdown(HEADER, rows))
+    if args.only in (None, "tables"):
+        cells += table_rows(*((1_000_000, 3) if args.quick else (10_000_000, 5)))
+    if args.only in (None, "wire"):
+        cells += wire_rows(*((100_000, 3) if args.quick else (1_000_000, 7)))
+    for mode in args.modes if args.only in (None, "training") else ():
+        cells += training_rows(mode, args.batches, blocks, seconds, args.vocabulary)
+        print(f"{mode}: done, load {os.getloadavg()[0]:.1f}", flush=True)
+    print(markdown(HEADER, cells))
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ class GeoCommunicator:
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
         self._steps = self._exchanges = 0
+        self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it has read
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
@@ -173,12 +174,16 @@ class GeoCommunicator:
 
     def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
         """Returns the places of ``keys``, after it has fetched those this worker has not seen."""
+        last = self._found.get(table_id)
+        if last is not None and last[0] is keys:
+            return last[1]
         rows = self._rows[table_id]
         places = rows.find(keys)
         if len(places) and places.min() < 0:
             unknown = np.unique(keys[places < 0])
             rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
             places = rows.find(keys)
+        self._found[table_id] = keys, places
         return places
 
     def next_exchanges(self) -> bool:

@@ -158,7 +158,7 @@ class AsyncSender:
             queue[-1].step, queue[-1].count = step, queue[-1].count + 1
         elif (found := value.gradients()) is not None:
             queue.append(_Waiting(step, found))
-        if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for the first, or for the last
+        if queue.waiting in (1, self._limit(table_id)):  # a sender waits for the first, or for the last
             self._changed.notify_all()
 
     def waiting(self) -> dict[int, int]:

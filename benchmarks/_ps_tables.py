@@ -5,18 +5,21 @@ no lookup), the table's pull of the same rows, and a push of rows that were last
 load on the machine meets all of them and no caches are warm. Rates are per second of this thread's processor time
 (median over requests) and, in brackets, the best request by the clock. The shares are of the gather.
 
-    python benchmarks/ps_tables.py --rows 1000000 10000000
+    python benchmarks/_ps_tables.py --rows 1000000 10000000
 
 The study this design comes from measured, on its machine at 10 million rows and zipf ids: gather 33.7, pull 12.5,
-push 10.4 million rows a second.
+push 10.4 million rows a second. ``--json`` adds a line for ``ps.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -35,23 +38,35 @@ def main() -> None:
     parser.add_argument("--rule", default="adagrad")
     parser.add_argument("--accessor", action="store_true", help="keep statistics per row")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     print(
         f"{'rows':>9} {'ids':>8} {'B/row':>6} {'fill':>6} | {'gather':>14} {'pull':>14} {'push':>14}"
         f" M rows/s | {'pull/gather':>11} {'push/gather':>11} | {'300 ids us':>10}"
     )
+    found: list[dict[str, float | str]] = []
     for rows in arguments.rows:
         accessor = Accessor() if arguments.accessor else None
         config = SparseTableConfig("bench", DIM, Rule(arguments.rule), accessor=accessor)
         table = SparseTable(config, use_kernels=True)
+        before = _resident_bytes()
         fill = _fill(table, rows)
+        resident = (_resident_bytes() - before) / rows
         for ids in ("zipf", "uniform"):
-            _report(table, rows, ids, fill, arguments.rounds)
+            rates = _report(table, rows, ids, fill, arguments.rounds)
+            found.append({"rows": rows, "ids": ids, "resident_bytes": resident, **rates})
         table.close()
     print(
         f"study, 10 M rows, zipf: pull {STUDY['pull']} and push {STUDY['push']} M rows/s beside a gather of "
         f"{STUDY['gather']}, shares {STUDY['pull'] / STUDY['gather']:.2f} and {STUDY['push'] / STUDY['gather']:.2f}"
     )
+    if arguments.json:
+        print(json.dumps(found))
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fill(table: SparseTable, rows: int) -> float:
@@ -73,7 +88,7 @@ def _requests(rows: int, ids: str) -> list[Keys]:
     return requests
 
 
-def _report(table: SparseTable, rows: int, ids: str, fill: float, rounds: int) -> None:
+def _report(table: SparseTable, rows: int, ids: str, fill: float, rounds: int) -> dict[str, float]:
     requests = _requests(rows, ids)
     longest = max(map(len, requests))
     out, gradients = np.empty((longest, DIM), np.float32), np.full((longest, DIM), 1e-3, np.float32)
@@ -96,6 +111,7 @@ def _report(table: SparseTable, rows: int, ids: str, fill: float, rounds: int) -
         f" | {rate['pull'] / rate['gather']:11.2f} {rate['push'] / rate['gather']:11.2f}"
         f" | {step / len(few) * 1e6:10.1f}"
     )
+    return {**rate, "row_bytes": table.memory_bytes / table.num_rows}
 
 
 def _add(spent: list[tuple[float, float]], n: int, run: Callable[[], object]) -> None:

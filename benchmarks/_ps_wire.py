@@ -1,11 +1,12 @@
 """Measures the parameter server's wire: one client and one server process over loopback.
 
-    python benchmarks/ps_wire.py [--steps 60] [--rows 1000000] [--repeats 3]
+    python benchmarks/_ps_wire.py [--steps 60] [--rows 1000000] [--repeats 5] [--cases plain unix]
 
 A step pulls the rows of a batch and pushes a gradient for each. Printed per case: milliseconds per step (wall, best
 and median of the repeats), server processor time per step and rows per second of it (a row that is pulled and pushed
 counts once), and the share of the time that bytes and tables alone would take one after the other: the same bytes
-over the same transport without a server behind them, plus the same table calls without a wire.
+over the same transport without a server behind them, plus the same table calls without a wire. Both are measured
+anew before each repeat, and the share is the median over the repeats. ``--json`` adds a line for ``ps.py``.
 """
 
 from __future__ import annotations
@@ -40,12 +41,24 @@ CONFIG = SparseTableConfig("ads", DIM, Rule("adagrad"))
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "journal": {"level": 1},
+    "fdatasync": {"level": 2},
+    "unix": {"unix": True},
+    "bfloat16": {"bfloat16": True},
+    "prefetch": {"prefetch": True},
+}
+
+
 def main() -> None:
-    """Runs all cases and prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs the cases and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--server", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.server:
@@ -54,25 +67,23 @@ def main() -> None:
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, {options.rows} rows of dim {DIM}, Adagrad")
     full = batches(options.rows, 106_496)
     small = [keys[:300] for keys in full]
-    table = SparseTable(CONFIG)
+    table, found = SparseTable(CONFIG), []
     fill(table.pull, options.rows)
     for name, keys in (("full", full), ("300", small)):
         print(f"{name}: about {len(keys[0])} ids", flush=True)
-        for label, settings in (
-            ("no journal", {}),
-            ("journal in page cache", {"level": 1}),
-            ("journal with fdatasync", {"level": 2}),
-            ("no journal, unix socket", {"unix": True}),
-            ("no journal, bfloat16", {"bfloat16": True}),
-            ("no journal, prefetch", {"prefetch": True}),
-        ):
-            bytes_ms, table_ms, table_cpu_ms = limits(table, keys)  # anew: other work on the machine comes and goes
+        for label in options.cases:
+            result = case(table, keys, options, **CASES[label])
+            found.append({"ids": name, "case": label, **result})
             print(
-                f"  {label}: bytes alone {bytes_ms:.3f} ms, tables alone {table_ms:.3f} ms "
-                f"({table_cpu_ms:.3f} ms of processor time); load {os.getloadavg()[0]:.1f}"
+                f"  {label:>9}: {result['wall_ms']:7.3f} ms ({result['best_ms']:.3f} at best), "
+                f"{result['rows_per_s'] / 1e6:5.1f} M rows/s; bytes alone {result['bytes_ms']:.3f} ms, tables alone "
+                f"{result['tables_ms']:.3f} ms: {100 * result['share']:3.0f} % of both in series; server "
+                f"{result['server_ms']:6.3f} ms, {result['rows_per_server_s'] / 1e6:5.1f} M rows per processor second",
+                flush=True,
             )
-            case("", keys, options, bytes_ms + table_ms, **settings)
     table.close()
+    if options.json:
+        print(json.dumps(found))
 
 
 def batches(rows: int, ids: int) -> list[Any]:
@@ -100,19 +111,17 @@ def fill(pull: Any, rows: int) -> None:
         pull(every[start : start + 200_000])
 
 
-def limits(table: SparseTable, keys: list[Any]) -> tuple[float, float, float]:
-    """Returns the milliseconds of a step's bytes alone, of its table calls alone, and processor time of the latter."""
+def limits(table: SparseTable, keys: list[Any]) -> tuple[float, float]:
+    """Returns the milliseconds of a step's bytes alone and of its table calls alone."""
     table_times, byte_times = [], []
     out = [np.empty((len(batch), DIM), np.float32) for batch in keys]
     gradients = [np.full((len(batch), DIM), 0.01, np.float32) for batch in keys]
-    cpu = time.thread_time()
     for number in range(80):
         place = number % len(keys)
         began = time.perf_counter()
         table.pull(keys[place], out[place])
         table.push(keys[place], gradients[place])
         table_times.append(time.perf_counter() - began)
-    cpu_ms = 1000 * (time.thread_time() - cpu) / 80
     n = len(keys[0])
     up, down, back = bytearray(48 + 24 + 8 * n), bytearray(48 + 24 + 4 * n * DIM), bytearray(48)
     push = bytearray(48 + 24 + 8 * n + 4 * n * DIM)
@@ -142,7 +151,7 @@ def limits(table: SparseTable, keys: list[Any]) -> tuple[float, float, float]:
     connection.close()
     listener.close()
     os.waitpid(child, 0)
-    return 1000 * statistics.median(byte_times), 1000 * statistics.median(table_times), cpu_ms
+    return 1000 * statistics.median(byte_times), 1000 * statistics.median(table_times)
 
 
 def serve(settings: dict[str, Any]) -> None:
@@ -154,17 +163,16 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def case(
-    name: str,
+    table: SparseTable,
     keys: list[Any],
     options: argparse.Namespace,
-    floor_ms: float,
     *,
     level: int = 0,
     unix: bool = False,
     bfloat16: bool = False,
     prefetch: bool = False,
-) -> None:
-    """Measures one case and prints its line."""
+) -> dict[str, float]:
+    """Returns what one case took; ``table`` is one in this process, of the same rows."""
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"unix:{folder}/socket" if unix else "127.0.0.1:0"
         settings = {"endpoint": endpoint, "level": level, "folder": folder + "/state" if level else None}
@@ -181,7 +189,7 @@ def case(
             client.open()
             client.create_tables({0: CONFIG})
             fill(lambda ids: client.wait(client.pull({0: ids})), options.rows)
-            measure(name, client, server.pid, keys, options, floor_ms, prefetch)
+            found = measure(client, server.pid, table, keys, options, prefetch)
             client.stop_servers()
             client.close()
         finally:
@@ -190,17 +198,19 @@ def case(
             for stream in (server.stdin, server.stdout):
                 if stream is not None:
                     stream.close()
+    return found
 
 
 def measure(
-    name: str, client: Client, pid: int, keys: list[Any], options: argparse.Namespace, floor_ms: float, prefetch: bool
-) -> None:
-    """Runs the steps and prints the line."""
+    client: Client, pid: int, table: SparseTable, keys: list[Any], options: argparse.Namespace, prefetch: bool
+) -> dict[str, float]:
+    """Runs the steps, and before each repeat what bytes and tables take without each other."""
     steps = options.steps if len(keys[0]) > 1000 else 40 * options.steps
     gradients = [Gradient(batch, np.full((len(batch), DIM), 0.01, np.float32)) for batch in keys]
     out = [np.empty((len(batch), DIM), np.float32) for batch in keys]
-    walls, servers = [], []
+    walls, servers, floors = [], [], []
     for _ in range(options.repeats + 1):  # the first warms up
+        floors.append(limits(table, keys))
         began, cpu = time.perf_counter(), processor_s(pid)
         ticket = client.pull({0: keys[0]}, out={0: out[0]})
         for step in range(steps):
@@ -218,12 +228,17 @@ def measure(
         servers.append((processor_s(pid) - cpu) / steps)
     wall, server_s = statistics.median(walls[1:]), statistics.median(servers[1:])
     rows = statistics.mean(map(len, keys))
-    print(
-        f"    {name}wall {min(walls[1:]):7.3f} / {wall:7.3f} ms, {rows / wall / 1000:5.1f} M rows/s; server "
-        f"{1000 * server_s:6.3f} ms, {rows / max(server_s, 1e-9) / 1e6:5.1f} M rows per processor second; "
-        f"{100 * floor_ms / wall:3.0f} % of bytes and tables in series",
-        flush=True,
-    )
+    return {
+        "rows": rows,
+        "wall_ms": wall,
+        "best_ms": min(walls[1:]),
+        "rows_per_s": 1000 * rows / wall,
+        "bytes_ms": statistics.median(of_bytes for of_bytes, _ in floors[1:]),
+        "tables_ms": statistics.median(of_tables for _, of_tables in floors[1:]),
+        "share": statistics.median(sum(both) / taken for both, taken in zip(floors[1:], walls[1:], strict=True)),
+        "server_ms": 1000 * server_s,
+        "rows_per_server_s": rows / max(server_s, 1e-9),
+    }
 
 
 def processor_s(pid: int) -> float:
