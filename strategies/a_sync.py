@@ -36,7 +36,11 @@ class ASyncConfig(Config, option="a_sync_configs"):
     k_steps: int = setting(
         -1, "0: every step; above 0: geo, exchange every k steps; assigning a_sync sets it to 0", at_least=-1
     )
-    max_merge_var_num: int = setting(1, "gradients that are added up before they are sent", at_least=1)
+    max_merge_var_num: int = setting(
+        1,
+        "gradients that are added up before they are sent; at 1 only those of plain SGD are, while they wait",
+        at_least=1,
+    )
     send_queue_size: int = setting(16, "gradients of a parameter that may wait to be sent", at_least=1)
     independent_recv_thread: bool = setting(False, "pull parameters in a thread of its own")
     min_send_grad_num_before_recv: int = setting(1, "gradients to send before parameters are pulled again", at_least=1)
