@@ -12,7 +12,7 @@ import pytest
 from fleet.errors import FleetError
 from fleet.k8s._controller import Controller
 from tests.helpers.kube_api import ApiServer
-from tests.helpers.kubernetes import crd, job_document
+from tests.helpers.kubernetes import EXAMPLES, crd, example, job_document
 
 if TYPE_CHECKING:
     from fleet.k8s._cluster import Cluster
@@ -99,6 +99,19 @@ def test_services_groups_and_sizes(api: ApiServer, controller: Controller, sizes
     assert sizes == [("default-grow", 3)]
     assert api.get("ConfigMap", "grow")["data"] == {"PADDLE_ELASTIC_NP": "3"}
     assert [name for name in api.names("Pod") if name.startswith("grow")] == [f"grow-worker-{i}" for i in range(3)]
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if "volcano" not in name])
+def test_pods_of_the_examples_are_made_as_they_stand(name: str, api: ApiServer, controller: Controller) -> None:
+    """000-25: a number of GPUs is a number in YAML, and a newer cluster has fields that a client does not know."""
+    document = example(name)
+    spec = document["spec"]["worker"]["template"]["spec"]
+    spec["containers"][0] |= {"fieldOfTomorrow": {"a": 1}}
+    api.create(document)
+    controller.reconcile("default", document["metadata"]["name"])
+    made = api.get("Pod", f"{document['metadata']['name']}-worker-0")["spec"]["containers"][0]
+    assert made["fieldOfTomorrow"] == {"a": 1}
+    assert made.get("resources") == spec["containers"][0].get("resources")
 
 
 def test_what_the_cluster_refuses_stands_in_the_status(api: ApiServer, controller: Controller) -> None:
