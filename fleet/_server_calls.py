@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class ServerCalls:
         """
         job = self._job("init_server", "server")
         if job is not None:
-            job.init_server(None if dirname is None else os.path.abspath(dirname), var_names)
+            job.init_server(None if dirname is None else _path("init_server", "dirname", dirname), var_names)
 
     def run_server(self) -> None:
         """Serves, and returns when every worker has called ``stop_worker`` (or has been silent too long)."""
@@ -129,11 +130,11 @@ class ServerCalls:
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
-        number = _check_mode(mode)
+        folder, number = _path("save_one_table", "path", path), _check_mode(mode)
         job = self._job("save_one_table", "worker")
         if job is not None:
             trainer = job.running()
-            trainer.save(os.path.abspath(path), number, [_table(trainer.plan.configs, table_id)])
+            trainer.save(folder, number, [_table(trainer.plan.configs, table_id)])
 
     def load_model(self, path: Path, mode: int = 0) -> None:
         """Makes the servers read all tables from a save; every worker calls it and goes on with what was read.
@@ -142,18 +143,20 @@ class ServerCalls:
             path: a folder that ``save_persistables`` wrote.
             mode: accepted; a save says itself what it holds.
         """
+        folder = _path("load_model", "path", path)
         _check_mode(mode)
         job = self._job("load_model", "worker")
         if job is not None:
-            job.running().load(os.path.abspath(path))
+            job.running().load(folder)
 
     def load_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers read one table, by its number, as :meth:`load_model` does."""
+        folder = _path("load_one_table", "path", path)
         _check_mode(mode)
         job = self._job("load_one_table", "worker")
         if job is not None:
             trainer = job.running()
-            trainer.load(os.path.abspath(path), [_table(trainer.plan.configs, table_id)])
+            trainer.load(folder, [_table(trainer.plan.configs, table_id)])
 
     # ---- the life of rows ----------------------------------------------------------------------------------------
 
@@ -164,6 +167,12 @@ class ServerCalls:
             threshold: the least score of a row that stays (of tables without accessor: the least number of pushes);
                 ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor.
         """
+        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if threshold is not None and not (number and math.isfinite(threshold) and threshold >= 0):
+            raise ConfigError(
+                f"fleet.shrink(threshold={threshold!r}) takes a number of 0 or more, the least score of a row that "
+                "stays, or None for the settings of each table."
+            )
         job = self._job("shrink", "worker")
         return 0 if job is None else job.running().shrink(threshold)
 
@@ -175,6 +184,8 @@ class ServerCalls:
             pass_id: a number that stands in the line.
             threshold: refused above 0: servers do not count rows by their score.
         """
+        if isinstance(pass_id, bool) or not isinstance(pass_id, int):
+            raise ConfigError(f"print_table_stat(pass_id={pass_id!r}) takes a whole number, for the line.")
         if threshold:
             raise ConfigError(
                 f"print_table_stat(threshold={threshold!r}): rows are counted without a threshold; use 0."
@@ -192,6 +203,8 @@ class ServerCalls:
             table_id: number of the table.
             day_id: the new day; a call with the day before changes nothing.
         """
+        if isinstance(day_id, bool) or not isinstance(day_id, str | int) or not str(day_id).strip():
+            raise ConfigError(f"fleet.set_date(day_id={day_id!r}) takes the day as text or number, such as '20260131'.")
         job = self._job("set_date", "worker")
         if job is not None:
             trainer = job.running()
@@ -219,10 +232,17 @@ class ServerCalls:
 
 def _folder(call: str, executor: object, dirname: Path | None) -> str:
     """Returns the folder, which may stand where Fleet's signature has the executor."""
-    chosen = dirname if dirname is not None else executor
-    if not isinstance(chosen, str | os.PathLike):
-        raise ConfigError(f"fleet.{call}(dirname=...) takes the path of a folder, got {chosen!r}.")
-    return os.path.abspath(chosen)
+    return _path(call, "dirname", dirname if dirname is not None else executor)
+
+
+def _path(call: str, name: str, value: object) -> str:
+    """Returns the folder ``value`` as an absolute path; raises ConfigError when it cannot be one."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, as text or pathlib.Path.")
+    if os.path.isfile(text):
+        raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, and this is a file.")
+    return os.path.abspath(text)
 
 
 def _table(known: Any, table_id: int) -> int:

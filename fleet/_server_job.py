@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet._server_metrics import Metrics
-from fleet._server_settings import read_keeping, read_seconds
+from fleet._server_settings import read_count, read_keeping, read_seconds, thread_note
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps._client import Client
@@ -95,6 +95,9 @@ class ServerJob:
             raise
         self.trainer = trainer
         rank = session.global_rank
+        note = thread_note(self._environment, endpoints[0], session.record.world_size)
+        if note and rank == 0:
+            session.say(note)
         session.say(f"init rpc client with trainer_id {rank}")
         session.say(f"Communicator start ({strategy.mode}, servers {','.join(endpoints)})")
 
@@ -226,7 +229,7 @@ class ServerJob:
             job=self._environment.str("PADDLE_JOB_ID"),
             folder=keeping.folder,
             level=keeping.level,
-            lease_s=3600.0,
+            lease_s=max(3600.0, read_seconds(self._environment, "FLEET_PS_LEASE")),
         )
         self._embedded = Server(config, notify=self._session.say)
         self._embedded.start()
@@ -281,7 +284,7 @@ class ServerJob:
             mode=strategy.mode,
             k_steps=config.k_steps,
             sender=_sender_config(config, environment),
-            num_batches=max(environment.int("CPU_NUM"), 1),
+            num_batches=read_count(environment, "CPU_NUM"),
             launch_barrier=config.launch_barrier,
             check_finite=environment.bool("FLAGS_check_nan_inf"),
         )
@@ -293,11 +296,11 @@ def _sender_config(config: Any, environment: Environment) -> SenderConfig:
     for name, variable in _QUEUE_VARIABLES.items():
         if environment.has(variable):
             is_switch = name == "independent_recv_thread"
-            values[name] = environment.bool(variable) if is_switch else environment.int(variable)
+            values[name] = environment.bool(variable) if is_switch else read_count(environment, variable)
     return SenderConfig(**values)
 
 
 def _names(var_names: Sequence[str]) -> list[str]:
-    if isinstance(var_names, str) or not all(isinstance(name, str) for name in var_names):
+    if not isinstance(var_names, list | tuple) or not all(isinstance(name, str) for name in var_names):
         raise ConfigError(f"fleet.init_server(var_names={var_names!r}) takes a list of names of sparse tables.")
     return list(var_names)

@@ -9,7 +9,7 @@ from pathlib import Path
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
 
-__all__ = ["Keeping", "read_keeping", "read_seconds"]
+__all__ = ["Keeping", "read_count", "read_keeping", "read_seconds", "thread_note"]
 
 LEVELS = (0, 1, 2)
 
@@ -58,3 +58,27 @@ def read_seconds(environment: Environment, name: str) -> float:
             f"{VARIABLES[name].meaning}. Correct it, or leave it away."
         )
     return value
+
+
+def read_count(environment: Environment, name: str) -> int:
+    """Returns the variable ``name``, or its default; raises ConfigError unless it is a whole number of 1 or more."""
+    value = environment.int(name)
+    if value < 1:
+        raise ConfigError(
+            f"{name} is {environment.raw(name)!r} in the environment; it takes a whole number of 1 or more: "
+            f"{VARIABLES[name].meaning}. Correct it, or leave it away."
+        )
+    return value
+
+
+def thread_note(environment: Environment, server: str, num_workers: int) -> str:
+    """Returns a line for a worker that was started beside others without a number of threads; else nothing.
+
+    The launcher sets OMP_NUM_THREADS; started by hand, every process would use all cores of the machine at once.
+    """
+    if environment.has("OMP_NUM_THREADS") or num_workers < 2 or not server.startswith(("127.", "localhost:", "[::1]")):
+        return ""
+    return (
+        f"OMP_NUM_THREADS is not set: each of the {num_workers} workers on this machine uses every core; they crowd "
+        "each other out. Set it to 1, or to the cores of each process."
+    )

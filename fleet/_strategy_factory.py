@@ -5,6 +5,7 @@ Each returns a :class:`fleet.DistributedStrategy`; ``half_async`` can be had in 
 
 from __future__ import annotations
 
+from fleet._server_settings import read_count
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
@@ -45,7 +46,7 @@ class StrategyFactory:
         """Returns a strategy whose workers push in the background."""
         strategy = DistributedStrategy()
         strategy.a_sync = True
-        threads = Environment().int("CPU_NUM")
+        threads = read_count(Environment(), "CPU_NUM")
         if threads > 1:  # Fleet 1.x merged and queued as many gradients as it had threads
             strategy.a_sync_configs = {"max_merge_var_num": threads, "send_queue_size": max(threads, 16)}
         return strategy

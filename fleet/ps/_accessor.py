@@ -82,16 +82,23 @@ class Accessor:
     create_by_score: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind in _REFUSED:
+        if isinstance(self.kind, str) and self.kind in _REFUSED:
             raise UnsupportedOptionError(f"the accessor {self.kind!r} is refused: {_REFUSED[self.kind]}.")
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ConfigError(
-                f"the accessor {self.kind!r} does not exist; one of {list(KINDS)}." + did_you_mean(self.kind, KINDS)
+                f"the accessor {self.kind!r} does not exist; one of {list(KINDS)}."
+                + did_you_mean(str(self.kind), KINDS)
             )
         for name in DOCUMENTED:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"accessor: {name} is {value!r}; it takes a finite number.")
+        for name in ("zero_init", "create_by_score"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"accessor: {name} is {getattr(self, name)!r}; it takes True or False.")
+        for name in ("delta_keep_days", "delete_after_unseen_days"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"accessor: {name} is {getattr(self, name)!r}; it takes days, 0 or more.")
         if not 0.0 <= self.show_click_decay_rate <= 1.0:
             raise ConfigError(
                 f"accessor: show_click_decay_rate is {self.show_click_decay_rate!r}; it must lie in [0, 1]."

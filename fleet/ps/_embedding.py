@@ -24,6 +24,7 @@ __all__ = ["COMBINERS", "SparseEmbedding"]
 
 COMBINERS = ("none", "sum", "mean")
 Ids = Tensor | Sequence[Any]
+_INT64 = (-(2**63), 2**63 - 1)
 
 
 class SparseEmbedding(nn.Module):
@@ -90,6 +91,21 @@ class SparseEmbedding(nn.Module):
             raise ConfigError(f"SparseEmbedding(name={name!r}) takes a text, or None for the module's name.")
         if entry is not None and not isinstance(entry, CountFilterEntry | ProbabilityEntry | ShowClickEntry):
             raise ConfigError(f"SparseEmbedding(entry={entry!r}) takes fleet.CountFilterEntry or one of its siblings.")
+        if not isinstance(separate_slots, bool):
+            raise ConfigError(f"SparseEmbedding(separate_slots={separate_slots!r}) takes True or False.")
+        for label, value, low, high in (("padding_idx", padding_idx, *_INT64), ("slot", slot, 0, 2**32 - 1)):
+            if value is not None:
+                _check_number(label, value, low, high)
+        _check_number("seed", seed, *_INT64)
+        for label, kind, made in (
+            ("initializer", Initializer, initializer),
+            ("accessor", Accessor, accessor),
+            ("rule", Rule, rule),
+        ):
+            if made is not None and not isinstance(made, kind):
+                raise ConfigError(
+                    f"SparseEmbedding({label}={made!r}) takes fleet.ps.{kind.__name__}(...), or None for the default."
+                )
         if isinstance(entry, ShowClickEntry) and accessor is None:
             accessor = Accessor()
         self.dim, self.name, self.combiner, self.num_slots = dim, name, combiner, num_slots
@@ -227,3 +243,8 @@ class SparseEmbedding(nn.Module):
                 "an accessor or a ShowClickEntry."
             )
         return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]
+
+
+def _check_number(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"SparseEmbedding({name}={value!r}) takes a whole number from {low} to {high}.")

@@ -32,11 +32,14 @@ class Initializer:
     b: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ConfigError(
                 f"the initializer {self.kind!r} does not exist; one of {sorted(KINDS)}."
-                + did_you_mean(self.kind, KINDS)
+                + did_you_mean(str(self.kind), KINDS)
             )
+        for value in (self.a, self.b):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"initializer {self.kind!r}: a value is {value!r}; it takes a number.")
         if not (math.isfinite(self.a) and math.isfinite(self.b)):
             raise ConfigError(f"initializer {self.kind!r}: the values are {self.a!r}, {self.b!r}; they must be finite.")
         if self.kind == "uniform" and self.a > self.b:

@@ -127,10 +127,12 @@ class Rule:
     hyper: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in RULES:
+        if not isinstance(self.name, str) or self.name not in RULES:
             raise ConfigError(
-                f"the rule {self.name!r} does not exist; one of {sorted(RULES)}." + did_you_mean(self.name, RULES)
+                f"the rule {self.name!r} does not exist; one of {sorted(RULES)}." + did_you_mean(str(self.name), RULES)
             )
+        if not isinstance(self.hyper, Mapping):
+            raise ConfigError(f"rule {self.name!r}: the hyper-parameters are {self.hyper!r}; they are a dictionary.")
         defaults = RULES[self.name].defaults
         for key, value in self.hyper.items():
             if key not in defaults:

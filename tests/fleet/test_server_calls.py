@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 import fleet
 from fleet._server_calls import ServerCalls
-from fleet._server_job import ServerJob
+from fleet._server_job import _QUEUE_VARIABLES, ServerJob
 from fleet._strategy_factory import HalfAsyncStrategy
-from fleet.errors import ConfigError, OptionWarning, PSError
+from fleet.errors import ConfigError, NotInitializedError, OptionWarning, PSError
 from fleet.facade import Fleet
+from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.test_server_job import alone, make_sgd, served, strategy
 from tests.helpers.served import WideAndDeep, batches, train
 
@@ -85,3 +87,49 @@ def test_entry_policies_and_table_settings_reach_the_servers(tmp_path: Any) -> N
     with pytest.raises(ConfigError, match="'adz' is not a sparse table"):
         served(wrong, made, make_sgd)
     wrong.session.close()
+
+
+def test_calls_out_of_order_raise_and_wait_for_nobody() -> None:
+    """002-19, 003-33: model and optimizer, then init and run; no server is there, and nobody is waited for."""
+    data = batches(1)
+    own = Fleet()
+    with pytest.raises(NotInitializedError, match=r"fleet.init\(\)"):
+        own.init_worker()
+    role = UserDefinedRoleMaker(current_id=0, worker_num=1, server_endpoints=["127.0.0.1:1"])
+    own.init(role, strategy=strategy("async"), log_level="WARNING")
+    with pytest.raises(NotInitializedError, match="distributed_optimizer"):
+        own.init_worker()
+    net = WideAndDeep()
+    optimizer = own.distributed_optimizer(make_sgd(net.parameters()))
+    with pytest.raises(NotInitializedError, match="distributed_model"):
+        own.init_worker()
+    model = own.distributed_model(net)
+    with pytest.raises(NotInitializedError, match="init_worker"):
+        train(model, optimizer, data)
+    for call in (own.stop_worker, lambda: own.save_persistables("never"), own.shrink):
+        with pytest.raises(NotInitializedError, match="init_worker"):
+            call()
+    own.session.close()
+    server = Fleet()
+    role = UserDefinedRoleMaker(current_id=0, role=Role.SERVER, worker_num=1, server_endpoints=["127.0.0.1:1"])
+    server.init(role, strategy=strategy("async"), log_level="WARNING")
+    with pytest.raises(NotInitializedError, match="init_server"):
+        server.run_server()
+    server.session.close()
+
+
+def test_the_queue_variables_are_documented_and_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """003-23: FLAGS_communicator_* stand in the documentation, and what they say is what the queues do."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "environment.md").read_text()
+    values = {name: number for number, name in enumerate(_QUEUE_VARIABLES, start=3)}
+    values["independent_recv_thread"] = 1
+    for name, variable in _QUEUE_VARIABLES.items():
+        assert f"| `{variable}` | user |  | wins over a_sync_configs['{name}'] |" in guide
+        monkeypatch.setenv(variable, str(values[name]))
+    own, model, optimizer = alone(strategy("async", max_merge_var_num=2, thread_pool_size=1))
+    sender = own.session.server_job.running()._exchange._sender
+    assert {name: int(getattr(sender.config, name)) for name in values} == values
+    assert len(sender._threads) == values["thread_pool_size"] + 1
+    train(model, optimizer, batches(2))
+    own.stop_worker()
+    own.session.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet._server_settings import Keeping, read_keeping, read_seconds
+from fleet._server_settings import Keeping, read_keeping, read_seconds, thread_note
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
@@ -59,6 +59,13 @@ def test_seconds_are_above_0_and_finite(value: str) -> None:
     assert read_seconds(Environment({}), "FLEET_PS_LEASE") == 60
     with pytest.raises(ConfigError, match=f"FLEET_PS_LEASE is '{value}' .* above 0: seconds a worker may be silent"):
         read_seconds(Environment({"FLEET_PS_LEASE": value}), "FLEET_PS_LEASE")
+
+
+def test_workers_started_by_hand_on_one_machine_hear_of_their_threads() -> None:
+    assert "Set it to 1" in thread_note(Environment({}), "127.0.0.1:36001", 2)
+    assert not thread_note(Environment({"OMP_NUM_THREADS": "2"}), "127.0.0.1:36001", 2)
+    assert not thread_note(Environment({}), "10.0.0.1:36001", 2)
+    assert not thread_note(Environment({}), "127.0.0.1:36001", 1)
 
 
 class Disk:

@@ -37,6 +37,17 @@ def test_batches_go_on_across_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert labels(made([])) == []
 
 
+def test_a_loop_ends_with_the_pass_and_the_next_one_begins_anew(tmp_path: Path) -> None:
+    """002-26: no EOFException and no reader.reset(): each loop is a pass, also after one that was left early."""
+    dataset = made(write_files(tmp_path, [4, 3]), batch_size=2)
+    passes = [labels(dataset) for _ in range(3)]
+    assert passes == [[[0, 1], [2, 3], [4, 5], [6]]] * 3
+    for batch in dataset:
+        assert batch["label"].flatten().tolist() == [0, 1]
+        break
+    assert labels(dataset) == passes[0]
+
+
 def test_several_threads_bring_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_source, "_BLOCK_BYTES", 64)
     dataset = made(write_files(tmp_path, [30, 20, 25, 1]), batch_size=8, thread_num=3)
