@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet._hybrid_job import make_hybrid_trainer
 from fleet._server_metrics import Metrics
 from fleet._server_settings import read_count, read_keeping, read_seconds, thread_note
 from fleet.env import Environment
@@ -80,7 +81,7 @@ class ServerJob:
         endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy.mode)]
         served = strategy.served
         assert served is not None
-        trainer = Trainer(plan, self._trainer_config(strategy), self._client_maker(endpoints), served.train_here)
+        trainer = self._make_trainer(strategy, plan, endpoints)
         served.connect(trainer)
         try:
             trainer.open()
@@ -99,7 +100,8 @@ class ServerJob:
         if note and rank == 0:
             session.say(note)
         session.say(f"init rpc client with trainer_id {rank}")
-        session.say(f"Communicator start ({strategy.mode}, servers {','.join(endpoints)})")
+        mode = f"{strategy.mode}, dense gradients among the workers" if strategy.hybrid else strategy.mode
+        session.say(f"Communicator start ({mode}, servers {','.join(endpoints)})")
 
     def stop_worker(self) -> None:
         """Sends what waits and says goodbye; servers end when every worker has."""
@@ -118,7 +120,7 @@ class ServerJob:
         """Waits for the other workers at a server; returns False where no server is connected yet."""
         if self.trainer is None or self.trainer.stopped:
             return False
-        self.trainer.client.barrier("fleet.worker")
+        self.trainer.meet("fleet.worker")
         return True
 
     def running(self) -> Trainer:
@@ -145,6 +147,7 @@ class ServerJob:
             strategy.served.optimizer,
             geo=strategy.mode == "geo",
             adam_d2sum=options["adam_d2sum"],
+            dense_here=strategy.hybrid,
             configure=lambda config: configure_table(config, tables.get(config.name)),
         )
         plan.ids_of(list(tables))  # settings of a table that does not exist are a mistake
@@ -277,6 +280,13 @@ class ServerJob:
             return Client(config, notify=session.say, client_id=client_id)
 
         return make
+
+    def _make_trainer(self, strategy: ASync, plan: TablePlan, endpoints: Sequence[str]) -> Trainer:
+        served, config, make_client = strategy.served, self._trainer_config(strategy), self._client_maker(endpoints)
+        assert served is not None
+        if strategy.hybrid:
+            return make_hybrid_trainer(self._session, plan, config, make_client, served.optimizer)
+        return Trainer(plan, config, make_client, served.train_here)
 
     def _trainer_config(self, strategy: ASync) -> TrainerConfig:
         config, environment = strategy.config, self._environment

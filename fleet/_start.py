@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from fleet.role_maker import RoleMakerBase
 
 
+_HOST = torch.device("cpu")
+
+
 def start_session(role_maker: RoleMakerBase | None, collective: bool, options: DistributedStrategy) -> Session:
     """Returns the session of this process; its process group runs when there is more than one worker."""
     role_maker = role_maker if role_maker is not None else PaddleCloudRoleMaker(is_collective=collective)
@@ -68,10 +71,11 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     return session
 
 
-def late_meeting(record: RoleRecord, environment: Environment) -> Callable[[], dist.ProcessGroup] | None:
-    """Returns what brings the workers of a parameter-server job together, for host arrays; ``None`` on a server.
+def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., dist.ProcessGroup] | None:
+    """Returns what brings the workers of a parameter-server job together; ``None`` on a server.
 
-    They meet at PADDLE_MASTER, or where PADDLE_GLOO_HTTP_ENDPOINT says, at the first operation on host arrays.
+    They meet at PADDLE_MASTER, or where PADDLE_GLOO_HTTP_ENDPOINT says, at the first operation on host arrays, or in
+    hybrid training at ``init_worker``. Their group moves tensors of the host, and of the device that it is called with.
     """
     if record.kind is not Role.WORKER or record.world_size == 1:
         return None
@@ -83,8 +87,14 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[[], d
     master = environment.raw("PADDLE_MASTER") or record.master
     if master is None:
         return None
-    met = replace(record, master=master, backend="gloo")
-    return lambda: start_process_group(meeting_of(met, environment, torch.device("cpu")), LOGGER.info)
+    met = replace(record, master=master)
+
+    def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
+        # A launcher that starts failed processes again one by one leaves the generation and so the keys as they are.
+        meeting = replace(meeting_of(met, environment, device), anew=True)
+        return start_process_group(replace(meeting, backend="gloo") if device == _HOST else meeting, LOGGER.info)
+
+    return meet
 
 
 def check_role(record: RoleRecord, collective: bool) -> None:

@@ -127,8 +127,9 @@ class Strategy:
     A subclass sets ``name`` (the switch users turn on), ``meaning``, ``stage``, and where it applies ``Config`` (the
     ``<name>_configs`` dictionary), ``Settings`` (further top-level options it reads), ``after`` (finer order inside
     the stage), ``conflicts`` (other switch -> reason shown to the user; each pair is written once, in either file),
-    ``replaces`` (strategies it stands in for), ``reads`` (top-level options of those that it honours), the jobs it
-    takes part in, and ``refused`` (why the option cannot be honoured). Reasons are phrases without a full stop.
+    ``replaces`` (strategies it stands in for), ``reads`` (top-level options of those, or in a parameter-server job of
+    the collective side, that it honours), the jobs it takes part in, and ``refused`` (why the option cannot be
+    honoured). Reasons are phrases without a full stop.
     ``model_effect`` and ``optimizer_effect`` are what ``fleet.explain`` says it does.
     """
 

@@ -54,7 +54,14 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
     names = [step.name for step in steps]
     found = [note for step in steps for note in step.notes(options, world_size)]
     if not collective:
-        unread = [key for group in GROUPS if not group.in_ps_job for key in group.key_names() if options.is_set(key)]
+        read = {key for step in steps for key in step.reads}  # and the step says what such an option does
+        unread = [
+            key
+            for group in GROUPS
+            if not group.in_ps_job
+            for key in group.key_names()
+            if key not in read and options.is_set(key)
+        ]
         found += [f"{key} was set and changes nothing: {_IN_PS_JOB}." for key in unread]
     for name, strategy in REGISTRY.items():
         if name in names:

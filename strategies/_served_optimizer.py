@@ -20,10 +20,15 @@ SERVERS = "parameter_servers"  # the entry of a state that says how far this wor
 
 
 class ServedOptimizer(OptimizerWrapper):
-    """Hands gradients to the parameter servers; ``trainer`` is set by ``fleet.init_worker``."""
+    """Hands gradients to the parameter servers; ``trainer`` is set by ``fleet.init_worker``.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    With ``hybrid`` the trainer steps the user's optimizer itself, on the mean of the workers' dense gradients, and the
+    hooks of that optimizer run around that step.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, hybrid: bool = False) -> None:
         super().__init__(optimizer)
+        self.hybrid = hybrid
         self.trainer: Trainer | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -49,9 +54,12 @@ class ServedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._run_hooks("_optimizer_step_pre_hooks")
-        self.trainer.step()
-        self._run_hooks("_optimizer_step_post_hooks")
+        if self.hybrid:
+            self.trainer.step()
+        else:
+            self._run_hooks("_optimizer_step_pre_hooks")
+            self.trainer.step()
+            self._run_hooks("_optimizer_step_post_hooks")
         self.note_step()
         return loss
 

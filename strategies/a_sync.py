@@ -2,10 +2,14 @@
 
 ``a_sync = False`` is synchronous, ``True`` asynchronous, and ``True`` with ``a_sync_configs['k_steps']`` above 0 geo.
 Left untouched it is asynchronous. It plays no part in a collective job.
+
+``hybrid_configs = {"dp_degree": number of workers}`` beside it is hybrid: rows as the mode says, while the dense
+parameters stay with the workers, who average their gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.strategies._base import Guide, Stage, Strategy, Values
+from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._served_optimizer import ServedOptimizer
 
-_GPU_TABLES = "tables live in the servers' host memory; there are none on GPUs"
+_GPU_TABLES = (
+    "tables live in the servers' host memory; there are none on GPUs. For GPU workers that average dense gradients "
+    "among themselves set hybrid_configs['dp_degree'] to the number of workers"
+)
 _HADOOP = "servers save to folders; copy them with fleet.utils.fs.HDFSClient, or mount the file system"
 _QUEUE_KEYS = (
     "max_merge_var_num",
@@ -116,6 +123,7 @@ class ASync(Strategy):
     in_collective_job = False
     in_ps_job = True
     in_place = True
+    reads = ("hybrid_configs",)
     also_sets = {"a_sync_configs": {"k_steps": 0}}
     model_effect = "looks embedding rows up on the servers"
     optimizer_effect = "sends gradients to the servers, which update, and takes parameters from them"
@@ -124,7 +132,8 @@ class ASync(Strategy):
         "pace.",
         cost="A round trip to the servers per step (sync), or parameters that are some steps old (async, geo).",
         formula="sync: one update with the mean gradient of all workers. async: one update for each worker. geo: every "
-        "k_steps steps the server adds (local - old) / workers.",
+        "k_steps steps the server adds (local - old) / workers. Hybrid: the workers average dense gradients among "
+        "themselves and step alike; rows as in sync or async.",
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014",
         example={"a_sync": True},
     )
@@ -140,12 +149,12 @@ class ASync(Strategy):
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns the reason when geo is asked for without a_sync."""
+        """Returns the reason when geo is asked for without a_sync, or hybrid with what it excludes."""
         try:
-            ps_mode(options)
+            mode = ps_mode(options)
+            return hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
         except ConfigError as error:
             return str(error)
-        return None
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
@@ -157,12 +166,22 @@ class ASync(Strategy):
         for key in () if mode == "async" else _QUEUE_KEYS:
             if getattr(config, key) != getattr(default, key):
                 found.append(f"a_sync_configs[{key!r}] was set and changes nothing: {mode} training has no queues.")
+        if options.is_set("hybrid_configs") and not is_hybrid(options, world_size):
+            found.append(
+                "hybrid_configs was set and changes nothing: this is a parameter-server job. Set its dp_degree to the "
+                f"number of workers, {world_size}, for workers that average dense gradients among themselves."
+            )
         return tuple(found)
 
     @property
     def mode(self) -> str:
         """The mode in force: "sync", "half_async", "async" or "geo"."""
         return ps_mode(self.session.options)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the workers train the dense parameters."""
+        return is_hybrid(self.session.options, self.session.world_size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the servers have no rule for ``optimizer``, or there is one already."""
@@ -176,7 +195,8 @@ class ASync(Strategy):
         if self.mode == "geo":
             check_geo_optimizer(optimizer)
         for group in optimizer.param_groups:
-            rule_of_group(optimizer, group)
+            if not self.hybrid or _rows_among(group["params"]):
+                rule_of_group(optimizer, group)
         _check_hooks(optimizer)
 
     def check_model(self, model: nn.Module) -> None:
@@ -193,7 +213,7 @@ class ASync(Strategy):
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer whose step pushes and pulls."""
-        self.served = ServedOptimizer(optimizer)
+        self.served = ServedOptimizer(optimizer, hybrid=self.hybrid)
         return self.served
 
     def note_clear(self) -> None:
@@ -214,15 +234,57 @@ class ASync(Strategy):
 
 def _check_hooks(optimizer: Optimizer) -> None:
     """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
-    from fleet.ps._embedding import SparseEmbedding
-
     hooks: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    rows = [p for group in optimizer.param_groups for p in group["params"] if getattr(p, SparseEmbedding.MARK, False)]
-    if hooks and rows:
+    if hooks and any(_rows_among(group["params"]) for group in optimizer.param_groups):
         raise UnsupportedOptionError(
             "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
             "and the gradients of rows on the servers would stay out. Leave it away, or use nn.Embedding(sparse=False)."
         )
+
+
+def _rows_among(parameters: Iterable[nn.Parameter]) -> bool:
+    """Returns whether one of ``parameters`` stands for the rows of a table of unbounded ids."""
+    from fleet.ps._embedding import SparseEmbedding
+
+    return any(getattr(p, SparseEmbedding.MARK, False) for p in parameters)
+
+
+def is_hybrid(options: Values, world_size: int) -> bool:
+    """Returns whether ``hybrid_configs['dp_degree']`` counts all workers: each then has its own dense parameters.
+
+    The default of -1 leaves them on the servers, so that a job is hybrid only when it says so.
+    """
+    return bool(options["hybrid_configs"].dp_degree == world_size)
+
+
+def hybrid_problem(options: Values, mode: str) -> str | None:
+    """Returns why a hybrid job cannot have these options, or ``None``."""
+    asked = "hybrid_configs['dp_degree'] is the number of workers, so they average dense gradients in every step"
+    if mode in ("geo", "half_async"):
+        return (
+            f"{asked}, and the mode is {mode}, in which no worker waits for another. Use a_sync = False or True, with "
+            "k_steps 0, or leave dp_degree -1."
+        )
+    if options["adam_d2sum"]:
+        return f"{asked}, and adam_d2sum is a rule of servers for dense tables. Turn it off, or leave dp_degree -1."
+    if options["hybrid_configs"].sharding_degree > 1:
+        return (
+            f"{asked}, and hybrid_configs['sharding_degree'] is {options['hybrid_configs'].sharding_degree}: with "
+            "parameter servers every worker holds all dense parameters. Leave it 1."
+        )
+    others = (s for s in REGISTRY.values() if not s.in_ps_job and not s.always and not s.refused)
+    on = sorted(strategy.name for strategy in others if strategy.chosen(options))
+    if on:
+        return (
+            f"{asked}, and {', '.join(on)} would act on the dense half of the model alone, which a job with parameter "
+            "servers does not offer. Turn it off."
+        )
+    if options["asp"]:
+        return (
+            f"{asked}, also in those of a worker that has no batch left, and asp would not mask weights after them. "
+            "Turn it off, or leave dp_degree -1."
+        )
+    return None
 
 
 def ps_mode(options: Values) -> str:

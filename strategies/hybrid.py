@@ -19,7 +19,12 @@ _WITHOUT_TIMERS = "torch.profiler shows the same; nothing here measures by itsel
 class HybridConfig(Config, option="hybrid_configs"):
     """Degrees by axis and the settings of each axis; the product of the degrees is the number of workers."""
 
-    dp_degree: int = setting(-1, "copies of the model; -1 takes what the other degrees leave", at_least=-1)
+    dp_degree: int = setting(
+        -1,
+        "copies of the model; -1 takes what the other degrees leave. With parameter servers the number of workers "
+        "makes the job hybrid: they average dense gradients among themselves",
+        at_least=-1,
+    )
     mp_degree: int = setting(1, "workers that share the weights of a layer", at_least=1, refused=NOT_YET)
     pp_degree: int = setting(1, "stages of the pipeline", at_least=1, refused=NOT_YET)
     sharding_degree: int = setting(1, "workers that share one copy of the state; above 1 turns sharding on", at_least=1)

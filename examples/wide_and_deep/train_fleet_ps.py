@@ -23,15 +23,16 @@ NEW_ROWS = Initializer("normal", 0.0, 0.01)
 def main() -> None:
     """Serves the rows, or trains; the first worker prints after each pass its loss and the AUC on the test samples."""
     parser = training_options(__doc__)
-    parser.add_argument("--mode", choices=("sync", "async", "geo"), default="sync", help="(default: %(default)s)")
+    parser.add_argument("--mode", choices=("sync", "async", "geo", "hybrid"), default="sync", help="(default: sync)")
     parser.add_argument("--k-steps", type=int, default=100, help="steps between exchanges of geo (default: 100)")
     parser.add_argument("--save", metavar="DIR", help="write the rows and the network here at the end")
     args = parser.parse_args()
     strategy = fleet.DistributedStrategy()
-    strategy.a_sync = args.mode != "sync"
-    if args.mode == "geo":
-        strategy.a_sync_configs = {"k_steps": args.k_steps}
+    strategy.a_sync = args.mode in ("async", "geo")
+    strategy.a_sync_configs = {"k_steps": args.k_steps if args.mode == "geo" else 0}
     fleet.init(strategy=strategy)
+    if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
+        strategy.hybrid_configs = {"dp_degree": fleet.worker_num()}
     if fleet.is_server():  # it needs neither data nor model: the workers say which tables there are
         fleet.init_server()
         fleet.run_server()
@@ -45,8 +46,7 @@ def main() -> None:
 
     table = partial(fleet.SparseEmbedding, padding_idx=0, initializer=NEW_ROWS)
     model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers)
-    optimizer = make_optimizer(args, model.parameters())
-    optimizer = fleet.distributed_optimizer(optimizer, strategy)
+    optimizer = fleet.distributed_optimizer(make_optimizer(args, model.parameters()), strategy)
     model = fleet.distributed_model(model)
     fleet.init_worker()
 

@@ -112,6 +112,7 @@ def plan_tables(
     *,
     geo: bool = False,
     adam_d2sum: bool = False,
+    dense_here: bool = False,
     configure: Configure = lambda config: config,
 ) -> TablePlan:
     """Returns the tables for the modules and parameters that ``optimizer`` trains.
@@ -121,6 +122,7 @@ def plan_tables(
         optimizer: the user's optimizer.
         geo: servers add differences, whatever the optimizer.
         adam_d2sum: dense tables take the rule of that name in place of Adam.
+        dense_here: workers train the dense parameters, by any optimizer, and the servers have copies (hybrid).
         configure: the last word on a sparse table, for ``sparse_table_configs``.
 
     Raises:
@@ -141,9 +143,10 @@ def plan_tables(
             continue
         _check_parameters(parameters)
         size = sum(p.numel() for p in parameters)
-        rule = _dense_rule(optimizer, group, geo, adam_d2sum)
+        rule = Rule("sum") if dense_here else _dense_rule(optimizer, group, geo, adam_d2sum)
         config = DenseTableConfig(f"{FLAT}.{number}", size, rule)
-        plan.dense.append(DensePart(len(plan.sparse) + len(plan.dense), config, parameters, group))
+        table_id = len(plan.sparse) + len(plan.dense)
+        plan.dense.append(DensePart(table_id, config, parameters, group, follows=not dense_here))
     return plan
 
 

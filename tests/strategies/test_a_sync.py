@@ -14,7 +14,7 @@ from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.options import DistributedStrategy
 from fleet.strategies._plan import plan
 from fleet.strategies._served_optimizer import SERVERS, ServedOptimizer
-from fleet.strategies.a_sync import ASync, ps_mode
+from fleet.strategies.a_sync import ASync, is_hybrid, ps_mode
 
 
 def test_the_factory_makes_the_four_modes() -> None:
@@ -88,10 +88,73 @@ def test_steps_go_to_the_trainer() -> None:
 
 
 def test_one_optimizer_per_job() -> None:
-    session: Any = SimpleNamespace(options=StrategyFactory.create_sync_strategy())
+    session: Any = SimpleNamespace(options=StrategyFactory.create_sync_strategy(), world_size=2)
     strategy = ASync(session.options["a_sync_configs"], session)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     strategy.check_optimizer(optimizer)
     strategy.wrap_optimizer(optimizer)
     with pytest.raises(ConfigError, match="one optimizer"):
         strategy.check_optimizer(optimizer)
+
+
+def hybrid(mode: str = "sync", dp_degree: int = 2, **options: Any) -> DistributedStrategy:
+    strategy = getattr(StrategyFactory, f"create_{mode}_strategy")()
+    strategy.hybrid_configs = {"dp_degree": dp_degree}
+    for name, value in options.items():
+        setattr(strategy, name, value)
+    return strategy
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_hybrid_is_chosen_by_the_degree_of_data_parallelism(mode: str) -> None:
+    """D.9: dp_degree of all workers; the default, or another number, is said to change nothing."""
+    assert is_hybrid(hybrid(mode), 2)
+    assert plan(hybrid(mode), 2, collective=False).notes == ()
+    assert not is_hybrid(DistributedStrategy(), 2)
+    for other in (-1, 1):
+        assert not is_hybrid(hybrid(mode, other), 2)
+        (note,) = plan(hybrid(mode, other), 2, collective=False).notes
+        assert "Set its dp_degree to the number of workers, 2" in note
+    assert is_hybrid(hybrid(mode, 1), 1)  # the same script alone, with fleet.worker_num() for the degree
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (hybrid("geo"), "mode is geo, in which no worker waits"),
+        (hybrid("half_async"), "mode is half_async, in which no worker waits"),
+        (hybrid(adam_d2sum=True), "adam_d2sum is a rule of servers"),
+        (hybrid(hybrid_configs={"sharding_degree": 2}), r"hybrid_configs\['sharding_degree'\] is 2"),
+        (hybrid(dgc=True, gradient_merge=True), "dgc, gradient_merge would act on the dense half"),
+        (hybrid(asp=True), "asp would not mask weights"),
+        (hybrid(a_sync_configs={"use_ps_gpu": 1}), r"set hybrid_configs\['dp_degree'\] to the number of workers"),
+    ],
+)
+def test_hybrid_refuses_what_it_excludes(made: DistributedStrategy, match: str) -> None:
+    """D.9, decision 5: each with its reason."""
+    with pytest.raises(ConfigError, match=match):
+        plan(made, 2, collective=False)
+
+
+def test_a_hybrid_step_leaves_hooks_to_the_optimizer() -> None:
+    """B.3: grad_clip and other hooks see the mean, inside the trainer's step."""
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+    served, trainer, seen = ServedOptimizer(inner, hybrid=True), Trainer(), []
+    inner.register_step_pre_hook(lambda *args: seen.append("before"))
+    served.connect(trainer)  # type: ignore[arg-type]
+    served.step()
+    assert trainer.calls == ["step"]
+    assert seen == []
+    inner.step()
+    assert seen == ["before"]
+
+
+def test_hybrid_needs_rules_for_rows_only() -> None:
+    """D.9: dense parameters stay here, so any optimizer trains them; rows need a rule of the servers."""
+    from fleet.ps import SparseEmbedding
+
+    session: Any = SimpleNamespace(options=hybrid(), world_size=2)
+    strategy = ASync(session.options["a_sync_configs"], session)
+    strategy.check_optimizer(torch.optim.RMSprop([nn.Parameter(torch.zeros(1))], 0.1))
+    with pytest.raises(ConfigError, match="RMSprop"):
+        strategy.check_optimizer(torch.optim.RMSprop(SparseEmbedding(2).parameters(), 0.1))

@@ -86,7 +86,7 @@ def test_plain_torch_learns_a_file(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+@pytest.mark.parametrize("mode", ["sync", "async", "geo", "hybrid"])
 def test_servers_learn_a_file(tmp_path: Path, mode: str) -> None:
     """002-16, 002-25: each mode on one server and two workers; the rows are saved."""
     path = write_criteo(tmp_path / "part-0", 1000)
@@ -107,7 +107,7 @@ def local_auc(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "tolerance"), [("sync", 0.002), ("async", 0.01), ("geo", 0.01)])
+@pytest.mark.parametrize(("mode", "tolerance"), [("sync", 0.002), ("async", 0.01), ("geo", 0.01), ("hybrid", 0.002)])
 def test_two_workers_reach_the_local_auc(tmp_path: Path, local_auc: float, mode: str, tolerance: float) -> None:
     """Issue 4: with two workers, sync ends within 0.002 of one process, async and geo within 0.01."""
     output = train(served(*FLIGHTS, "--mode", mode), tmp_path, 120)

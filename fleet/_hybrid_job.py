@@ -1,0 +1,68 @@
+"""What a worker of a hybrid job has beside the servers: the other workers, with whom it averages dense gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fleet.errors import ConfigError
+from fleet.ps._client import Client
+from fleet.ps._hybrid_trainer import HybridTrainer
+from fleet.ps._table_plan import TablePlan
+from fleet.ps._trainer import TrainerConfig
+from fleet.ps._trainer_group import Alone, ProcessGroupTrainers, TrainerGroup
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fleet._session import Session
+
+__all__ = ["make_hybrid_trainer", "meet_trainers"]
+
+
+def make_hybrid_trainer(
+    session: Session,
+    plan: TablePlan,
+    config: TrainerConfig,
+    make_client: Callable[[int], Client],
+    optimizer: Optimizer,
+) -> HybridTrainer:
+    """Returns a trainer that is not open yet, after all workers of the job have met."""
+    rows = {id(module.weight) for part in plan.sparse for module in part.modules}
+    tensors: dict[int, Tensor] = {}
+    for model in session.models:
+        for tensor in (*model.module.parameters(), *model.module.buffers()):
+            if id(tensor) not in rows and tensor.numel():
+                tensors[id(tensor)] = tensor
+    for part in plan.dense:
+        tensors |= {id(parameter): parameter for parameter in part.parameters}
+    # A trainer that finds a NaN tells the others instead of letting them wait, however the check was asked for.
+    checks = config.check_finite or any(strategy.name == "check_nan_inf" for strategy in session.strategies)
+    config = replace(config, check_finite=checks)
+    return HybridTrainer(plan, config, make_client, optimizer, meet_trainers(session), list(tensors.values()))
+
+
+def meet_trainers(session: Session) -> TrainerGroup:
+    """Returns the workers of the job as a group: gloo on the host, NCCL on GPUs.
+
+    Raises:
+        ConfigError: nothing says where they meet.
+        RendezvousError: not all have come in time.
+    """
+    if session.world_size == 1:
+        return Alone()
+    if session.meet_workers is None:
+        raise ConfigError(
+            f"hybrid_configs['dp_degree'] is {session.world_size}: the workers average dense gradients among "
+            "themselves, and nothing says where they meet. Set PADDLE_MASTER to the same host:port on all of them, a "
+            "free port of worker 0's machine; the launcher does it."
+        )
+    group = session.meet_workers(session.device)
+    on_host = "nccl" not in str(dist.get_backend_config(group))
+    if session.device.type == "cuda" and on_host and session.record.backend in (None, "auto", "nccl"):
+        group = dist.new_group(backend="nccl")  # they met for host arrays before
+    return ProcessGroupTrainers(group)

@@ -1,0 +1,226 @@
+"""DenseExchange: the dense half of hybrid training. Trainers average gradients and step their own optimizers alike.
+
+[Note: One buffer]
+A step is one all-reduce of one float32 buffer: all gradients, which parameter has one, who takes a step, and worker
+0's learning rates. So a parameter that no trainer has a gradient for stays without one, as in a single process; and
+a trainer that has no batch left adds zeros and steps with the others' mean, so that parameters and optimizer states
+stay equal to the bit.
+
+A rate is sent as three float32 numbers whose sum in float64 is the rate, to the bit: workers step with worker 0's
+rate whatever their own schedules say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fleet.errors import NanInfError, PSError
+from fleet.ps._table_plan import DensePart
+from fleet.ps._trainer_group import TrainerGroup
+
+__all__ = ["DenseExchange", "Round"]
+
+_RATE_PARTS = 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one exchange showed: how many trainers took a step, had a bad gradient, or want to leave."""
+
+    active: int
+    bad: int
+    leaving: int
+
+
+class DenseExchange:
+    """The dense parameters of one trainer.
+
+    Args:
+        parts: the dense tables of the plan, whose parameters are exchanged.
+        groups: the optimizer's parameter groups.
+        trainers: everyone.
+        train: one step of the user's optimizer.
+    """
+
+    def __init__(
+        self,
+        parts: list[DensePart],
+        groups: list[dict[str, Any]],
+        trainers: TrainerGroup,
+        train: Callable[[], Any],
+    ) -> None:
+        self._parameters: list[nn.Parameter] = [p for part in parts for p in part.parameters]
+        self._groups, self._trainers, self._train = groups, trainers, train
+        self._size = sum(p.numel() for p in self._parameters)
+        length = self._size + len(self._parameters) + 3 + _RATE_PARTS * len(groups)
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._buffer = torch.zeros(length, device=device)
+        self._wait: Callable[[], None] = lambda: None
+        self.rounds = 0  # updates so far, the same number on every trainer
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def start(self, *, bad: bool = False) -> None:
+        """Begins the exchange of the gradients that backward left."""
+        self._fill(active=True, bad=bad, leaving=False)
+        self._wait = self._trainers.start_sum(self._buffer)
+
+    def finish(self) -> Round:
+        """Returns when every trainer has given its gradients; those of the parameters are the mean then."""
+        self._wait()
+        found = self._found()
+        if not found.bad:
+            self._take(found.active)
+        return found
+
+    def step(self) -> None:
+        """Steps the optimizer with worker 0's learning rates."""
+        sent = self._header()[3:].reshape(-1, _RATE_PARTS).astype(np.float64).sum(axis=1).tolist()
+        own = [group["lr"] for group in self._groups]
+        try:
+            for group, rate in zip(self._groups, sent, strict=True):
+                _set_rate(group, rate)
+            self._train()
+            self.rounds += 1
+        finally:
+            for group, rate in zip(self._groups, own, strict=True):
+                group["lr"] = rate
+
+    # -- without a step of its own -------------------------------------------------------------------------------
+
+    def stand_by(self, *, leaving: bool) -> int:
+        """Takes part in the others' steps until none takes one, or with ``leaving`` until all leave.
+
+        Returns how many trainers are leaving. The gradients of this trainer, if there are any, stay as they are.
+
+        Raises:
+            NanInfError: another trainer had a gradient that is not finite.
+        """
+        kept = [p.grad for p in self._parameters]
+        try:
+            while True:
+                for parameter in self._parameters:
+                    parameter.grad = None
+                self._fill(active=False, bad=False, leaving=leaving)
+                self._trainers.start_sum(self._buffer)()
+                found = self._found()
+                if found.bad:
+                    raise not_finite(self._trainers.rank, found.bad)
+                if found.active:
+                    self._take(found.active)
+                    self.step()
+                elif not leaving or found.leaving == self._trainers.size:
+                    return found.leaving
+        finally:
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
+
+    @torch.no_grad()
+    def copy_from_0(self, tensors: list[Tensor]) -> None:
+        """Gives ``tensors`` the values they have at trainer 0."""
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            self._trainers.copy_from_0(whole)
+            tensor.copy_(whole)
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Returns the ``numbers`` of every trainer, by rank; whole numbers below 2**52."""
+        table = torch.zeros((self._trainers.size, len(numbers)), dtype=torch.float64, device=self._buffer.device)
+        table[self._trainers.rank] = torch.tensor(numbers, dtype=torch.float64)
+        self._trainers.start_sum(table)()
+        return [[int(number) for number in row] for row in table.tolist()]
+
+    def share(self, data: bytes) -> bytes:
+        """Returns trainer 0's ``data`` on every trainer."""
+        (size, *_) = self.gather([len(data)])[0]
+        mine = torch.zeros(size, dtype=torch.uint8, device=self._buffer.device)
+        if size and self._trainers.rank == 0:
+            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._buffer.device)
+        if size:
+            self._trainers.copy_from_0(mine)
+        return mine.cpu().numpy().tobytes()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _fill(self, *, active: bool, bad: bool, leaving: bool) -> None:
+        buffer, start, flags = self._buffer, 0, []
+        buffer.zero_()
+        for parameter in self._parameters:
+            gradient = parameter.grad if active else None
+            flags.append(float(gradient is not None))
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+                buffer[start : start + parameter.numel()].view(parameter.shape).copy_(dense)
+            start += parameter.numel()
+        rates = [_split(float(group["lr"])) if self._trainers.rank == 0 else [0.0] * 3 for group in self._groups]
+        tail = [*flags, float(active), float(bad), float(leaving), *(part for parts in rates for part in parts)]
+        buffer[start:] = torch.tensor(tail, dtype=torch.float32)
+
+    def _header(self) -> np.ndarray:
+        header: np.ndarray = self._buffer[self._size + len(self._parameters) :].cpu().numpy()
+        return header
+
+    def _found(self) -> Round:
+        active, bad, leaving = (int(number) for number in self._header()[:3])
+        return Round(active, bad, leaving)
+
+    @torch.no_grad()
+    def _take(self, active: int) -> None:
+        flags, start = self._buffer[self._size : self._size + len(self._parameters)].tolist(), 0
+        self._buffer[: self._size].div_(active)
+        for parameter, count in zip(self._parameters, flags, strict=True):
+            mean = self._buffer[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            if not count:
+                continue
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                parameter.grad = mean.clone()
+            else:
+                parameter.grad.copy_(mean)
+
+
+def not_finite(rank: int, count: int) -> NanInfError:
+    """Returns the error of a trainer whose peers found gradients that are not finite."""
+    return NanInfError(
+        f"FLAGS_check_nan_inf: {count} other trainer(s) have a gradient that is not finite; their logs name it. "
+        "Nothing was updated.",
+        rank=rank,
+        step=0,
+    )
+
+
+def check_same_round(rounds: list[int]) -> None:
+    """Checks that all go on after the same number of updates; ``rounds`` has it by rank.
+
+    Raises:
+        PSError: checkpoints of different steps, from which trainers would wait for each other for ever.
+
+    Example:
+        >>> check_same_round([4, 4])
+    """
+    if len(set(rounds)) > 1:
+        raise PSError(
+            f"hybrid training: the trainers go on after {rounds} updates (by rank), and they make each one together. "
+            "Load checkpoints of the same step on all of them, or on none."
+        )
+
+
+def _split(rate: float) -> list[float]:
+    parts = []
+    for _ in range(_RATE_PARTS):
+        part = float(np.float32(rate))
+        parts.append(part)
+        rate -= part
+    return parts
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    own = group["lr"]
+    group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate

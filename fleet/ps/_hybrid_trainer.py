@@ -1,0 +1,233 @@
+"""HybridTrainer: a worker whose rows are on the servers and whose dense parameters are its own, as on all trainers.
+
+The dense tables on the servers are a copy that a save brings up to date, so that a save has them and
+``init_server(dirname)`` starts a job from them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSError
+from fleet.ps._client import Client
+from fleet.ps._dense_exchange import DenseExchange, check_same_round, not_finite
+from fleet.ps._table_plan import TablePlan
+from fleet.ps._trainer import SAVE, Trainer, TrainerConfig
+from fleet.ps._trainer_group import TrainerGroup
+
+__all__ = ["STATE_FILE", "HybridTrainer"]
+
+STATE_FILE = "trainer.pt"  # in a save: the state of the trainers' optimizer
+
+
+class HybridTrainer(Trainer):
+    """Averages dense gradients over the trainers, steps the user's optimizer here, and hands rows to the servers.
+
+    Args:
+        plan: the tables; the dense ones were planned with ``dense_here``.
+        config: how rows are trained: sync or async.
+        make_client: as :class:`Trainer` takes it.
+        optimizer: the user's optimizer.
+        trainers: all trainers of the job.
+        tensors: parameters and buffers that every trainer starts with as trainer 0 has them.
+    """
+
+    def __init__(
+        self,
+        plan: TablePlan,
+        config: TrainerConfig,
+        make_client: Callable[[int], Client],
+        optimizer: Optimizer,
+        trainers: TrainerGroup,
+        tensors: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(plan, config, make_client)
+        self._optimizer, self._tensors, self._size = optimizer, list(tensors), trainers.size
+        self._exchanged = TablePlan(sparse=plan.sparse)
+        self._dense: DenseExchange | None = DenseExchange(
+            plan.dense, optimizer.param_groups, trainers, lambda: optimizer.step()
+        )
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connects; afterwards parameters and buffers are trainer 0's on every trainer.
+
+        Trainer 0 starts from the servers' copy, if they have one from a save; from its own parameters if it was given
+        a checkpoint of its own.
+
+        Raises:
+            PSError: the trainers were given checkpoints of different steps.
+        """
+        super().open()
+        dense, client = self._own(), self.client
+        dense.copy_from_0(self._tensors)
+        found = dense.gather([dense.rounds, client.step])  # by rank
+        check_same_round([rounds for rounds, _ in found])
+        if client.staleness == 0:  # without checkpoints: the servers may have had one step more of one than of another
+            client.step = max(step for _, step in found)
+
+    def close(self) -> None:
+        """Leaves the servers, and takes part in the others' steps until all trainers leave."""
+        if self._client is None or self.stopped:
+            return
+        try:
+            self.flush()
+            self._stop_exchange()
+            self._client.goodbye()
+            self._own().stand_by(leaving=True)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Disconnects without a goodbye, and lets go of the other trainers."""
+        super().abandon()
+        self._dense = None
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Averages the dense gradients over the trainers and steps with them; hands the rows' to the servers.
+
+        Raises:
+            NanInfError: a gradient of this trainer or another is not finite and the check is on; nothing was updated.
+            PSError: a server is lost for longer than the deadline, or a trainer is gone.
+        """
+        exchange, rows, dense = self._running(), self._gradients(), self._own()
+        if self.config.check_finite:
+            self._check_together(rows, dense)
+        else:
+            dense.start()
+        self._send_rates()
+        exchange.put(rows)
+        if not self.config.check_finite:
+            dense.finish()
+        dense.step()
+
+    def non_finite_rows(self) -> str:
+        """Names a bad row, for a check that lets this trainer raise and not step; the others raise as well."""
+        found = super().non_finite_rows()
+        dense = self._own()
+        dense.start(bad=True)
+        dense.finish()
+        return found
+
+    def meet(self, name: str) -> None:
+        """Waits until every worker has come here, and takes part in the steps of those that still train."""
+        self._meet(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a worker that comes back must know, and the number of updates it has made."""
+        state = super().state_dict()
+        return state if self._dense is None or self._client is None else {**state, "rounds": self._dense.rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        """Goes back to a checkpoint; every trainer loads one of the same step."""
+        super().load_state_dict(state)
+        self._own().rounds = int(state.get("rounds", 0))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def load(self, dirname: str, tables: list[int] | None = None) -> None:
+        """Makes the servers read a save; all go on with its rows, its parameters and its optimizer state.
+
+        Raises:
+            PSError: a trainer has left already.
+        """
+        client, dense = self.client, self._own()
+        self.flush()
+        left = self._meet(SAVE)
+        if left:
+            raise PSError(
+                f"fleet.load_model(): {left} of {self._size} trainers have called stop_worker() already, and hybrid "
+                "training gives what was read to all of them. Load before the first one stops."
+            )
+        if client.config.rank == 0:
+            client.load(dirname, tables=tables)
+        client.barrier(SAVE)
+        read = {part.table_id: None for part in self.plan.dense if tables is None or part.table_id in tables}
+        values = client.wait(client.pull(read, wait_for_others=False)) if read else {}
+        for part in self.plan.dense:
+            if part.table_id in values:
+                part.assign(values[part.table_id])
+        if tables is None:
+            self._load_state(dirname, dense)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _own(self) -> DenseExchange:
+        if self._dense is None:
+            raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
+        return self._dense
+
+    def _take_parameters(self, client: Client) -> None:
+        """Takes the servers' copy as trainer 0, from which the others get theirs."""
+        if client.config.rank == 0 and self._pending is None:
+            super()._take_parameters(client)
+
+    def _check_together(self, rows: dict[int, Any], dense: DenseExchange) -> None:
+        local = {part.table_id: part.gradients() for part in self.plan.dense}
+        try:
+            self._check_finite({**rows, **{key: value for key, value in local.items() if value is not None}})
+        except NanInfError:
+            dense.start(bad=True)
+            dense.finish()
+            raise
+        dense.start()
+        bad = dense.finish().bad
+        if bad:
+            raise not_finite(self.client.config.rank, bad)
+
+    def _meet(self, name: str) -> int:
+        """Returns how many trainers have left."""
+        failures: list[BaseException] = []
+
+        def stand() -> None:
+            try:
+                self.client.barrier(name)
+            except BaseException as error:
+                failures.append(error)
+
+        # The servers must know that this one stands here while it still takes part in the others' steps.
+        standing = threading.Thread(target=stand, name="barrier", daemon=True)
+        standing.start()
+        left = self._own().stand_by(leaving=False)
+        standing.join()
+        if failures:
+            raise failures[0]
+        return left
+
+    def _before_save(self, dirname: str, tables: list[int] | None) -> None:
+        """Brings the servers' copy up to date, and writes the optimizer's state beside the tables."""
+        client = self.client
+        if self.plan.dense:
+            client.wait(client.set_dense({part.table_id: part.values() for part in self.plan.dense}))
+        if tables is None:
+            Path(dirname).mkdir(parents=True, exist_ok=True)
+            part = Path(dirname) / f".{STATE_FILE}.tmp"
+            torch.save(self._optimizer.state_dict()["state"], part)
+            os.replace(part, Path(dirname) / STATE_FILE)
+
+    def _load_state(self, dirname: str, dense: DenseExchange) -> None:
+        """Loads the state that trainer 0 finds in the save; a save of another mode has none, and all start anew."""
+        path = Path(dirname) / STATE_FILE
+        is_here = self.client.config.rank == 0 and path.exists()
+        data = dense.share(path.read_bytes() if is_here else b"")
+        state: Any = {}
+        if data:
+            try:
+                state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            except Exception as error:
+                raise CheckpointError(f"{path} is not an optimizer state of this package, or damaged.") from error
+        groups = self._optimizer.state_dict()["param_groups"]  # rates are those of this run
+        self._optimizer.state.clear()
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})

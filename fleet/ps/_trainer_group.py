@@ -1,0 +1,76 @@
+"""TrainerGroup: the trainers of hybrid training among themselves, beside the servers: a sum and a copy of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fleet.errors import PSError
+
+__all__ = ["Alone", "ProcessGroupTrainers", "TrainerGroup"]
+
+
+class TrainerGroup(Protocol):
+    """All trainers of the job; each calls the same at the same point."""
+
+    rank: int
+    size: int
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins to replace ``tensor`` by its sum over all trainers; the result waits for it."""
+
+    def copy_from_0(self, tensor: Tensor) -> None:
+        """Replaces ``tensor`` by that of trainer 0."""
+
+
+class Alone:
+    """The only trainer.
+
+    Example:
+        >>> Alone().start_sum(torch.ones(2))()
+    """
+
+    rank, size = 0, 1
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Leaves ``tensor``, which is the sum already."""
+        return lambda: None
+
+    def copy_from_0(self, tensor: Tensor) -> None:
+        """Leaves ``tensor``."""
+
+
+class ProcessGroupTrainers:
+    """The trainers as a process group of torch: gloo for tensors on the host, NCCL for those on GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins the all-reduce; the wait raises PSError when a trainer is gone."""
+        work: Any = self._tried(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+
+        def wait() -> None:
+            self._tried(work.wait)
+
+        return wait
+
+    def copy_from_0(self, tensor: Tensor) -> None:
+        """Broadcasts; raises PSError when a trainer is gone."""
+        source = dist.get_global_rank(self._group, 0)
+        self._tried(lambda: dist.broadcast(tensor, src=source, group=self._group))
+
+    def _tried(self, act: Callable[[], object]) -> object:
+        try:
+            return act()
+        except (RuntimeError, torch.distributed.DistError) as error:
+            raise PSError(
+                f"hybrid training, trainer {self.rank} of {self.size}: the exchange of dense gradients broke off, so a "
+                "trainer is gone or silent. Look at the logs of the others. An all-reduce needs every trainer: start "
+                "all of them again, from checkpoints of the same step; the servers keep their tables."
+            ) from error

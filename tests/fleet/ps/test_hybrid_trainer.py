@@ -1,0 +1,238 @@
+"""Hybrid training through the facade, trainers as threads: dense parameters here, rows on the servers (D.7, D.9)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fleet
+from fleet.errors import NanInfError, UnsupportedOptionError
+from fleet.facade import Fleet
+from tests.fleet.test_server_job import Reference, make_adagrad, rows_of, served, strategy
+from tests.helpers.served import Batch, WideAndDeep, batches, run_job, train
+from tests.helpers.trainers import thread_trainers
+
+Tables = dict[str, torch.Tensor]
+
+
+def hybrid(mode: str = "sync", num_workers: int = 2) -> fleet.DistributedStrategy:
+    made = strategy(mode)
+    made.hybrid_configs = {"dp_degree": num_workers}
+    return made
+
+
+def job(monkeypatch: pytest.MonkeyPatch, work: Any, *, num_workers: int = 2, **settings: Any) -> list[Any]:
+    """Runs ``work`` on trainers that meet as threads."""
+    trainers = thread_trainers(num_workers)
+    monkeypatch.setattr("fleet._hybrid_job.meet_trainers", lambda session: trainers[session.global_rank])
+    made = settings.pop("strategy", hybrid(num_workers=num_workers))
+    return run_job(work, num_workers=num_workers, strategy=made, **settings)
+
+
+def tables_of(model: Any) -> Tables:
+    model.module.words.refresh()
+    return {"ads": rows_of(model), **{name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def check_equal(found: Tables, reference: Reference, atol: float = 1e-6) -> None:
+    for name, values in {"ads": reference.ads, "words.weight": reference.words.weight}.items():
+        torch.testing.assert_close(found[name], values.data, atol=atol, rtol=0)
+    torch.testing.assert_close(found["out.weight"], reference.out.weight.data, atol=atol, rtol=0)
+
+
+def test_two_trainers_equal_one_process_on_the_mean_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D.7, D.9, 002-18: two servers, two trainers from different seeds; twice the same bits on both, 1e-6 of one."""
+    reference = Reference()
+    train(reference, make_adagrad(reference.parameters()), batches(6))
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        train(model, optimizer, batches(6, rank, 2))
+        found = tables_of(model)
+        assert optimizer.user_optimizer.state[model.module.out.weight]["step"] == 6  # trained here
+        own.stop_worker()
+        return found
+
+    first, again = (job(monkeypatch, work, num_servers=2) for _ in range(2))
+    for tables in (*first, *again):
+        assert all(torch.equal(tables[name], first[0][name]) for name in tables)
+    check_equal(first[0], reference)
+
+
+def test_different_numbers_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """003-34, D.7: trainer 1 has 4 batches of 6 and waits; then they train on; the mean is over those that step."""
+    data = batches(8)
+    halves = [[tuple(part[rank::2] for part in batch) for batch in data] for rank in range(2)]
+    whole: list[Batch] = [*data[:4], *halves[0][4:6], *data[6:]]
+    reference = Reference()
+    train(reference, make_adagrad(reference.parameters()), whole)
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        train(model, optimizer, halves[rank][: 4 if rank else 6])
+        own.barrier_worker()
+        train(model, optimizer, halves[rank][6:])
+        own.barrier_worker()
+        found = tables_of(model)
+        own.stop_worker()
+        return found
+
+    for tables in job(monkeypatch, work):
+        check_equal(tables, reference)
+
+
+def test_one_leaves_first_and_worker_0_has_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B.3, 003-34: trainer 1 stops after 3 of 6 batches and ends with the same parameters; it has no scheduler."""
+    data = [batches(6, rank, 2) for rank in range(2)]
+    whole: list[Batch] = [*batches(6)[:3], *data[0][3:]]
+    reference = Reference()
+    optimizer = make_adagrad(reference.parameters())
+    train(reference, optimizer, whole, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if rank == 0 else None
+        train(model, optimizer, data[rank][: 6 - 3 * rank], scheduler)
+        found = tables_of(model) if rank == 0 else {}
+        own.stop_worker()
+        return {**found, "out.weight": model.module.out.weight.detach().clone()}
+
+    first, second = job(monkeypatch, work)
+    check_equal(first, reference)
+    assert torch.equal(first["out.weight"], second["out.weight"])
+
+
+def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """D.8, 003-19: save on two servers, load on one: the same bits as without."""
+    folder = tmp_path / "model"
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        train(model, optimizer, batches(6, rank, 2)[:3])
+        own.save_persistables(folder)
+        saved = tables_of(model)
+        train(model, optimizer, batches(6, rank, 2)[3:])
+        last = tables_of(model)
+        own.stop_worker()
+        return saved, last
+
+    def load(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=7 + rank)
+        own.load_model(folder)
+        loaded = tables_of(model)
+        train(model, optimizer, batches(6, rank, 2)[3:])
+        last = tables_of(model)
+        own.stop_worker()
+        return loaded, last
+
+    before = job(monkeypatch, work, num_servers=2)
+    assert (folder / "trainer.pt").exists()
+    after = job(monkeypatch, load)
+    for rank in range(2):
+        for moment in range(2):
+            for name, values in before[rank][moment].items():
+                assert torch.equal(values, after[rank][moment][name]), (moment, name)
+    assert not torch.equal(before[0][0]["out.weight"], before[0][1]["out.weight"])
+
+
+def test_servers_that_start_from_a_save_give_the_parameters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """D.8: init_server(dirname): every trainer begins with the parameters of the save, whatever its model had."""
+
+    def work(own: Fleet, rank: int) -> Tables:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        train(model, optimizer, batches(2, rank, 2))
+        own.save_persistables(tmp_path)
+        own.stop_worker()
+        return {"out.weight": model.module.out.weight.detach().clone()}
+
+    def serve(own: Fleet, index: int) -> None:
+        net = WideAndDeep()
+        own.distributed_optimizer(make_adagrad(net.parameters()), hybrid())
+        own.distributed_model(net)
+        own.init_server(tmp_path)
+        own.run_server()
+
+    def begin(own: Fleet, rank: int) -> torch.Tensor:
+        model, _ = served(own, hybrid(), make_adagrad, seed=9 + rank)
+        own.stop_worker()
+        return model.module.out.weight.detach().clone()
+
+    (saved, _) = job(monkeypatch, work)
+    for weight in job(monkeypatch, begin, serve=serve):
+        assert torch.equal(weight, saved["out.weight"])
+
+
+def test_a_bad_row_stops_both_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLAGS_check_nan_inf: one trainer's rows get a NaN; nothing is updated on either, and both can go on."""
+    monkeypatch.setenv("FLAGS_check_nan_inf", "1")
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        before = tables_of(model)
+        ads, words, target = batches(1, rank, 2)[0]
+        loss = ((model(ads, words) - target) ** 2).mean()
+        (loss * float("nan") if rank else loss).backward()
+        with pytest.raises(NanInfError) as caught:
+            optimizer.step()
+        optimizer.zero_grad()
+        after = tables_of(model)
+        assert all(torch.equal(values, after[name]) for name, values in before.items())
+        train(model, optimizer, batches(1, rank, 2))
+        weight = model.module.out.weight.detach().clone()
+        own.stop_worker()
+        return str(caught.value), weight
+
+    (other, weight0), (own_message, weight1) = job(monkeypatch, work)
+    assert "1 other trainer" in other
+    assert "rank 1" in own_message
+    assert torch.equal(weight0, weight1)
+
+
+def test_amp_computes_in_bfloat16_and_exchanges_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decision 5: strategies of the model that act with servers act here; both trainers stay equal to the bit."""
+    made = hybrid("async")
+    made.amp, made.amp_configs = True, {"dtype": "bfloat16"}
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, made, make_adagrad, seed=rank)
+        losses = train(model, optimizer, batches(4, rank, 2) * 4)
+        out = model(*batches(1)[0][:2])
+        assert torch.equal(out, out.bfloat16().float())
+        own.stop_worker()
+        return losses, model.module.out.weight.detach().clone()
+
+    (losses, weight0), (_, weight1) = job(monkeypatch, work, strategy=made)
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert torch.equal(weight0, weight1)
+
+
+def test_alone_any_optimizer_trains_the_dense_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D.9: the servers have no rule for AdamW's decay, and need none for parameters that stay here; async rows."""
+
+    def make(net: Any) -> torch.optim.Optimizer:
+        rows = [net.ads.weight, net.words.weight]
+        groups = [{"params": rows, "weight_decay": 0.0}, {"params": net.out.parameters(), "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, 0.01)
+
+    def start(made: fleet.DistributedStrategy) -> tuple[Fleet, Any, Any]:
+        torch.manual_seed(0)
+        own, net = Fleet(), WideAndDeep()
+        own.init(strategy=made, log_level="WARNING")
+        optimizer = own.distributed_optimizer(make(net), made)
+        model = own.distributed_model(net)
+        own.init_worker()
+        return own, model, optimizer
+
+    own, model, optimizer = start(hybrid("async", 1))
+    before = tables_of(model)
+    losses = train(model, optimizer, batches(4) * 10)
+    own.barrier_worker()
+    after = tables_of(model)
+    own.stop_worker()
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert not any(torch.equal(before[name], after[name]) for name in ("ads", "words.weight", "out.weight", "out.bias"))
+    with pytest.raises(UnsupportedOptionError, match="weight_decay"):
+        start(strategy("async"))
