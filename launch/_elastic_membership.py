@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch import _world
-from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, census, decide, wanted_text
+from fleet.launch import _elastic_world, _world
+from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
 from fleet.launch._etcd_contact import EtcdContact
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError
@@ -167,7 +167,7 @@ class ElasticMembership:
         view = self._contact.view()
         limit_s = self._settings.wait_limit_s
         until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
-        text = census(_world.read_nodes(view), _world.read_world(view))
+        text = _elastic_world.census(_world.read_nodes(view), _world.read_world(view))
         return f"{self._contact.silence() or text}; this node waits {until}"
 
     def _check_limits(self, waited_s: float) -> None:
@@ -313,12 +313,16 @@ class ElasticMembership:
     def _resolve_victim(self, reason: Reason) -> Reason:
         """Waits until the node that is to blame is gone; when all are still there, this node's worker is to blame."""
         assert self.world is not None
-        deadline = time.monotonic() + self._contact.ttl_s + 2
+        limit_s = self._contact.ttl_s + 2
+        self._log.info(f"The workers stopped as they do when another node is gone; it is known within {limit_s} s.")
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             nodes = _world.read_nodes(self._contact.view())
             suspects = [n for n in self.world.nodes if n not in nodes or nodes[n].phase == _world.LEAVING]
-            if suspects or self._contact.silence():
-                return replace(reason, kind="lost", node=suspects[0] if suspects else "")
+            if suspects:
+                return _elastic_world.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
+            if silence := self._contact.silence():
+                return replace(reason, kind="lost", node="", text=silence)
             self._wait_for_news()
         failure = self._failure(reason.code, reason.text)
         view = self._contact.fresh_view()

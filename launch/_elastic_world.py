@@ -128,7 +128,8 @@ def _while_waiting(name: str, own: Node | None, world: World, joined: int, was_s
         if name in world.nodes:
             return Action(kind="enter", world=world)
         if was_scaled and len(world.nodes) >= world.max_nodes:
-            text = f"The job was scaled to {len(world.nodes)} nodes and goes on without this one."
+            nodes_text = "1 node" if len(world.nodes) == 1 else f"{len(world.nodes)} nodes"
+            text = f"The job was scaled to {nodes_text} and goes on without this one."
             return Action(kind="leave", text=text)
     if world.state == PROPOSED and name in world.nodes and world.generation > joined:
         done = own is not None and (own.phase, own.generation) == (_world.READY, world.generation)
@@ -190,6 +191,12 @@ def _proposed(nodes: Mapping[str, Node], world: World, rules: ElasticRules, gone
 def lost_reason(world: World, node: str, *, restart: bool) -> Reason:
     """Returns the reason of a generation that lost ``node``."""
     return replace(_world.lost_reason(world, node), restart=restart)
+
+
+def blamed_reason(world: World, node: str, *, leaves: bool) -> Reason:
+    """Returns why workers stopped whose peer on ``node`` is gone, or ``leaves`` because its launcher was told to."""
+    lost = lost_reason(world, node, restart=True)
+    return replace(lost, text=lost.text.partition(" is gone:")[0] + " leaves the job.") if leaves else lost
 
 
 def _wanted_change(nodes: Mapping[str, Node], world: World, rules: ElasticRules, quiet_s: float) -> str:

@@ -234,7 +234,8 @@ class JobLoop:
         elif generation.restarts != self._restarts:
             self._log.info(f"Restart {generation.restarts} of {config.max_restart}")
         else:
-            self._log.info(f"The job goes on with {len(peers)} nodes; this one has rank {generation.node_rank}")
+            size = "1 node" if len(peers) == 1 else f"{len(peers)} nodes"
+            self._log.info(f"The job goes on with {size}; this one has rank {generation.node_rank}")
         self._restarts = generation.restarts
         write_job_files(config.log_dir, specs)
         self._log.info(run_pod_line(config, specs))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fleet.launch._elastic_world import (
     IN_PLACE,
     ElasticRules,
+    blamed_reason,
     census,
     decide,
     elastic_order,
@@ -350,3 +351,13 @@ def test_no_two_nodes_ever_start_with_different_worlds(moves: list[tuple[int, st
         assert len(now.nodes) == min(len(cluster.nodes), now.max_nodes)
     for unused in (DONE, WORKERS_DONE, LEAVING):
         assert unused not in {node.phase for node in cluster.nodes.values()}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "end"),
+    [(False, "is gone: its launcher gives no sign of life."), (True, "leaves the job.")],
+)
+def test_a_survivor_names_the_node_it_lost(leaves: bool, end: str) -> None:
+    reason = blamed_reason(world(FIXED, "a", "b"), "b", leaves=leaves)
+    assert reason.text == f"Node 1 of 2 (host 10.0.0.9, pod pod) {end}"
+    assert (reason.kind, reason.restart) == ("lost", True)
