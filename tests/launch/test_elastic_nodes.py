@@ -123,7 +123,7 @@ def delay_s(found: list[Start], since: float) -> float:
 
 
 def test_killed_node_and_its_replacement(cluster: Cluster) -> None:
-    """004-04, 004-05, 004-19: the survivor waits, says for what, keeps its rank; then all train with a new store."""
+    """004-04, 004-05, 004-16, 004-19: the survivor waits, says for what, keeps its rank; all train with a new store."""
     one, two = cluster.node(1, "one"), cluster.node(2, "two")
     before = together(one, two)
     two.signal(signal.SIGKILL)
@@ -149,7 +149,7 @@ def test_killed_node_and_its_replacement(cluster: Cluster) -> None:
 
 
 def test_scale_out_and_in(cluster: Cluster) -> None:
-    """004-09 to 004-14."""
+    """004-09, 004-10, 004-11, 004-12, 004-13, 004-14: and ranks are consistent on all nodes, 004-03."""
     one, two = cluster.node(1, "one"), cluster.node(2, "two")
     before = together(one, two)
     assert "nothing restarts" in cluster.command("--np=2", "scale")
