@@ -3,13 +3,15 @@
 Each table has a queue. ``put`` blocks while a queue is full; threads take from the queues what has come, add it up
 and push the sum. Merging is by sum, so with SGD k merged gradients equal k separate updates; rules with state see one
 larger gradient instead. So a table of plain SGD is merged also where ``max_merge_var_num`` is 1: what has come while
-the sender was busy, and within its patience, is one push. That is what makes small batches cheap: the dense parameters
-travel whole, whatever the batch.
+the sender was busy is one push. And after a large push the sender rests, so that it takes a fifth of the time at most:
+the dense parameters travel whole, whatever the batch, and would cost more than the steps of small batches. Gradients
+get older by that, in proportion to what an exchange takes; where it takes little there is no rest.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from fleet.ps._shards import Gradient, Rows
 __all__ = ["AsyncSender", "HalfAsyncSender", "LateGradient", "SenderConfig"]
 
 _POLL_S = 0.01
+# The sender rests after a push of so many bytes of dense gradients, for so many times what the exchange took.
+_REST_BYTES, _REST_TIMES = 1 << 18, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +118,12 @@ class AsyncSender:
         if len(clients) != wanted:
             raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each its own.")
         self.config, self._clients, self._receive = config, list(clients), receive
-        self._additive = frozenset(additive if config.max_merge_var_num == 1 else ())
+        self._additive = frozenset(additive)
         self._changed = threading.Condition()
         self._queues: dict[int, _Queue] = {}
         self._busy = [False] * config.thread_pool_size
         self._sent = 0  # gradients since parameters were received
+        self._resting_until = [0.0] * config.thread_pool_size
         self._failure: BaseException | None = None
         self._stopping = self._flushing = False
         self._threads = [
@@ -151,14 +156,12 @@ class AsyncSender:
     def _append(self, table_id: int, queue: _Queue, value: Gradient | Rows | LateGradient, step: int) -> None:
         if isinstance(value, Gradient | np.ndarray):
             queue.append(_Waiting(step, value))
-        elif (
-            table_id in self._additive and queue and queue[-1].step > self._boundary(self._clients[0]).get(table_id, 0)
-        ):
+        elif queue and self._takes_more(table_id, queue[-1]):
             value.add_gradients(queue[-1].value)
             queue[-1].step, queue[-1].count = step, queue[-1].count + 1
         elif (found := value.gradients()) is not None:
             queue.append(_Waiting(step, found))
-        if queue.waiting in (1, self._limit(table_id)):  # a sender waits for the first, or for the last
+        if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for the first or the last
             self._changed.notify_all()
 
     def waiting(self) -> dict[int, int]:
@@ -230,6 +233,7 @@ class AsyncSender:
                 self._busy[index] = True
                 taken = self._collect(index, self._boundary(client))
                 self._changed.notify_all()
+            began = time.monotonic()
             for step, group in _by_step(taken).items():
                 client.wait(client.push({t: _sum(client, t, items) for t, items in group.items()}, step=step))
             with self._changed:
@@ -239,24 +243,29 @@ class AsyncSender:
                     self._sent = 0
             if due and self._receive is not None:
                 self._receive(client)
+            self._rest(index, began, taken)
             with self._changed:
                 self._busy[index] = False
                 self._changed.notify_all()
 
     def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[_Waiting]]:
         """Takes what one push of each table carries, waiting for more as long as the configuration says."""
-        polls, mine = 0, self._mine(index)
+        polls, mine, merges = 0, self._mine(index), self.config.max_merge_var_num > 1
         while polls < self.config.send_wait_times and not (self._flushing or self._stopping or self._full(mine)):
+            rest_s = _POLL_S if merges else min(_POLL_S, self._resting_until[index] - time.monotonic())
+            if rest_s <= 0:
+                break
             before = sum(queue.waiting for queue in mine.values())
-            self._changed.wait_for(lambda: self._flushing or self._stopping or self._full(self._mine(index)), _POLL_S)
+            self._changed.wait_for(lambda: self._flushing or self._stopping or self._full(self._mine(index)), rest_s)
             mine = self._mine(index)
             arrived = sum(queue.waiting for queue in mine.values()) > before
             polls = 0 if arrived else polls + 1
         taken = {}
         for table, queue in mine.items():
-            limit = self._limit(table)
+            room = self._limit(table)
             items: list[_Waiting] = []
-            while queue and len(items) < limit and (not items or queue[0].step > boundary.get(table, 0)):
+            while queue and queue[0].count <= room and (not items or queue[0].step > boundary.get(table, 0)):
+                room -= queue[0].count
                 items.append(queue.popleft())
                 if items[0].step <= boundary.get(table, 0):
                     break  # a server may have had this step before a restart: it must be recognised
@@ -264,15 +273,28 @@ class AsyncSender:
                 taken[table] = items
         return taken
 
+    def _rest(self, index: int, began: float, sent: Mapping[int, list[_Waiting]]) -> None:
+        """Notes how long this thread leaves the machine to the training."""
+        dense = sum(
+            item.value.nbytes for items in sent.values() for item in items if isinstance(item.value, np.ndarray)
+        )
+        if dense >= _REST_BYTES:
+            now = time.monotonic()
+            self._resting_until[index] = now + _REST_TIMES * (now - began)
+
     def _limit(self, table_id: int) -> int:
         """Returns how many gradients of a table one push may carry."""
-        config = self.config
-        return config.send_queue_size if table_id in self._additive else config.max_merge_var_num
+        merge = self.config.max_merge_var_num
+        return self.config.send_queue_size if merge == 1 and table_id in self._additive else merge
+
+    def _takes_more(self, table_id: int, last: _Waiting) -> bool:
+        """Returns whether another gradient may be added to the last one that waits."""
+        return last.count < self._limit(table_id) and last.step > self._boundary(self._clients[0]).get(table_id, 0)
 
     def _full(self, queues: Mapping[int, _Queue]) -> bool:
-        """Returns whether there is nothing to wait for; tables that are not additive decide, where there are any."""
+        """Returns whether there is nothing to wait for; tables whose gradients leave one by one decide, if any do."""
         waiting = {table: queue.waiting for table, queue in queues.items() if queue}
-        strict = {table: count for table, count in waiting.items() if table not in self._additive}
+        strict = {table: count for table, count in waiting.items() if self._limit(table) == 1}
         return all(count >= self._limit(table) for table, count in (strict or waiting).items())
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -185,9 +186,6 @@ def test_a_restarted_worker_replays_merged_steps_once():
         assert rows(clients[0], [1])[0, 0] == -sum(range(12))
 
 
-PATIENT = 1000  # times 10 ms: the sender waits until it is told, or until as much waits as one push may carry
-
-
 class Late:
     """A dense gradient of ones, as the parameters of a model give it."""
 
@@ -198,50 +196,91 @@ class Late:
         total += 1
 
 
+@contextmanager
+def busy_sender(service, sender, first):
+    """While inside, the server cannot apply ``first``, so what is put waits."""
+    table = service.servers[0].machine.tables[0]
+    with table.order, table.gate.exclusive():
+        sender.put(first, step=1)
+        wait_until(lambda: not any(sender.waiting().values()))
+        yield
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ones(client):
+    return client.wait(client.pull({1: None}))[1]
+
+
 def test_what_waits_for_plain_sgd_is_one_push():
     """max_merge_var_num = 1: a sum changes such a table as its parts do, one by one."""
     with serving() as service:
-        config = SenderConfig(send_wait_times=PATIENT, send_queue_size=4)
-        sender, clients, pushes = sending(service, config, additive=(0, 1, 2))
-        for step in range(1, 12):  # the fifth waits until the first four are on their way
-            sender.put({0: gradient([1, step]), 1: Late(), 2: gradient([3])}, step=step)
+        sender, clients, pushes = sending(service, SenderConfig(send_queue_size=4), additive=(0, 1, 2))
+        with busy_sender(service, sender, {0: gradient([1]), 1: Late()}):
+            for step in range(2, 6):
+                sender.put({0: gradient([1, 1, step]), 1: Late(), 2: gradient([3])}, step=step)
         sender.flush()
-        assert pushes == [(0, 4, [0, 1, 2]), (0, 8, [0, 1, 2]), (0, 11, [0, 1, 2])]
-        assert rows(clients[0], [1, 5])[:, 0].tolist() == [-12, -1]  # step 1 has id 1 twice
-        assert (clients[0].wait(clients[0].pull({1: None}))[1] == -11).all()
+        assert pushes == [(0, 1, [0, 1]), (0, 5, [0, 1, 2])]
+        assert rows(clients[0], [1, 5])[:, 0].tolist() == [-9, -1]
+        assert (ones(clients[0]) == -5).all()
+        sender.stop()
+
+
+def test_rules_with_state_see_each_gradient():
+    with serving() as service:
+        sender, clients, pushes = sending(service, SenderConfig(), additive=(1,))
+        with busy_sender(service, sender, {0: gradient([1]), 1: Late()}):
+            for step in range(2, 6):
+                sender.put({0: gradient([1]), 1: Late()}, step=step)
+        sender.flush()
+        assert [step for _, step, tables in pushes if 0 in tables] == [1, 2, 3, 4, 5]
+        assert sum(1 in tables for _, _, tables in pushes) == 2
+        assert (ones(clients[0]) == -5).all()
         sender.stop()
 
 
 def test_a_longer_max_merge_var_num_bounds_plain_sgd_too():
     with serving() as service:
-        config = SenderConfig(max_merge_var_num=3, send_wait_times=PATIENT)
-        sender, clients, pushes = sending(service, config, additive=(0, 1))
-        for step in range(1, 7):
-            sender.put({0: gradient([1]), 1: Late()}, step=step)
+        sender, clients, pushes = sending(service, SenderConfig(max_merge_var_num=3), additive=(0, 1))
+        with busy_sender(service, sender, {0: gradient([1]), 1: Late()}):
+            for step in range(2, 9):
+                sender.put({0: gradient([1]), 1: Late()}, step=step)
         sender.flush()
-        assert [step for _, step, _ in pushes] == [3, 6]
-        assert (clients[0].wait(clients[0].pull({1: None}))[1] == -6).all()
+        assert [step for _, step, _ in pushes] == [1, 4, 7, 8]
+        assert (ones(clients[0]) == -8).all()
         sender.stop()
 
 
-def test_a_rule_with_state_does_not_wait_for_plain_sgd():
+@pytest.mark.parametrize("least", [1, 1000])
+def test_the_sender_rests_after_a_large_push_only(monkeypatch, least):
+    """What comes while it rests is one push; the rest ends when a queue is full, with a flush, or by itself."""
+    monkeypatch.setattr("fleet.ps._sender._REST_BYTES", least)
+    monkeypatch.setattr("fleet.ps._sender._REST_TIMES", 1e9)
     with serving() as service:
-        sender, _, pushes = sending(service, SenderConfig(send_wait_times=PATIENT), additive=(1,))
-        for step in range(1, 6):
-            sender.put({0: gradient([1]), 1: Late()}, step=step)
-        deadline = time.monotonic() + 30
-        while [step for _, step, tables in pushes if 0 in tables] != [1, 2, 3, 4, 5]:
-            assert time.monotonic() < deadline, pushes
-            time.sleep(0.01)
+        config = SenderConfig(send_queue_size=4, send_wait_times=1_000_000)
+        sender, clients, pushes = sending(service, config, additive=(1,))
+        for step in range(1, 8):
+            sender.put({1: Late()}, step=step)
+            if least > 1 or step in (1, 5):
+                wait_until(lambda step=step: pushes and pushes[-1][1] == step and not sender.waiting()[1])
+        sender.flush()
+        assert [step for _, step, _ in pushes] == ([1, 2, 3, 4, 5, 6, 7] if least > 1 else [1, 5, 7])
+        assert (ones(clients[0]) == -7).all()
         sender.stop()
 
 
 def test_a_restarted_worker_replays_what_was_added_up_once():
     with serving() as service:
         for first in (1, 3):  # its checkpoint was that of step 2, and it had come to step 6
-            sender, clients, _ = sending(service, SenderConfig(send_wait_times=PATIENT), additive=(0, 1))
-            for step in range(first, 4 * first + 3):
-                sender.put({0: gradient([1], step), 1: Late()}, step=step)
+            sender, clients, pushes = sending(service, SenderConfig(), additive=(0, 1))
+            with busy_sender(service, sender, {}):
+                for step in range(first, 4 * first + 3):
+                    sender.put({0: gradient([1], step), 1: Late()}, step=step)
             sender.flush()
             table = clients[0].wait(clients[0].pull({0: ids(1), 1: None}))
             sender.stop()
@@ -249,6 +288,7 @@ def test_a_restarted_worker_replays_what_was_added_up_once():
                 client.close()
         assert table[0][0, 0] == -sum(range(15))
         assert (table[1] == -14).all()
+        assert len(pushes) < 12  # the steps from 7 on are new and some were added up
 
 
 def test_half_async_sums_batches_and_waits():
