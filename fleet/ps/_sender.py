@@ -29,8 +29,9 @@ from fleet.ps._shards import Gradient, Rows
 __all__ = ["AsyncSender", "HalfAsyncSender", "LateGradient", "SenderConfig"]
 
 _POLL_S = 0.01
-# The sender rests after a push of so many bytes of dense gradients, for so many times what the exchange took.
-_REST_BYTES, _REST_TIMES = 1 << 18, 4.0
+# The sender rests after a push of so many bytes of dense gradients, for so many times what the exchange took; not for
+# long after a push that had to wait for a server to come back.
+_REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 4.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,14 +253,14 @@ class AsyncSender:
         """Takes what one push of each table carries, waiting for more as long as the configuration says."""
         polls, mine, merges = 0, self._mine(index), self.config.max_merge_var_num > 1
         while polls < self.config.send_wait_times and not (self._flushing or self._stopping or self._full(mine)):
-            rest_s = _POLL_S if merges else min(_POLL_S, self._resting_until[index] - time.monotonic())
-            if rest_s <= 0:
+            wait_s = _POLL_S if merges else self._resting_until[index] - time.monotonic()
+            if wait_s <= 0:
                 break
             before = sum(queue.waiting for queue in mine.values())
-            self._changed.wait_for(lambda: self._flushing or self._stopping or self._full(self._mine(index)), rest_s)
+            self._changed.wait_for(lambda: self._flushing or self._stopping or self._full(self._mine(index)), wait_s)
             mine = self._mine(index)
             arrived = sum(queue.waiting for queue in mine.values()) > before
-            polls = 0 if arrived else polls + 1
+            polls = 0 if arrived or not merges else polls + 1
         taken = {}
         for table, queue in mine.items():
             room = self._limit(table)
@@ -280,7 +281,7 @@ class AsyncSender:
         )
         if dense >= _REST_BYTES:
             now = time.monotonic()
-            self._resting_until[index] = now + _REST_TIMES * (now - began)
+            self._resting_until[index] = now + min(_REST_TIMES * (now - began), _REST_AT_MOST_S)
 
     def _limit(self, table_id: int) -> int:
         """Returns how many gradients of a table one push may carry."""

@@ -260,10 +260,10 @@ def test_a_longer_max_merge_var_num_bounds_plain_sgd_too():
 def test_the_sender_rests_after_a_large_push_only(monkeypatch, least):
     """What comes while it rests is one push; the rest ends when a queue is full, with a flush, or by itself."""
     monkeypatch.setattr("fleet.ps._sender._REST_BYTES", least)
-    monkeypatch.setattr("fleet.ps._sender._REST_TIMES", 1e9)
+    monkeypatch.setattr("fleet.ps._sender._REST_TIMES", 1e6)
+    monkeypatch.setattr("fleet.ps._sender._REST_AT_MOST_S", 1e6)
     with serving() as service:
-        config = SenderConfig(send_queue_size=4, send_wait_times=1_000_000)
-        sender, clients, pushes = sending(service, config, additive=(1,))
+        sender, clients, pushes = sending(service, SenderConfig(send_queue_size=4), additive=(1,))
         for step in range(1, 8):
             sender.put({1: Late()}, step=step)
             if least > 1 or step in (1, 5):
