@@ -61,7 +61,7 @@ def run_server(
 ) -> None:
     """Serves until the workers have gone; then the folder's state is removed, for the job is over.
 
-    SIGTERM (in the main thread) and Ctrl-C end it with the state kept; SIGTERM exits with 143.
+    SIGTERM and Ctrl-C (in the main thread) end it with the state kept; it exits with 143 or 130.
 
     Args:
         config: the server.
@@ -76,7 +76,7 @@ def run_server(
         PSError: the endpoint is taken, or the server could not go on.
     """
     server = Server(config, transport=transport, notify=notify)
-    with _exit_on_sigterm(), ExitStack() as stack:
+    with _exit_on_signals(), ExitStack() as stack:
         stack.callback(server.stop)
         server.start(prepare)
         stack.callback(watch(server.machine))
@@ -85,15 +85,19 @@ def run_server(
 
 
 @contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nobody else wants Ctrl-C
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, lambda got, _: sys.exit(128 + got)) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Server:

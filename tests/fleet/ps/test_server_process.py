@@ -101,15 +101,16 @@ def test_a_server_process_without_proxies_and_with_a_clean_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_server_and_keeps_its_state(tmp_path):
-    """001-12: TERM on the server ends it cleanly; the worker reports the lost server by name."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_and_keeps_its_state(number, tmp_path):
+    """001-12: TERM or Ctrl-C on the server ends it cleanly; the worker reports the lost server by name."""
     config = {"num_workers": 1, "folder": str(tmp_path / "s")}
     server = ServerProcess(config)
     try:
         client = process_client([server.endpoint], deadline_s=1.0)
         client.wait(client.push({0: gradient([1])}))
-        server.signal(signal.SIGTERM)
-        assert server.join() == 143
+        server.signal(number)
+        assert server.join() == 128 + number
         with pytest.raises(PSError, match=f"parameter server 0 .{server.endpoint}. did not answer for 1 s"):
             client.wait(client.push({0: gradient([1])}))
         client.close()
