@@ -103,14 +103,11 @@ class HybridTrainer(Trainer):
             PSError: a server is lost for longer than the deadline, or a trainer is gone.
         """
         exchange, rows, dense = self._running(), self._gradients(), self._own()
-        if self.config.check_finite:
-            self._check_together(rows, dense)
-        else:
-            dense.start()
+        self._average(rows, dense)
+        # Rows leave when every trainer has computed with those before: a trainer that repeats a step after a failure
+        # then computes with the rows it had, although a gradient of that step may wait on the servers already.
         self._send_rates()
         exchange.put(rows)
-        if not self.config.check_finite:
-            dense.finish()
         dense.step()
 
     def non_finite_rows(self) -> str:
@@ -174,14 +171,16 @@ class HybridTrainer(Trainer):
         if client.config.rank == 0 and self._pending is None:
             super()._take_parameters(client)
 
-    def _check_together(self, rows: dict[int, Any], dense: DenseExchange) -> None:
-        local = {part.table_id: part.gradients() for part in self.plan.dense}
-        try:
-            self._check_finite({**rows, **{key: value for key, value in local.items() if value is not None}})
-        except NanInfError:
-            dense.start(bad=True)
-            dense.finish()
-            raise
+    def _average(self, rows: dict[int, Any], dense: DenseExchange) -> None:
+        """Makes the dense gradients the mean over the trainers; raises on all when one has a bad gradient."""
+        if self.config.check_finite:
+            local = {part.table_id: part.gradients() for part in self.plan.dense}
+            try:
+                self._check_finite({**rows, **{key: value for key, value in local.items() if value is not None}})
+            except NanInfError:
+                dense.start(bad=True)
+                dense.finish()
+                raise
         dense.start()
         bad = dense.finish().bad
         if bad:

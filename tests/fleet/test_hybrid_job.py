@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +67,7 @@ def test_a_killed_trainer_brings_all_trainers_back(tmp_path: Path) -> None:
     check_equal(found[0], trained_alone())
     for rank in range(2):
         assert f"worker {rank} ended with code" in text
-        assert f"trainer {rank} goes on after step 5" in logs[rank]
+        assert re.search(rf"trainer {rank} goes on after step [45]", logs[rank])
     assert "server 0 ended" not in text
     assert "start all of them again" in logs[0]
 
