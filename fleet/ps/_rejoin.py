@@ -19,7 +19,8 @@ def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
 
     Without a checkpoint it goes on where the others are: after the last barrier that the servers know. With one it
     passes again those that came after it, at once, for the others have; and where the servers know fewer (they were
-    started anew, from a save) the count begins with theirs, which all workers see.
+    started anew, from a save) the count begins with theirs, which all workers see. So does the count of steps: a pull
+    of sync mode waits for the steps before it, and servers that were started anew will never have had them.
 
     Args:
         client: open.
@@ -35,4 +36,6 @@ def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
     }
     if state is not None:
         passed = {name: min(number, int(saved.get(name, 0))) for name, number in passed.items()}
-    client.load_state_dict({**own, **(state or {}), "barriers": passed})
+    merged = {**own, **(state or {}), "barriers": passed}
+    had = max(max(int(welcome["clock"]), int(welcome["applied_step"])) for welcome in client.welcomes())
+    client.load_state_dict({**merged, "step": min(int(merged["step"]), max(had, own["step"]))})

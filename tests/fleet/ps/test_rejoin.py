@@ -169,3 +169,29 @@ class Died(Exception):
 
 def _die(*arguments: Any, **settings: Any) -> int:
     raise Died
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_workers_with_checkpoints_go_on_with_servers_that_were_started_anew(mode: str, tmp_path: Path) -> None:
+    """D.7: servers without a folder read a save; no pull waits for steps that they never had."""
+    with serving(num_servers=2, num_workers=2, mode=mode) as service:
+        workers = start_workers(service)
+        for round_ in range(3):
+            for trainer in workers:
+                push(trainer, round_)
+        together(*(lambda own=own: own.save(str(tmp_path / "save"), 0) for own in workers))
+        states = tuple(trainer.state_dict() for trainer in workers)
+        assert [state["step"] for state in states] == [3, 3]
+        words = next(part.table_id for part in workers[0].plan.sparse if part.config.name == "words")
+        saved = rows(workers[0].client, [0, 1, 2], words)
+        for trainer in workers:
+            trainer.abandon()
+    with serving(num_servers=2, num_workers=2, mode=mode) as service:
+        workers = start_workers(service, states)
+        together(*(lambda own=own: own.load(str(tmp_path / "save")) for own in workers))
+        together(lambda: np.testing.assert_array_equal(rows(workers[1].client, [0, 1, 2], words), saved))
+        for trainer in workers:
+            push(trainer, 0)
+        together(*(lambda own=own: own.flush() for own in workers))
+        assert (rows(workers[0].client, [0], words) != saved[:1]).all()
+        save_with_a_late_worker(service, workers, tmp_path / "second")
