@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ _ALLOWED = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the markers of this project."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:  # in a shell's background job: the tests' jobs would inherit it
+            signal.signal(number, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes more than about ten seconds; the quick run leaves it out")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
