@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 # In the innermost frames of a main thread, these say that it waits for other workers.
 _WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
 _WAIT_DEPTH = 6
+_OUTERMOST = ("<module>", "_run_module_as_main")
 _LIBRARIES = ("/torch/", "/fleet/", "/site-packages/", "/lib/python3", "<frozen")
 
 
@@ -49,6 +51,11 @@ class Stack:
         return f"{own}" if own is self.frames[0] else f"{own} (inside {self.frames[0]})"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it goes down to where Python began; it is written in small pieces."""
+        return bool(self.frames) and self.frames[-1].function in _OUTERMOST
+
+    @property
     def waits(self) -> bool:
         """Whether it is in an exchange with other workers."""
         return any(part in frame.file for frame in self.frames[:_WAIT_DEPTH] for part in _WAITS)
@@ -63,17 +70,18 @@ def ask_for_stacks(workers: Iterable[tuple[int, WorkerFile]], limit_s: float = 1
     before = {pid: _size(file.stacks) for pid, file in asked.items()}
     for pid in asked:
         with contextlib.suppress(OSError):
-            os.kill(pid, STACK_SIGNAL)
+            _signal_main_thread(pid, STACK_SIGNAL)
             os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + limit_s
-    sizes = dict(before)
+    sizes, found = dict(before), dict.fromkeys(asked, Stack())
     while time.monotonic() < deadline:
         time.sleep(0.05)
         now = {pid: _size(file.stacks) for pid, file in asked.items()}
-        if now == sizes and all(now[pid] > before[pid] for pid in asked):
+        found = {pid: read_stack(file.stacks, before[pid], file.words[MAIN_THREAD]) for pid, file in asked.items()}
+        if now == sizes and all(stack.is_whole for stack in found.values()):
             break
         sizes = now
-    return {pid: read_stack(file.stacks, before[pid], file.words[MAIN_THREAD]) for pid, file in asked.items()}
+    return found
 
 
 def read_stack(path: Path, from_bytes: int, main_thread: int) -> Stack:
@@ -100,6 +108,19 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
         return False
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Sends a signal to the main thread, whose number is that of its process.
+
+    A signal to the process is taken by any thread once a stopped process goes on. It would read the frames of the main
+    thread while that runs, and crash.
+    """
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if tgkill is None:  # glibc before 2.30
+        os.kill(pid, number)
+    elif tgkill(pid, pid, number):
+        raise ProcessLookupError(ctypes.get_errno(), f"no process {pid}")
 
 
 def _size(path: Path) -> int:

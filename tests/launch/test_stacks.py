@@ -36,6 +36,14 @@ def test_the_main_thread_is_found(thread: int, tmp_path: Path) -> None:
         assert stack.place.startswith("/code/train.py:33 in train_epoch (inside ")
         assert len(stack.frames) == 4
     assert stack.text == TEXT
+    assert stack.is_whole == (thread != 0xAA)
+
+
+def test_a_stack_that_is_still_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    path.write_text(TEXT[: TEXT.index(", line 60")])
+    assert not read_stack(path, 0, 0xBB).is_whole
+    assert not Stack().is_whole
 
 
 def test_a_stack_that_is_not_there() -> None:
