@@ -93,8 +93,8 @@ class FleetModel(nn.Module):
     def release_group(self) -> None:
         """Lets go of the process group; the exchange of gradients is over."""
         reducer = data_parallel_in(self._chain)
-        for name in ("reducer", "logger", "process_group"):
-            if reducer is not None:
+        if reducer is not None:
+            for name in ("reducer", "logger", "process_group"):
                 reducer.__dict__.pop(name, None)
 
     def clear_gradients(self) -> None:

@@ -159,7 +159,9 @@ class DenseExchange:
                 dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
                 buffer[start : start + parameter.numel()].view(parameter.shape).copy_(dense)
             start += parameter.numel()
-        rates = [_split(float(group["lr"])) if self._trainers.rank == 0 else [0.0] * 3 for group in self._groups]
+        rates = [
+            _split(float(group["lr"])) if self._trainers.rank == 0 else [0.0] * _RATE_PARTS for group in self._groups
+        ]
         tail = [*flags, float(active), float(bad), float(leaving), *(part for parts in rates for part in parts)]
         buffer[start:] = torch.tensor(tail, dtype=torch.float32)
 

@@ -76,18 +76,6 @@ class HybridTrainer(Trainer):
         if client.staleness == 0:  # without checkpoints: the servers may have had one step more of one than of another
             client.step = max(step for _, step in found)
 
-    def close(self) -> None:
-        """Leaves the servers, and takes part in the others' steps until all trainers leave."""
-        if self._client is None or self.stopped:
-            return
-        try:
-            self.flush()
-            self._stop_exchange()
-            self._client.goodbye()
-            self._own().stand_by(leaving=True)
-        finally:
-            self.abandon()
-
     def abandon(self) -> None:
         """Disconnects without a goodbye, and lets go of the other trainers."""
         super().abandon()
@@ -165,6 +153,10 @@ class HybridTrainer(Trainer):
         if self._dense is None:
             raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
         return self._dense
+
+    def _after_goodbye(self) -> None:
+        """Takes part in the others' steps until all trainers leave."""
+        self._own().stand_by(leaving=True)
 
     def _take_parameters(self, client: Client) -> None:
         """Takes the servers' copy as trainer 0, from which the others get theirs."""

@@ -128,6 +128,7 @@ class Trainer:
             self.flush()
             self._stop_exchange()
             self._client.goodbye()
+            self._after_goodbye()
         finally:
             self.abandon()
 
@@ -269,6 +270,9 @@ class Trainer:
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
             self.client.barrier(SAVE)  # the end of a save that the process before this one did not live to see
         self.meet(SAVE)
+
+    def _after_goodbye(self) -> None:
+        """Comes when this worker has left the servers."""
 
     def _before_save(self, dirname: str, tables: list[int] | None) -> None:
         """Worker 0 alone comes here, when all have met and nothing is saved yet."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -124,3 +125,23 @@ def gradient(keys: Sequence[int], value: float = 1.0, dim: int = 2) -> Gradient:
 def rows(client: Client, keys: Sequence[int], table: int = 0) -> np.ndarray:
     """The rows of ``keys`` now, whatever the other workers have done."""
     return client.wait(client.pull({table: ids(*keys)}, wait_for_others=False))[table]
+
+
+def in_threads(*actions: Callable[[], Any], timeout_s: float = 30) -> None:
+    """Runs all at once and returns when all have; raises what one raised, and when one takes longer."""
+    failures: list[BaseException] = []
+
+    def guarded(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except BaseException as error:  # reported below
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "hangs"
+    if failures:
+        raise failures[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,11 @@ import numpy as np
 import pytest
 
 from fleet.ps._trainer import SAVE, Trainer
-from tests.fleet.ps.service import Service, gradient, rows, serving
+from tests.fleet.ps.service import Service, gradient, in_threads, rows, serving
 from tests.fleet.ps.test_initial_values import made, trainer_of
 
 CAP_S = 20.0
-
-
-def together(*calls: Callable[[], Any]) -> None:
-    """Runs all at once and returns when all have."""
-    failures: list[BaseException] = []
-
-    def run(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(CAP_S)
-    assert not any(thread.is_alive() for thread in threads), "the workers wait for each other for ever"
-    if failures:
-        raise failures[0]
+together = partial(in_threads, timeout_s=CAP_S)
 
 
 def start_workers(service: Service, states: tuple[Any, Any] = (None, None)) -> list[Trainer]:

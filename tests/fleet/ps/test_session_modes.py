@@ -14,27 +14,7 @@ from fleet.ps._geo_recorder import GeoRecorder
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._rules import Rule
-from tests.fleet.ps.service import Gradient, gradient, ids, rows, serving
-
-
-def in_threads(*actions, timeout_s=30):
-    failures = []
-
-    def guarded(action):
-        try:
-            action()
-        except BaseException as error:  # reported below
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(action,), daemon=True) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-        assert not thread.is_alive(), "hangs"
-    if failures:
-        raise failures[0]
-
+from tests.fleet.ps.service import Gradient, gradient, ids, in_threads, rows, serving
 
 # -- sync --------------------------------------------------------------------------------------------------------
 
