@@ -140,8 +140,12 @@ class Job:
         return max(first.values()) if len(first) == world else None
 
     def wait_training(self, since: float, world: int, limit_s: float = LIMIT_S) -> Took | None:
-        """Returns seconds from ``since`` until all train; None when that did not happen within the limit."""
-        found = wait_for(lambda: self.training_since(since, world), limit_s)
+        """Returns seconds from ``since`` until all train; None when all launchers have ended, or at the limit."""
+
+        def ended() -> bool:
+            return all(process.poll() is not None for process in self.nodes.values())
+
+        found = wait_for(lambda: self.training_since(since, world), limit_s, ended)
         if found is None:
             return None
         started = [event["t"] for event in self.started_since(since) if event["world"] == world and event["t"] < found]
@@ -168,11 +172,14 @@ class Job:
         return [path.name for path in files if SECRET.encode() in path.read_bytes()]
 
 
-def wait_for(ask: Callable[[], float | None], limit_s: float = LIMIT_S) -> float | None:
-    """Returns the first answer that is not None; None at the limit."""
+def wait_for(
+    ask: Callable[[], float | None], limit_s: float = LIMIT_S, is_vain: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Returns the first answer that is not None; None at the limit, or when ``is_vain`` says that none can come."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if (answer := ask()) is not None:
+        vain = is_vain()  # before the question: what came last still counts
+        if (answer := ask()) is not None or vain:
             return answer
         time.sleep(0.02)
     return None

@@ -2,13 +2,14 @@
 
 Nodes are network namespaces, so the rows of several nodes need root, ``ip`` and ``etcd``. From the repository root::
 
-    python benchmarks/reliability.py                 # 20 kills, 5 of every other fault: about half an hour
-    python benchmarks/reliability.py --repeat 1      # a few minutes
+    python benchmarks/reliability.py                      # 20 kills, 5 of most other faults: about an hour
+    python benchmarks/reliability.py --repeat-beside 1    # fewer tries for torchrun, which often takes its full 30 s
+    python benchmarks/reliability.py --repeat 1           # a few minutes
     python benchmarks/reliability.py --only kill hang --launchers fleet
 
-Each cell is ``successes/tries: median s (min-max)``; a try fails when the job does not train again within 30 s. Where
-workers start, ``launcher`` is the median until the last of them has said its first line: the rest is their import of
-torch, the same under every launcher. The column of targets is what fleet promises.
+Each cell is ``successes/tries: median s (min-max)``; a try fails when the job ends, or does not train again within
+30 s. Where workers start, ``launcher`` is the median until the last of them has said its first line: the rest is their
+import of torch, the same under every launcher. The column of targets is what fleet promises.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +30,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent))
 from _reliability_jobs import (  # noqa: E402
     FLEET,
+    HERE,
     LAUNCHERS,
+    TORCHRUN,
     Etcd,
     Job,
     Network,
@@ -231,6 +235,8 @@ ROWS: dict[str, tuple[str, str, bool, Callable[[Bench, int], Iterator[Result]]]]
     "start": ("3 nodes start 0.6 s apart, window 5 s: one world", "20/20", True, start_of_three),
 }
 OFTEN = ("kill", "start")
+SAVE, SAVES = "save", 20  # times --repeat
+SAVERS = {FLEET: "fleet", TORCHRUN: "plain"}
 
 
 def cell(results: list[Result]) -> str:
@@ -241,39 +247,58 @@ def cell(results: list[Result]) -> str:
     return f"{len(good)}/{len(results)}{times}" + (f", launcher {median(parts):.2f}" if parts else "")
 
 
-def measure(names: list[str], launchers: list[str], repeat: int, folder: Path, network: Network | None) -> None:
-    """Prints one row as soon as it is measured, and the table at the end."""
-    rows, benches = [], {name: Bench(name, folder, network) for name in launchers}
+def saves(launcher: str, tries: int, folder: Path) -> str:
+    """Returns ``lost/tries`` of kills while checkpoints are written; for torchrun as its tutorial writes them."""
+    if launcher not in SAVERS:
+        return ""
+    inside = folder / f"saves-{SAVERS[launcher]}"
+    inside.mkdir()
+    words = [sys.executable, str(HERE / "_reliability_saves.py"), SAVERS[launcher], f"{tries}", str(inside)]
+    done = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
+    return f"{int(done.stdout)}/{tries} lost"
+
+
+def measure(names: list[str], repeats: dict[str, int], folder: Path, network: Network | None) -> None:
+    """Prints one row as soon as it is measured, and the table at the end; ``repeats`` is launcher -> tries."""
+    rows, benches = [], {name: Bench(name, folder, network) for name in repeats}
     for name in names:
-        text, target, needs_nodes, ask = ROWS[name]
-        if needs_nodes and network is None:
+        if name != SAVE and network is None and ROWS[name][2]:
             continue
-        often = repeat * 4 if name in OFTEN else repeat
-        cells = [cell(list(ask(benches[launcher], often))) for launcher in launchers]
-        rows.append([text, target, *cells])
+        if name == SAVE:
+            cells = [saves(launcher, tries * SAVES, folder) for launcher, tries in repeats.items()]
+            rows.append(["kill -9 while checkpoints are written: newest lost", "0/100", *cells])
+        else:
+            text, target, _, ask = ROWS[name]
+            often = 4 if name in OFTEN else 1
+            cells = [cell(list(ask(benches[launcher], tries * often))) for launcher, tries in repeats.items()]
+            rows.append([text, target, *cells])
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    secrets = [f"{len(benches[launcher].secrets)} files" for launcher in launchers]
+    secrets = [f"{len(benches[launcher].secrets)} files" for launcher in repeats]
     rows.append(["a planted secret in the environment: files that hold it", "0 files", *secrets])
-    print(markdown(["fault", "target", *launchers], rows))
+    print(markdown(["fault", "target", *repeats], rows))
 
 
 def main() -> None:
     """Measures what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5, help="tries of each fault; four times as many of two rows")
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), help="rows to measure")
+    parser.add_argument("--repeat", type=int, default=5, help="tries of a fault; four times as many of two rows")
+    parser.add_argument("--repeat-beside", type=int, help="the same for the launchers beside fleet; default --repeat")
+    names = [*ROWS, SAVE]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="rows to measure")
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     arguments = parser.parse_args()
+    beside = arguments.repeat if arguments.repeat_beside is None else arguments.repeat_beside
+    repeats = {name: arguments.repeat if name == FLEET else beside for name in arguments.launchers}
     reason = etcd_helper.missing() or namespaces.missing()
     with tempfile.TemporaryDirectory() as name:
         if reason:
             print(f"Rows of several nodes are left out: {reason}", file=sys.stderr)
-            measure(arguments.only, arguments.launchers, arguments.repeat, Path(name), None)
+            measure(arguments.only, repeats, Path(name), None)
             return
         with Network(3) as network:
             address = network.address(0)
             with Etcd(Path(name) / "etcd", host=address, port=2379, inside=network.inside(0)):
-                measure(arguments.only, arguments.launchers, arguments.repeat, Path(name), network)
+                measure(arguments.only, repeats, Path(name), network)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,12 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     environment = Environment(environ)
     try:
         arguments = _parser(environment).parse_args(None if argv is None else list(argv))
-        return _run(arguments, environment)
+        code = _run(arguments, environment)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 0
     except SystemExit as stop:  # argparse has printed the usage, or the help
         return stop.code if isinstance(stop.code, int) else 0
     except ConfigError as error:

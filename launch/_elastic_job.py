@@ -21,7 +21,6 @@ from fleet.launch._etcd_address import EtcdAddress, read_etcd_address
 from fleet.launch._etcd_contact import EtcdContact
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import StoppedBySignalError
-from fleet.launch._modes import COLLECTIVE
 from fleet.launch._outage import ContactAnswer, nobody_has_contact
 from fleet.launch._records import LaunchConfig
 from fleet.launch._signals import SignalInbox
@@ -93,7 +92,7 @@ def read_settings(config: LaunchConfig) -> ElasticSettings:
     )
     return ElasticSettings(
         rules=rules,
-        max_restarts=config.max_restart if config.mode == COLLECTIVE else 0,  # one by one there, by supervision
+        max_restarts=config.group_restarts,
         changes_np=config.elastic_force or config.elastic_scale > 0,
         grace_s=config.grace_s,
         wait_limit_s=None if config.is_elastic else config.elastic_timeout_s * _FIXED_JOB_FACTOR,

@@ -145,9 +145,7 @@ def _open_membership(
         return open_elastic(config, environment, log, signals)
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
         peers = tuple(peer_to_json(peer) for peer in config.static_peers)
-        # Servers and workers are started again one by one, and not all together.
-        restarts = 0 if config.mode == "ps" else config.max_restart
-        alone = Alone(max_restarts=restarts, peers=peers, node_rank=max(config.node_rank, 0))
+        alone = Alone(max_restarts=config.group_restarts, peers=peers, node_rank=max(config.node_rank, 0))
         return config, alone
     from fleet.launch._meeting import meeting_config, open_meeting
 
@@ -215,7 +213,7 @@ class JobLoop:
                 news=self._membership.news,
                 watch=open_watch(config, self._log, len(peers)),
                 ends_servers=not self._has_unknown_workers(),
-                replacements=config.max_restart if config.mode == "ps" else 0,
+                replacements=config.replacements,
                 started=lambda: self._log.info(watching_pod_line(config, specs)),
                 ending=lambda result: self._membership.announce_end(result, _failure_line(result, own)),
             )

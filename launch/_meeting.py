@@ -22,7 +22,6 @@ from fleet.launch._kv_client import KeyValueClient, StoreLostError
 from fleet.launch._kv_service import KeyValueService
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Generation, Outcome, StoppedBySignalError
-from fleet.launch._modes import COLLECTIVE
 from fleet.launch._records import GroupResult, LaunchConfig
 from fleet.launch._rendezvous import Rendezvous
 from fleet.launch._signals import SignalInbox
@@ -129,7 +128,7 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
         name=config.pod_id,
         node=Node(host=config.host, rank=config.node_rank, serves=service is not None),
         rules=rules,
-        max_restarts=config.max_restart if config.mode == COLLECTIVE else 0,  # one by one there, by supervision
+        max_restarts=config.group_restarts,
         grace_s=config.grace_s,
         wait_limit_s=_wait_limit_s(config),
         log=log,

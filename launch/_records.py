@@ -111,6 +111,16 @@ class LaunchConfig:
     elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
 
     @property
+    def group_restarts(self) -> int:
+        """How often all processes start again together; servers and workers start again one by one instead."""
+        return self.max_restart - self.replacements
+
+    @property
+    def replacements(self) -> int:
+        """How many servers and workers that fail start again in their places."""
+        return self.max_restart if self.mode == "ps" else 0
+
+    @property
     def watches_workers(self) -> bool:
         """Whether the launcher shares a file with each worker."""
         return self.heartbeat_timeout_s > 0 or self.preempt_grace_s > 0

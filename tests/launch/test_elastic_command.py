@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +47,18 @@ def command(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]
     yield one
     one.store.delete("/paddle/J/")
     one.store.close()
+
+
+@with_etcd
+def test_a_reader_that_has_enough_is_no_error(command: Command, etcd: Etcd) -> None:
+    """004-09: as in ``python -m fleet.elastic status | head -1``."""
+    command.put("world", RUNS)
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "fleet.elastic", f"--elastic_server={etcd.endpoint}", "--job_id=J", "status"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, timeout=30, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @with_etcd
