@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
-
 from fleet.errors import ConfigError, PSError
 from fleet.ps._bfloat16 import from_bfloat16
 from fleet.ps._journal import Journal, Record, RecordKind
 from fleet.ps._merge import merge_parts
-from fleet.ps._messages import Flag, Header, Op, Part, Status, decode_parts
-from fleet.ps._served_table import ServedTable, Stamps
+from fleet.ps._messages import Flag, Header, Op, Part, Status, decode_parts, encode_parts
+from fleet.ps._served_table import ServedTable, Stamps, missing_parts
 from fleet.ps._session import Held, Refused, Session, Worker
+from fleet.ps._table_spec import difference_of_specs
 
 __all__ = ["Machine"]
 
@@ -71,7 +70,7 @@ class Machine:
                         raise Refused(str(error)) from None
                 elif known != spec:
                     raise Refused(
-                        f"table {table_id} exists with another specification: {_difference(known, spec)}. All "
+                        f"table {table_id} exists with another specification: {difference_of_specs(known, spec)}. All "
                         "workers must build the same model; restart the servers to change it."
                     )
             if not made:
@@ -154,7 +153,7 @@ class Machine:
             header.seq,
             header.step,
             header.n_tables,
-            int(header.flags & Flag.BFLOAT16),
+            int(header.flags & (Flag.BFLOAT16 | Flag.NO_CLOCK)),
             body,
         )
         with self._held([part.table_id for part in parts]):
@@ -177,7 +176,8 @@ class Machine:
         fresh = self.session.fresh_tables(worker, step, ids)
         worker.channel(record.channel).note(lsn, record.seq)
         self.session.note_step(worker, step, fresh)
-        worker.clock = max(worker.clock, step)
+        if not record.flags & Flag.NO_CLOCK:
+            worker.clock = max(worker.clock, step)
         if record.kind == RecordKind.ADD:
             for part in parts:
                 if part.ids is not None and part.table_id in fresh:
@@ -224,12 +224,13 @@ class Machine:
         return new
 
     def apply_ready(self) -> None:
-        """Applies every step for which all active workers' gradients are here."""
+        """Applies every step for which all active workers' gradients are here, then opens barriers."""
         with self._applying:
             while True:
                 with self.session.changed:
                     step = self.session.ready_step()
                     if step is None:
+                        self._open_barriers()
                         return
                     ranks = sorted(self.session.held[step])
                     gradients = [self.session.held[step][rank] for rank in ranks]
@@ -247,6 +248,16 @@ class Machine:
                 with self.session.changed:
                     self._unfinished = None
                     self.session.changed.notify_all()
+
+    def forget_held(self, table_ids: Sequence[int]) -> None:
+        """Takes out of the gradients that are held what they have for these tables; their steps stay open.
+
+        So a gradient that was computed with the rows before a load changes nothing after it, also when it is sent
+        again: its step is known.
+        """
+        with self._applying, self.session.changed:
+            for ranks in self.session.held.values():
+                ranks.update({rank: _without(held, table_ids) for rank, held in ranks.items()})
 
     @property
     def visible_step(self) -> int:
@@ -293,21 +304,24 @@ class Machine:
                     channel.note(self.journal.append(record), header.seq)
         return Status.OK, rows
 
-    def pass_barriers(self, before: dict[str, int]) -> None:
-        """Journals the barriers that opened since ``before``; the caller holds the journal's lock."""
-        for name, number in self.session.barriers.items():
-            if number != before.get(name, 0):
-                self.journal.append(_control(RecordKind.BARRIER, {"name": name, "number": number}))
+    def settle(self) -> None:
+        """Opens the barriers at which all active workers stand, with all applied that they pushed before."""
+        if self.sync:
+            self.apply_ready()
+        else:
+            with self.session.changed:
+                self._open_barriers()
+
+    def _open_barriers(self) -> None:
+        for name, number in self.session.settle_barriers().items():
+            self.journal.append(_control(RecordKind.BARRIER, {"name": name, "number": number}))
 
     def leave(self, worker: Worker) -> None:
         """Lets a worker go: nobody waits for it any more."""
         with self.session.changed:
-            before = dict(self.session.barriers)
             self.journal.append(Record(RecordKind.GOODBYE, 0, worker.rank))
             self.session.leave(worker)
-            self.pass_barriers(before)
-        if self.sync:
-            self.apply_ready()
+        self.settle()
 
     def _fail(self, error: BaseException) -> None:
         """The journal holds a change that the tables do not: the server must not go on."""
@@ -324,7 +338,7 @@ class Machine:
         if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
             parts = self._record_parts(record)
             fresh = self._note(record, worker, parts, record.lsn)
-            self._apply(record.kind, _missing([p for p in parts if p.table_id in fresh], stamps, record.lsn))
+            self._apply(record.kind, missing_parts([p for p in parts if p.table_id in fresh], stamps, record.lsn))
         elif record.kind == RecordKind.HELD:
             held = Held(record.n_tables, record.flags, bytes(record.body))
             self._note_held(record, worker, held, record.lsn)
@@ -341,7 +355,7 @@ class Machine:
             self._install({key: self.make_table(spec) for key, spec in specs.items()}, specs)
         elif record.kind == RecordKind.APPLY:
             merged = self._merged(self.session.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
-            self._apply(RecordKind.PUSH, _missing(merged, stamps, record.lsn))
+            self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn))
         elif record.kind == RecordKind.ALTER:
             worker.channel(record.channel).note(record.lsn, record.seq)
             table_id = fields["table"]
@@ -361,34 +375,11 @@ class Machine:
         return parts
 
 
-def _missing(parts: Sequence[Part], stamps: dict[int, Stamps], lsn: int) -> list[Part]:
-    """Returns the rows of ``parts`` that the snapshot does not hold record ``lsn`` for."""
-    missing = []
-    for part in parts:
-        known = stamps.get(part.table_id)
-        if known is None or lsn > known.latest:
-            missing.append(part)
-        elif part.ids is not None and (keep := known.newer(part.ids, lsn)) is not None:
-            places = np.flatnonzero(keep)
-            missing.append(
-                Part(
-                    part.table_id,
-                    len(places),
-                    part.dim,
-                    part.ids[places],
-                    None if part.rows is None else part.rows[places],
-                    None if part.shows is None else part.shows[places],
-                    None if part.clicks is None else part.clicks[places],
-                    None if part.slots is None else part.slots[places],
-                )
-            )
-    return missing
-
-
 def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0, seq: int = 0) -> Record:
     return Record(kind, 0, rank, channel, seq, body=json.dumps(fields).encode())
 
 
-def _difference(known: dict[str, Any], spec: dict[str, Any]) -> str:
-    names = sorted(name for name in {*known, *spec} if known.get(name) != spec.get(name))
-    return ", ".join(f"{name} is {known.get(name)!r} there and {spec.get(name)!r} here" for name in names)
+def _without(held: Held, table_ids: Sequence[int]) -> Held:
+    bfloat16 = bool(held.flags & Flag.BFLOAT16)
+    parts = [part for part in decode_parts(held.body, held.n_tables, bfloat16) if part.table_id not in table_ids]
+    return Held(len(parts), held.flags, b"".join(encode_parts(parts, bfloat16)))

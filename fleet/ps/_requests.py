@@ -281,14 +281,13 @@ class Requests:
         if not isinstance(name, str) or len(name) > 256 or number < 1:
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
         with session.changed:
-            before = dict(session.barriers)
-            is_past = before.get(name, 0) >= number  # the worker comes a second time, after a restart
+            is_past = session.barriers.get(name, 0) >= number  # the worker comes a second time, after a restart
             session.arrive(name, number, worker.rank)
-            self._machine.pass_barriers(before)
-        if self._machine.sync:
-            self._machine.apply_ready()  # the others no longer wait for a step of this worker
+        self._machine.settle()  # the others no longer wait for a step of this worker
         self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, number)
-        return Answer(buffers=[control_body({"step": 0 if is_past else session.applied_step})])
+        # Those who have made fewer steps than others go on with the same number, or the others would wait for them.
+        clocks = [worker.clock for worker in session.active()] if self._config.staleness is not None else []
+        return Answer(buffers=[control_body({"step": 0 if is_past else max([session.applied_step, *clocks])})])
 
     def _wait(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
         session = self._session

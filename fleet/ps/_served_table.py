@@ -7,7 +7,7 @@ a lock per table; pulls do not take it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from fleet.ps._session import Refused
 from fleet.ps._sparse_table import SparseTable
 from fleet.ps._table_spec import config_of_spec
 
-__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table"]
+__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "missing_parts"]
 
 
 class Stamps:
@@ -58,6 +58,30 @@ class Stamps:
         place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
         newer: NDArray[np.bool_] = (known[place] != keys) | (stamps[place] < lsn)
         return newer
+
+
+def missing_parts(parts: Sequence[Part], stamps: Mapping[int, Stamps], lsn: int) -> list[Part]:
+    """Returns the rows of ``parts`` that the snapshot does not hold record ``lsn`` for."""
+    missing = []
+    for part in parts:
+        known = stamps.get(part.table_id)
+        if known is None or lsn > known.latest:
+            missing.append(part)
+        elif part.ids is not None and (keep := known.newer(part.ids, lsn)) is not None:
+            places = np.flatnonzero(keep)
+            missing.append(
+                Part(
+                    part.table_id,
+                    len(places),
+                    part.dim,
+                    part.ids[places],
+                    None if part.rows is None else part.rows[places],
+                    None if part.shows is None else part.shows[places],
+                    None if part.clicks is None else part.clicks[places],
+                    None if part.slots is None else part.slots[places],
+                )
+            )
+    return missing
 
 
 def make_served_table(spec: Mapping[str, Any]) -> ServedTable:

@@ -247,17 +247,13 @@ class Server:
         summary, told = Summary(machine, written), written
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
             with session.changed:
-                before = dict(session.barriers)
                 ranks = session.expire(time.monotonic())
-                if ranks:
-                    machine.pass_barriers(before)
             if ranks:
                 self._notify(
                     f"parameter server {config.index}: workers {ranks} were silent for {config.lease_s} s; the others "
                     "no longer wait for them"
                 )
-                if machine.sync:
-                    machine.apply_ready()
+                machine.settle()
             if config.summary_interval_s is not None and time.monotonic() - told >= config.summary_interval_s:
                 told = time.monotonic()
                 line = summary.line(told)

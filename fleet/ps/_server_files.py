@@ -65,10 +65,13 @@ def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, 
 
 
 def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded."""
-    dirname, rows = _dirname(fields), 0
+    """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded.
+
+    What gradients of an open step (sync mode) have for these tables is dropped.
+    """
+    dirname, ids, rows = _dirname(fields), _tables(machine, fields), 0
     with machine.snapshots:
-        for table_id in _tables(machine, fields):
+        for table_id in ids:
             table, spec = machine.tables[table_id], machine.session.specs[table_id]
             with table.order, table.gate.exclusive():
                 if isinstance(table, ServedDense):
@@ -76,6 +79,7 @@ def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) 
                     rows += table.table.config.size
                 elif isinstance(table, ServedSparse):
                     rows += _load_sparse(table, dirname, config.index, spec)
+    machine.forget_held(ids)
     if config.folder is not None:
         write_snapshot(machine, config.folder)
     return {"rows": rows}

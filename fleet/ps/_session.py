@@ -69,7 +69,7 @@ class Worker:
     rank: int
     client_id: int = 0
     state: str = "expected"
-    clock: int = 0  # steps this worker has pushed
+    clock: int = 0  # steps this worker has pushed whole
     steps: dict[int, int] = field(default_factory=dict)  # last step applied, by table
     channels: dict[int, Channel] = field(default_factory=dict)
     fenced: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FENCED))
@@ -134,14 +134,12 @@ class Session:
                 worker.state = "expired"
                 ranks.append(worker.rank)
         if ranks:
-            self.settle_barriers()
             self.changed.notify_all()
         return ranks
 
     def leave(self, worker: Worker) -> None:
         """Marks a worker as gone: it said goodbye."""
         worker.state = "gone"
-        self.settle_barriers()
         self.changed.notify_all()
 
     def active(self) -> list[Worker]:
@@ -156,12 +154,12 @@ class Session:
     # -- progress ------------------------------------------------------------------------------------------------
 
     def min_clock(self) -> int | None:
-        """Returns the steps of the slowest worker, None without workers."""
-        return min((worker.clock for worker in self.active()), default=None)
+        """Returns the steps of the slowest worker that can still push, None when there is none."""
+        return min((worker.clock for worker in self.stepping()), default=None)
 
     def slower_than(self, step: int) -> list[int]:
-        """Returns the ranks that have pushed fewer than ``step`` steps."""
-        return [worker.rank for worker in self.active() if worker.clock < step]
+        """Returns the ranks that can still push and have pushed fewer than ``step`` steps."""
+        return [worker.rank for worker in self.stepping() if worker.clock < step]
 
     def fresh_tables(self, worker: Worker, step: int, table_ids: list[int]) -> set[int]:
         """Returns the tables for which step ``step`` of ``worker`` has not been applied; step 0 is always new."""
@@ -172,7 +170,6 @@ class Session:
         if step:
             for table in table_ids:
                 worker.steps[table] = max(step, worker.steps.get(table, 0))
-            worker.clock = max(worker.clock, step)
 
     # -- sync mode -----------------------------------------------------------------------------------------------
 
@@ -197,8 +194,7 @@ class Session:
         held = self.held.get(step)
         if held is None:
             later = [number for number in self.held if number > step]
-            active = self.stepping()
-            if not later or not active or any(worker.clock < min(later) for worker in active):
+            if not later or any(worker.clock < min(later) for worker in self.stepping()):
                 return None
             step = min(later)  # nobody is left who will send the steps between
             held = self.held[step]
@@ -219,14 +215,18 @@ class Session:
         """Notes that ``rank`` stands at the ``number``-th barrier ``name``."""
         if number > self.barriers.get(name, 0):
             self.arrived.setdefault((name, number), set()).add(rank)
-            self.settle_barriers()
             self.changed.notify_all()
 
-    def settle_barriers(self) -> None:
-        """Opens every barrier at which all active workers stand."""
+    def settle_barriers(self) -> dict[str, int]:
+        """Opens every barrier at which all active workers stand; returns the numbers of those that opened."""
+        opened = {}
         for (name, number), ranks in sorted(self.arrived.items()):
             if all(worker.rank in ranks for worker in self.active()):
                 self.pass_barrier(name, number)
+                opened[name] = number
+        if opened:
+            self.changed.notify_all()
+        return opened
 
     def pass_barrier(self, name: str, number: int) -> None:
         """Notes that the barrier is open."""

@@ -13,7 +13,7 @@ from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._rules import RULES, Rule
 
-__all__ = ["config_of_spec", "spec_of_config"]
+__all__ = ["config_of_spec", "difference_of_specs", "spec_of_config"]
 
 
 def spec_of_config(config: SparseTableConfig | DenseTableConfig) -> dict[str, Any]:
@@ -55,6 +55,17 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"a table specification that cannot be read: {error!r}.") from None
+
+
+def difference_of_specs(known: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
+    """Returns what two specifications of a table disagree about, as text.
+
+    Example:
+        >>> difference_of_specs({"size": 4}, {"size": 5})
+        'size is 4 there and 5 here'
+    """
+    names = sorted(name for name in {*known, *spec} if known.get(name) != spec.get(name))
+    return ", ".join(f"{name} is {known.get(name)!r} there and {spec.get(name)!r} here" for name in names)
 
 
 def _rule_spec(rule: Rule) -> dict[str, Any]:

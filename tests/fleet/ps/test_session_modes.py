@@ -14,7 +14,7 @@ from fleet.ps._geo_recorder import GeoRecorder
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._rules import Rule
-from tests.fleet.ps.service import Gradient, gradient, ids, in_threads, rows, serving
+from tests.fleet.ps.service import SPARSE, Gradient, gradient, ids, in_threads, rows, serving
 
 # -- sync --------------------------------------------------------------------------------------------------------
 
@@ -232,6 +232,59 @@ def test_a_barrier_survives_a_cut_and_a_restarted_worker_passes_old_ones():
         again = service.client(0)
         again.barrier()  # its first: the others have passed it
         in_threads(again.barrier, b.barrier)
+
+
+@pytest.mark.parametrize("ending", ["barrier", "goodbye"])
+def test_a_barrier_opens_when_what_was_pushed_before_it_is_applied(ending, tmp_path):
+    """D.7, D.8: a save or load after it finds nothing held, also of a worker that is a step ahead of the others."""
+    with serving(2, mode="sync", num_workers=2, folder=tmp_path) as service:
+        tables = {0: SPARSE}  # without dense values no worker waits for its own step
+        a, b = service.client(0, tables=tables), service.client(1, tables=tables)
+        for client in (a, b):
+            client.wait(client.push({0: gradient([1, 2], 2.0)}))
+        a.wait(a.push({0: gradient([1, 2], 4.0)}))
+        sessions = [server.machine.session for server in service.servers]
+        waiting = threading.Thread(target=a.barrier, daemon=True)
+        waiting.start()
+        deadline = time.monotonic() + 10
+        while ending == "barrier" and not all(session.arrived for session in sessions):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        b.barrier() if ending == "barrier" else b.goodbye()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert not any(session.held for session in sessions)
+        assert rows(a, [1, 2])[:, 0].tolist() == [-6, -6]
+        assert a.step == 2
+        if ending == "barrier":
+            assert b.step == 2
+        for index, server in enumerate(list(service.servers)):  # the journal has the two in this order
+            server.stop()
+            service.start(index)
+        assert rows(a, [1, 2])[:, 0].tolist() == [-6, -6]
+        assert [server.machine.session.barriers for server in service.servers] == [{"worker": 1}] * 2
+
+
+def test_a_load_drops_what_an_open_step_holds_for_its_tables(tmp_path):
+    """D.7, D.8: the tables after a load are those of the save; the step stays known, so a retry changes nothing."""
+    with serving(mode="sync", num_workers=2, folder=tmp_path / "state") as service:
+        a, b = service.client(0), service.client(1)
+        a.save(str(tmp_path / "save"))
+        a.wait(a.push({0: gradient([1], 4.0), 1: np.full(5, 4.0, np.float32)}))
+        b.load(str(tmp_path / "save"), tables=[0])
+        a.close()
+        again = service.client(0)
+        again.step = 0  # it goes back to before this step
+        again.wait(again.push({0: gradient([1], 4.0), 1: np.full(5, 4.0, np.float32)}))
+        b.close()
+        service.servers[0].stop()
+        service.start(0)
+        b = service.client(1)
+        assert service.servers[0].machine.session.held[1].keys() == {0}
+        b.wait(b.push({0: gradient([1], 2.0), 1: np.full(5, 2.0, np.float32)}))
+        found = b.wait(b.pull({0: ids(1), 1: None}))
+        assert found[0][:, 0].tolist() == [-1]  # only the other worker's
+        assert (found[1] == -3).all()  # this table was not loaded
 
 
 # -- geo ---------------------------------------------------------------------------------------------------------
