@@ -93,6 +93,7 @@ class Flag:
     RESPONSE = 4
     NO_CREATE = 8  # a pull does not create the rows it does not find
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
+    NO_CLOCK = 32  # a push after which more of its step is to come
 
 
 class Status(IntEnum):
@@ -107,7 +108,7 @@ class Status(IntEnum):
 
 
 _IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS = 1, 2, 4, 8, 16, 32  # what a part carries
-_ALL_PRESENT, _ALL_FLAGS = 63, 31
+_ALL_PRESENT, _ALL_FLAGS = 63, 63
 
 
 class Header(NamedTuple):
