@@ -272,46 +272,44 @@ class Client:
 
     # -- the whole job -------------------------------------------------------------------------------------------
 
-    def barrier(self, name: str = "worker") -> None:
+    def barrier(self, name: str = "worker") -> str | None:
         """Waits until every worker that lives has come to its same-numbered barrier of this name.
 
+        Returns a key that all who met have in common; ``None`` where the others have met again since.
         In sync mode the workers go on with the same step, also those that took fewer steps than others before.
         """
-        number, steps = self._barriers.get(name, 0) + 1, [0]
-
-        def take(header: Header, body: memoryview) -> None:
-            steps.append(int(decode_control(body).get("step", 0)))
-
+        number = self._barriers.get(name, 0) + 1
         # In sync mode every server must know that this worker stands here, or it waits for a step of it for ever.
         links = self._links if self.staleness == 0 else self._links[:1]
-        body = control_body({"name": name})
-        requests = [Request(Op.BARRIER, [body], step=number, on_answer=take) for _ in links]
-        self.wait(Ticket([(link, link.submit(request)) for link, request in zip(links, requests, strict=True)]))
+        answers = self._all(Op.BARRIER, {"name": name}, links=links, step=number)
         self._barriers[name] = number
         if self.staleness == 0:
-            self.step = max(self.step, *steps)
+            self.step = max(self.step, *(int(answer.get("step", 0)) for answer in answers))
+        key: str | None = answers[0].get("key")
+        return key
 
     def alter(self, table_id: int, action: str, **fields: Any) -> int:
         """Does ``shrink``, ``advance_day``, ``clear`` or ``learning_rate`` on a table; returns the rows concerned."""
         self._table(table_id)
         body = {"table": table_id, "action": action, "fields": fields}
-        return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body, change=True))
+        return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body))
 
-    def save(self, dirname: str, *, mode: int = 0, tables: Sequence[int] | None = None) -> int:
+    def save(self, dirname: str, *, mode: int = 0, tables: Sequence[int] | None = None, key: str = "") -> int:
         """Makes every server write its share to ``dirname`` and returns the rows saved; training may go on meanwhile.
 
         Args:
             dirname: a folder that the servers reach.
             mode: see :mod:`fleet.ps._files`; dense tables are always saved whole.
             tables: ids of the tables, all by default.
+            key: workers who give the same one ask for the same save, which is made once.
         """
-        save_id = secrets.token_hex(8)  # a save whose answer was lost is not done again
-        fields = {"dirname": dirname, "mode": mode, "tables": tables, "save_id": save_id}
+        fields = {"dirname": dirname, "mode": mode, "tables": tables, "save_id": key or secrets.token_hex(8)}
         return sum(int(answer["rows"]) for answer in self._all(Op.SAVE, fields))
 
-    def load(self, dirname: str, *, tables: Sequence[int] | None = None) -> int:
-        """Makes every server read its share of a save by any number of servers; returns the rows loaded."""
-        return sum(int(answer["rows"]) for answer in self._all(Op.LOAD, {"dirname": dirname, "tables": tables}))
+    def load(self, dirname: str, *, tables: Sequence[int] | None = None, key: str = "") -> int:
+        """Makes every server read its share of a save by any number of servers, once per ``key``; returns the rows."""
+        fields = {"dirname": dirname, "tables": tables, "load_id": key or secrets.token_hex(8)}
+        return sum(int(answer["rows"]) for answer in self._all(Op.LOAD, fields))
 
     def snapshot(self) -> None:
         """Makes every server write a snapshot of its state now."""
@@ -378,15 +376,18 @@ class Client:
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 
-    def _all(self, op: Op, fields: dict[str, Any] | None = None, change: bool = False) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = [{} for _ in self._links]
+    def _all(
+        self, op: Op, fields: dict[str, Any] | None = None, links: Sequence[Link] = (), step: int = 0
+    ) -> list[dict[str, Any]]:
+        links = links or self._links
+        answers: list[dict[str, Any]] = [{} for _ in links]
         ticket = Ticket()
-        for link in self._links:
+        for link in links:
 
             def take(header: Header, body: memoryview, place: int = link.index) -> None:
                 answers[place] = decode_control(body)
 
-            request = Request(op, [control_body(fields or {})], change=change, on_answer=take)
+            request = Request(op, [control_body(fields or {})], step=step, change=op is Op.ALTER, on_answer=take)
             ticket.requests.append((link, link.submit(request)))
         self.wait(ticket)
         return answers

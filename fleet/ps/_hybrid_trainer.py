@@ -21,7 +21,7 @@ from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSEr
 from fleet.ps._client import Client
 from fleet.ps._dense_exchange import DenseExchange, check_same_round, not_finite
 from fleet.ps._table_plan import TablePlan
-from fleet.ps._trainer import SAVE, Trainer, TrainerConfig
+from fleet.ps._trainer import Trainer, TrainerConfig
 from fleet.ps._trainer_group import TrainerGroup
 
 __all__ = ["STATE_FILE", "HybridTrainer"]
@@ -52,6 +52,7 @@ class HybridTrainer(Trainer):
     ) -> None:
         super().__init__(plan, config, make_client)
         self._optimizer, self._tensors, self._size = optimizer, list(tensors), trainers.size
+        self._left = 0  # trainers that had called stop_worker() when all met last
         self._exchanged = TablePlan(sparse=plan.sparse)
         self._dense: DenseExchange | None = DenseExchange(
             plan.dense, optimizer.param_groups, trainers, lambda: optimizer.step()
@@ -106,9 +107,25 @@ class HybridTrainer(Trainer):
         dense.finish()
         return found
 
-    def meet(self, name: str) -> None:
+    def meet(self, name: str) -> str | None:
         """Waits until every worker has come here, and takes part in the steps of those that still train."""
-        self._meet(name)
+        failures: list[BaseException] = []
+        keys: list[str | None] = []
+
+        def stand() -> None:
+            try:
+                keys.append(self.client.barrier(name))
+            except BaseException as error:
+                failures.append(error)
+
+        # The servers must know that this one stands here while it still takes part in the others' steps.
+        standing = threading.Thread(target=stand, name="barrier", daemon=True)
+        standing.start()
+        self._left = self._own().stand_by(leaving=False)
+        standing.join()
+        if failures:
+            raise failures[0]
+        return keys[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a worker that comes back must know, and the number of updates it has made."""
@@ -129,16 +146,16 @@ class HybridTrainer(Trainer):
             PSError: a trainer has left already.
         """
         client, dense = self.client, self._own()
-        self.flush()
-        left = self._meet(SAVE)
-        if left:
-            raise PSError(
-                f"fleet.load_model(): {left} of {self._size} trainers have called stop_worker() already, and hybrid "
-                "training gives what was read to all of them. Load before the first one stops."
-            )
-        if client.config.rank == 0:
-            client.load(dirname, tables=tables)
-        client.barrier(SAVE)
+
+        def act(key: str) -> int:
+            if self._left:
+                raise PSError(
+                    f"fleet.load_model(): {self._left} of {self._size} trainers have called stop_worker() already, and "
+                    "hybrid training gives what was read to all of them. Load before the first one stops."
+                )
+            return client.load(dirname, tables=tables, key=key)
+
+        self._do_together(f"load {dirname} {tables}", act)
         read = {part.table_id: None for part in self.plan.dense if tables is None or part.table_id in tables}
         values = client.wait(client.pull(read, wait_for_others=False)) if read else {}
         for part in self.plan.dense:
@@ -178,27 +195,13 @@ class HybridTrainer(Trainer):
         if bad:
             raise not_finite(self.client.config.rank, bad)
 
-    def _meet(self, name: str) -> int:
-        """Returns how many trainers have left."""
-        failures: list[BaseException] = []
-
-        def stand() -> None:
-            try:
-                self.client.barrier(name)
-            except BaseException as error:
-                failures.append(error)
-
-        # The servers must know that this one stands here while it still takes part in the others' steps.
-        standing = threading.Thread(target=stand, name="barrier", daemon=True)
-        standing.start()
-        left = self._own().stand_by(leaving=False)
-        standing.join()
-        if failures:
-            raise failures[0]
-        return left
-
     def _before_save(self, dirname: str, tables: list[int] | None) -> None:
-        """Brings the servers' copy up to date, and writes the optimizer's state beside the tables."""
+        """Waits until trainer 0 has given the servers its parameters, and has written the state of its optimizer."""
+        if self.client.config.rank == 0:
+            self._give_own(dirname, tables)
+        self._own().stand_by(leaving=False)  # or raises, where trainer 0 is gone
+
+    def _give_own(self, dirname: str, tables: list[int] | None) -> None:
         client = self.client
         if self.plan.dense:
             client.wait(client.set_dense({part.table_id: part.values() for part in self.plan.dense}))

@@ -314,7 +314,8 @@ class Machine:
 
     def _open_barriers(self) -> None:
         for name, number in self.session.settle_barriers().items():
-            self.journal.append(_control(RecordKind.BARRIER, {"name": name, "number": number}))
+            fields = {"name": name, "number": number, "key": self.session.keys[name]}
+            self.journal.append(_control(RecordKind.BARRIER, fields))
 
     def leave(self, worker: Worker) -> None:
         """Lets a worker go: nobody waits for it any more."""
@@ -362,7 +363,7 @@ class Machine:
             if table_id not in stamps or record.lsn > stamps[table_id].latest:
                 self.tables[table_id].alter(fields["action"], fields["fields"])
         elif record.kind == RecordKind.BARRIER:
-            self.session.pass_barrier(fields["name"], fields["number"])
+            self.session.pass_barrier(fields["name"], fields["number"], fields.get("key", ""))
         else:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,8 +108,8 @@ class Requests:
             Op.PING: lambda *_: Answer(),
             Op.GOODBYE: self._goodbye,
             Op.STOP: self._stop,
-            Op.SAVE: lambda peer, worker, header, body, beat: self._file(self._save, body, beat),
-            Op.LOAD: lambda peer, worker, header, body, beat: self._file(self._load, body, beat),
+            Op.SAVE: lambda peer, worker, header, body, beat: self._file(self._save, worker, body, beat),
+            Op.LOAD: lambda peer, worker, header, body, beat: self._file(self._load, worker, body, beat),
             Op.SNAPSHOT: self._write_snapshot,
         }
 
@@ -269,9 +270,10 @@ class Requests:
         table, action, arguments = _whole(fields, "table"), fields.get("action"), fields.get("fields", {})
         if not isinstance(action, str) or not isinstance(arguments, dict):
             raise Refused("ALTER takes a table, an action and its fields.")
-        status, rows = _with_beats(
-            lambda: self._machine.alter(worker, peer.channel, header, table, action, arguments), beat
-        )
+        with self._busy(worker):
+            status, rows = _with_beats(
+                lambda: self._machine.alter(worker, peer.channel, header, table, action, arguments), beat
+            )
         return Answer(status, [control_body({"rows": rows})])
 
     # -- meeting points ------------------------------------------------------------------------------------------
@@ -287,26 +289,40 @@ class Requests:
         self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, number)
         # Those who have made fewer steps than others go on with the same number, or the others would wait for them.
         clocks = [worker.clock for worker in session.active()] if self._config.staleness is not None else []
-        return Answer(buffers=[control_body({"step": 0 if is_past else max([session.applied_step, *clocks])})])
+        step = 0 if is_past else max([session.applied_step, *clocks])
+        with session.changed:
+            key = session.keys.get(name, "") if session.barriers[name] == number else None
+        return Answer(buffers=[control_body({"step": step, "key": key})])
 
     def _wait(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
         session = self._session
-        worker.busy += 1
-        try:
+        with self._busy(worker):
             session.wait_for(predicate, lambda: beat({"step": step, "waiting_for": session.slower_than(step)}), BEAT_S)
+
+    @contextmanager
+    def _busy(self, worker: Worker) -> Iterator[None]:
+        """Keeps the lease of a worker that waits for this server."""
+        with self._session.changed:
+            worker.busy += 1
+        try:
+            yield
         finally:
-            worker.busy -= 1
-            worker.seen = time.monotonic()
+            with self._session.changed:
+                worker.busy -= 1
+                worker.seen = time.monotonic()
 
     # -- files and facts -----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _file(action: Callable[[dict[str, Any]], dict[str, Any]], body: memoryview, beat: Beat) -> Answer:
+    def _file(
+        self, action: Callable[[dict[str, Any]], dict[str, Any]], worker: Worker, body: memoryview, beat: Beat
+    ) -> Answer:
         fields = decode_control(body)
-        return Answer(buffers=[control_body(_with_beats(lambda: action(fields), beat))])
+        with self._busy(worker):
+            return Answer(buffers=[control_body(_with_beats(lambda: action(fields), beat))])
 
     def _write_snapshot(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        _with_beats(self._snapshot, beat)
+        with self._busy(worker):
+            _with_beats(self._snapshot, beat)
         return Answer()
 
     def _stat(self, *_: Any) -> Answer:

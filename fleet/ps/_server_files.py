@@ -30,21 +30,25 @@ def save_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) 
         table = machine.tables[table_id]
         if isinstance(table, ServedSparse):
             check_save_mode(mode, table.table.config)
-    session = machine.session
     with machine.saving:
-        if save_id in session.saved:
-            return session.saved[save_id]
+        if save_id in machine.session.saved:
+            return machine.session.saved[save_id]
         rows = 0
         with machine.snapshots:
             for table_id in ids:
                 rows += _save(machine, config, table_id, dirname, mode, save_id)
-            with session.changed:
-                session.saved[save_id] = {"rows": rows}
-                while len(session.saved) > _KEPT_ANSWERS:
-                    del session.saved[next(iter(session.saved))]
+            _note_done(machine, save_id, rows)
         if mode and config.folder is not None:
             write_snapshot(machine, config.folder)
     return {"rows": rows}
+
+
+def _note_done(machine: Machine, key: str, rows: int) -> None:
+    session = machine.session
+    with session.changed:
+        session.saved[key] = {"rows": rows}
+        while len(session.saved) > _KEPT_ANSWERS:
+            del session.saved[next(iter(session.saved))]
 
 
 def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str) -> int:
@@ -67,22 +71,34 @@ def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, 
 def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded.
 
-    What gradients of an open step (sync mode) have for these tables is dropped.
+    What gradients of an open step (sync mode) have for these tables is dropped. A load id that was done is answered
+    again and not done again.
     """
-    dirname, ids, rows = _dirname(fields), _tables(machine, fields), 0
-    with machine.snapshots:
-        for table_id in ids:
-            table, spec = machine.tables[table_id], machine.session.specs[table_id]
-            with table.order, table.gate.exclusive():
-                if isinstance(table, ServedDense):
-                    load_dense(table.table, dirname, start=spec.get("start", 0), total=spec.get("total"))
-                    rows += table.table.config.size
-                elif isinstance(table, ServedSparse):
-                    rows += _load_sparse(table, dirname, config.index, spec)
-    machine.forget_held(ids)
-    if config.folder is not None:
-        write_snapshot(machine, config.folder)
+    dirname, ids, load_id, rows = _dirname(fields), _tables(machine, fields), fields.get("load_id", ""), 0
+    if not isinstance(load_id, str):
+        raise Refused("LOAD takes a load id.")
+    with machine.saving:
+        if load_id and load_id in machine.session.saved:
+            return machine.session.saved[load_id]
+        with machine.snapshots:
+            for table_id in ids:
+                rows += _load(machine, config, table_id, dirname)
+        machine.forget_held(ids)
+        if load_id:
+            _note_done(machine, load_id, rows)
+        if config.folder is not None:
+            write_snapshot(machine, config.folder)
     return {"rows": rows}
+
+
+def _load(machine: Machine, config: ServerConfig, table_id: int, dirname: Path) -> int:
+    table, spec = machine.tables[table_id], machine.session.specs[table_id]
+    with table.order, table.gate.exclusive():
+        if isinstance(table, ServedDense):
+            load_dense(table.table, dirname, start=spec.get("start", 0), total=spec.get("total"))
+            return table.table.config.size
+        assert isinstance(table, ServedSparse)
+        return _load_sparse(table, dirname, config.index, spec)
 
 
 def _load_sparse(table: ServedSparse, dirname: Path, index: int, spec: dict[str, Any]) -> int:

@@ -5,6 +5,7 @@ Everything here changes under one lock, the journal's, so that it belongs to a d
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -99,6 +100,7 @@ class Session:
         self.applied_step = 0
         self.held: dict[int, dict[int, Held]] = {}
         self.barriers: dict[str, int] = {}
+        self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all who met there
         self.arrived: dict[tuple[str, int], set[int]] = {}
         self.recorder = GeoRecorder(num_workers)
         self.saved: dict[str, dict[str, Any]] = {}  # answers of the latest saves, by save id
@@ -222,15 +224,16 @@ class Session:
         opened = {}
         for (name, number), ranks in sorted(self.arrived.items()):
             if all(worker.rank in ranks for worker in self.active()):
-                self.pass_barrier(name, number)
+                self.pass_barrier(name, number, secrets.token_hex(8))
                 opened[name] = number
         if opened:
             self.changed.notify_all()
         return opened
 
-    def pass_barrier(self, name: str, number: int) -> None:
-        """Notes that the barrier is open."""
-        self.barriers[name] = max(number, self.barriers.get(name, 0))
+    def pass_barrier(self, name: str, number: int, key: str) -> None:
+        """Notes that the barrier is open, and its key."""
+        if number >= self.barriers.get(name, 0):
+            self.barriers[name], self.keys[name] = number, key
         for place in [p for p in self.arrived if p[0] == name and p[1] <= self.barriers[name]]:
             del self.arrived[place]
 

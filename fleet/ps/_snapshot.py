@@ -81,6 +81,7 @@ def _capture(session: Session) -> dict[str, Any]:
         "specs": {str(table): spec for table, spec in session.specs.items()},
         "applied_step": session.applied_step,
         "barriers": dict(session.barriers),
+        "keys": dict(session.keys),
         "saved": dict(session.saved),
         "held": [(step, rank, held) for step, ranks in session.held.items() for rank, held in ranks.items()],
         "recorded": sorted(session.recorder.capture().items()),
@@ -179,7 +180,7 @@ def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | 
             channel.last = channel.durable = last
     session.specs = {int(table): spec for table, spec in fields["specs"].items()}
     session.applied_step, session.barriers = fields["applied_step"], fields["barriers"]
-    session.saved = fields["saved"]
+    session.saved, session.keys = fields["saved"], fields.get("keys", {})
     payloads = [chunk[4] for chunk in chunks[1:]]
     for step, rank, n_tables, flags in fields["held"]:
         session.held.setdefault(step, {})[rank] = Held(n_tables, flags, payloads.pop(0))

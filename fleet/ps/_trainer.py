@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,32 +212,28 @@ class Trainer:
         else:
             rejoin(self._client, state)
 
-    def meet(self, name: str) -> None:
-        """Waits until every worker has come to its same-numbered barrier of this name."""
-        self.client.barrier(name)
+    def meet(self, name: str) -> str | None:
+        """Waits until every worker has come to its same-numbered barrier of this name; returns their common key."""
+        return self.client.barrier(name)
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 
     def save(self, dirname: str, mode: int, tables: list[int] | None = None) -> int:
         """Makes the servers save, once every worker has come here with its steps applied; returns the rows saved.
 
-        Every worker calls it; worker 0 triggers the save, and all return when it is done.
+        Every worker calls it, and all return when it is done. Each asks for it, so that it is done when one dies.
         """
-        client, rows = self.client, 0
-        self._come_to_save()
-        if client.config.rank == 0:
+
+        def act(key: str) -> int:
             self._before_save(dirname, tables)
-            rows = client.save(dirname, mode=mode, tables=tables)
-        client.barrier(SAVE)
-        return rows
+            return self.client.save(dirname, mode=mode, tables=tables, key=key)
+
+        return self._do_together(f"save {dirname} {mode} {tables}", act)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
         """Makes the servers read a save, once every worker has come here; all go on with what was read."""
         client = self.client
-        self._come_to_save()
-        if client.config.rank == 0:
-            client.load(dirname, tables=tables)
-        client.barrier(SAVE)
+        self._do_together(f"load {dirname} {tables}", lambda key: client.load(dirname, tables=tables, key=key))
         self._stop_exchange()  # geo: rows kept here are those of before
         self._take_parameters(client)
         self._exchange = self._start_exchange(client)
@@ -264,18 +261,28 @@ class Trainer:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _come_to_save(self) -> None:
-        """Returns when every worker has come here with its steps applied."""
+    def _do_together(self, what: str, act: Callable[[str], int]) -> int:
+        """Does ``act`` with a key that all have in common who do ``what`` now; returns when all have done it.
+
+        A worker that comes back and repeats what the others have done without it leaves it out.
+        """
+        key = self._come_to_save()
+        found = 0 if key is None else act(f"{key}-{zlib.crc32(what.encode()):08x}")
+        self.client.barrier(SAVE)
+        return found
+
+    def _come_to_save(self) -> str | None:
+        """Returns when every worker has come here with its steps applied, with the key of their meeting."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
             self.client.barrier(SAVE)  # the end of a save that the process before this one did not live to see
-        self.meet(SAVE)
+        return self.meet(SAVE)
 
     def _after_goodbye(self) -> None:
         """Comes when this worker has left the servers."""
 
     def _before_save(self, dirname: str, tables: list[int] | None) -> None:
-        """Worker 0 alone comes here, when all have met and nothing is saved yet."""
+        """Comes when all have met and nothing is saved yet."""
 
     def _take_parameters(self, client: Client) -> None:
         if self.plan.dense:

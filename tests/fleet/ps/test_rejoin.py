@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fleet.errors import PSError
+from fleet.ps._link import Request
+from fleet.ps._messages import Op
+from fleet.ps._served_table import ServedSparse
 from fleet.ps._trainer import SAVE, Trainer
 from tests.fleet.ps.service import Service, gradient, in_threads, rows, serving
 from tests.fleet.ps.test_initial_values import made, trainer_of
@@ -20,10 +24,11 @@ CAP_S = 20.0
 together = partial(in_threads, timeout_s=CAP_S)
 
 
-def start_workers(service: Service, states: tuple[Any, Any] = (None, None)) -> list[Trainer]:
+def start_workers(service: Service, states: tuple[Any, ...] = (None, None)) -> list[Trainer]:
     mode = service.configs[0].mode
     found = [
-        trainer_of(service, made(rank)[1], rank, client_id=time.monotonic_ns() | 1, mode=mode) for rank in range(2)
+        trainer_of(service, made(rank)[1], rank, client_id=time.monotonic_ns() | 1, mode=mode)
+        for rank in range(len(states))
     ]
     for trainer, state in zip(found, states, strict=True):
         if state is not None:
@@ -100,11 +105,16 @@ def test_a_save_after_a_restart_of_the_whole_job_waits_for_every_worker(
         np.testing.assert_array_equal(rows(read, [19], words), before)
 
 
-def test_a_worker_that_died_in_a_save_does_not_keep_the_others_there(tmp_path: Path) -> None:
-    """Its next process, without a checkpoint, comes to the end of that save first, and then to one of its own."""
-    with serving(num_workers=2) as service:
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_save_is_whole_when_worker_0_dies_in_it_and_comes_back_without_a_checkpoint(
+    mode: str, tmp_path: Path
+) -> None:
+    """D.8: it dies between two servers; the others make the save whole, and it comes to one of its own afterwards."""
+    with serving(num_servers=2, num_workers=2, mode=mode) as service:
         first, second = start_workers(service)
-        first.client.save = _die  # type: ignore[method-assign]
+        words = next(part.table_id for part in first.plan.sparse if part.config.name == "words")
+        for trainer in (first, second):
+            push(trainer, 3)
         ended = threading.Event()
 
         def save() -> None:
@@ -113,17 +123,93 @@ def test_a_worker_that_died_in_a_save_does_not_keep_the_others_there(tmp_path: P
 
         waiting = threading.Thread(target=save, daemon=True)
         waiting.start()
+        dies_at(first, 1)
         with pytest.raises(Died):
             first.save(str(tmp_path / "one"), 0)
         session = service.servers[0].machine.session
         until(lambda: (SAVE, 2) in list(session.arrived))  # the other stands at the end of the save
         first.abandon()
-        again = trainer_of(service, made(5)[1], client_id=11)
+        again = trainer_of(service, made(5)[1], client_id=11, mode=mode)
         again.open()
         assert not ended.is_set()
-        together(lambda: again.save(str(tmp_path / "two"), 0), lambda: ended.wait(CAP_S) and second.save("unused", 0))
+        before = rows(again.client, range(20), words)
+        push(again, 3)  # it trains its first batch once more
+        two = str(tmp_path / "two")
+        together(lambda: again.save(two, 0), lambda: ended.wait(CAP_S) and second.save(two, 0))
         waiting.join(CAP_S)
         assert ended.is_set()
+        changed = rows(second.client, range(20), words)
+        assert (changed[3] != before[3]).all()
+        for name, expected in (("one", before), ("two", changed)):
+            together(*(lambda own=own, name=name: own.load(str(tmp_path / name)) for own in (again, second)))
+            np.testing.assert_array_equal(rows(second.client, range(20), words), expected)
+
+
+def test_a_save_is_whole_when_worker_0_dies_in_it_and_stays_away(tmp_path: Path) -> None:
+    """D.8, D.10: the others go on when its lease has ended; a server counts each of them that waits as alive."""
+    with serving(num_servers=2, num_workers=2, lease_s=0.3) as service:
+        first, second = start_workers(service)
+        words = next(part.table_id for part in first.plan.sparse if part.config.name == "words")
+        push(second, 3)
+        dies_at(first, 1)
+        together(lambda: pytest.raises(Died, first.save, str(tmp_path), 0), lambda: second.save(str(tmp_path), 0))
+        before = rows(second.client, range(20), words)
+        push(second, 3)
+        second.load(str(tmp_path))
+        np.testing.assert_array_equal(rows(second.client, range(20), words), before)
+
+
+def test_a_load_is_whole_when_worker_0_dies_in_it(tmp_path: Path) -> None:
+    """D.8: no server goes on with other rows than those of the save."""
+    with serving(num_servers=2, num_workers=2, lease_s=0.3) as service:
+        first, second = start_workers(service)
+        words = next(part.table_id for part in first.plan.sparse if part.config.name == "words")
+        together(*(lambda own=own: own.save(str(tmp_path), 0) for own in (first, second)))
+        before = rows(second.client, range(20), words)
+        for key in range(20):
+            push(first, key)
+        dies_at(first, 1)
+        together(lambda: pytest.raises(Died, first.load, str(tmp_path)), lambda: second.load(str(tmp_path)))
+        np.testing.assert_array_equal(rows(second.client, range(20), words), before)
+
+
+def test_all_workers_get_the_reason_why_a_save_failed(tmp_path: Path) -> None:
+    """D.8: nobody waits for a save that cannot be made; the next one works."""
+    with serving(num_workers=2) as service:
+        workers = start_workers(service)
+        (tmp_path / "file").touch()
+        reasons: list[str] = []
+        for what in ("save", "load"):
+
+            def fails(own: Trainer, what: str = what) -> None:
+                with pytest.raises(PSError, match="parameter server 0") as caught:
+                    own.save(str(tmp_path / "file"), 0) if what == "save" else own.load(str(tmp_path / "absent"))
+                reasons.append(str(caught.value))
+
+            together(*(lambda own=own: fails(own) for own in workers))  # type: ignore[misc]
+        assert len(reasons) == 4
+        together(*(lambda own=own: own.save(str(tmp_path / "good"), 0) for own in workers))
+
+
+def test_a_server_waits_for_a_worker_that_waits_for_a_long_save(tmp_path: Path) -> None:
+    """D.10: a save that takes longer than the lease does not make the others go on without the worker that asked."""
+    with serving(num_workers=1, lease_s=0.2) as service:
+        (worker,) = start_workers(service, (None,))
+        session = service.servers[0].machine.session
+        sparse = next(t for t in service.servers[0].machine.tables.values() if isinstance(t, ServedSparse)).table
+        states: list[str] = []
+        blocks = sparse.blocks
+
+        def slow(*arguments: Any, **settings: Any) -> Any:
+            deadline = time.monotonic() + 0.4
+            while time.monotonic() < deadline:
+                states.append(session.workers[0].state)
+                time.sleep(0.02)
+            return blocks(*arguments, **settings)
+
+        sparse.blocks = slow  # type: ignore[method-assign]
+        worker.save(str(tmp_path), 0)
+        assert set(states) == {"active"}
 
 
 def test_a_worker_with_a_checkpoint_repeats_what_the_others_have_passed(tmp_path: Path) -> None:
@@ -149,8 +235,16 @@ class Died(Exception):
     """The end of a worker."""
 
 
-def _die(*arguments: Any, **settings: Any) -> int:
-    raise Died
+def dies_at(trainer: Trainer, server: int) -> None:
+    """Ends the worker before it sends what it asks for to this server."""
+    submit = trainer.client._links[server].submit
+
+    def dying(request: Request) -> Request:
+        if request.op in (Op.SAVE, Op.LOAD):
+            raise Died
+        return submit(request)
+
+    trainer.client._links[server].submit = dying  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
