@@ -45,8 +45,9 @@ def explanation(strategy: DistributedStrategy, world_size: int, *, collective: b
         lines.append("")
     for place, step in enumerate(steps, 1):
         lines.append(f"{place}. {step.name}")
-        lines += [f"   model: {step.model_effect}"] if step.model_effect else []
-        lines += [f"   optimizer: {step.optimizer_effect}"] if step.optimizer_effect else []
+        model, optimizer = step.effects(strategy, world_size)
+        lines += [f"   model: {model}"] if model else []
+        lines += [f"   optimizer: {optimizer}"] if optimizer else []
     for head, items in (("Accepted, changes nothing:", notes), ("Refused:", [str(error) for error in found])):
         if items:
             lines += ["", head, *(f"- {item}" for item in items)]

@@ -327,11 +327,10 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         """Prints what ``strategy`` (or the one in force) does, in which order, what it warns of and refuses."""
         from fleet._explain import explain
 
-        if strategy is None:
-            session = self._need("explain")
-            return explain(session.options, world_size or session.world_size)
         check_strategy("fleet.explain(strategy)", strategy)
-        return explain(strategy, world_size or (self._session.world_size if self._session else 2))
+        options = self._need("explain").options if strategy is None else strategy
+        size = world_size or (self._session.world_size if self._session else 2)
+        return explain(options, size, collective=not _has_servers(self._session, options))
 
     # ---- session -------------------------------------------------------------------------------------------------
 
@@ -366,6 +365,14 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         if not session.optimizers:
             raise NotInitializedError(f"fleet.{call}() needs fleet.distributed_optimizer() first.")
         return session.optimizers[-1]
+
+
+def _has_servers(session: Session | None, options: DistributedStrategy) -> bool:
+    """Returns whether the job has servers: that of the session, or without one the job that the options are for."""
+    meant = options.is_set("a_sync") or options.is_set("a_sync_configs")
+    if session is None:
+        return meant
+    return not session.collective or (meant and session.server_job is not None)
 
 
 def check_strategy(label: str, strategy: object) -> None:

@@ -191,6 +191,11 @@ class Strategy:
         """Returns warnings about settings that are accepted and change nothing here."""
         return ()
 
+    @classmethod
+    def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
+        """Returns what it does to the model and to the optimizer with these options, for ``fleet.explain``."""
+        return cls.model_effect, cls.optimizer_effect
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError when the strategy cannot work with ``optimizer``; changes nothing."""
 

@@ -36,6 +36,13 @@ _QUEUE_KEYS = (
 )
 
 
+_SENT = {
+    "sync": "sends gradients to the servers, which average those of all workers and update once per step",
+    "async": "sends gradients in the background to the servers, which update with those of each worker as they arrive",
+}
+_SENT_WHOLE = "sends the sum of CPU_NUM batches to the servers and waits until they have updated"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ASyncConfig(Config, option="a_sync_configs"):
     """How workers and servers exchange."""
@@ -159,6 +166,8 @@ class ASync(Strategy):
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
         """Returns the remark that the mode was left open."""
+        if cls.problem(options, world_size):
+            return ()  # there is no mode to speak of
         mode, config, default = ps_mode(options), options["a_sync_configs"], ASyncConfig()
         found = []
         if mode == "async" and not options.is_set("a_sync"):
@@ -172,6 +181,23 @@ class ASync(Strategy):
                 f"number of workers, {world_size}, for workers that average dense gradients among themselves."
             )
         return tuple(found)
+
+    @classmethod
+    def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
+        """Returns what the mode does, or what all have in common where it is refused."""
+        if cls.problem(options, world_size):
+            return cls.model_effect, cls.optimizer_effect
+        mode = ps_mode(options)
+        if is_hybrid(options, world_size):
+            return _hybrid_effects(mode, world_size)
+        if mode == "geo":
+            steps = options["a_sync_configs"].k_steps
+            return (
+                "trains rows and dense parameters of its own, which start as the servers have them",
+                f"steps here; every {steps} steps it hands the servers what has changed, divided by the number of "
+                "workers, and takes what the others have changed",
+            )
+        return cls.model_effect, {**_SENT, "half_async": _SENT_WHOLE}[mode] + ", and takes parameters from them"
 
     @property
     def mode(self) -> str:
@@ -255,6 +281,14 @@ def is_hybrid(options: Values, world_size: int) -> bool:
     The default of -1 leaves them on the servers, so that a job is hybrid only when it says so.
     """
     return bool(options["hybrid_configs"].dp_degree == world_size)
+
+
+def _hybrid_effects(mode: str, world_size: int) -> tuple[str, str]:
+    alone = world_size == 1
+    average = "" if alone else f"averages dense gradients over the {world_size} workers and "
+    rates = "" if alone else ", with worker 0's learning rates"
+    start = "" if alone else "; dense parameters and buffers start as worker 0's"
+    return ASync.model_effect + start, f"{average}steps dense parameters here{rates}; of rows it {_SENT[mode]}"
 
 
 def hybrid_problem(options: Values, mode: str) -> str | None:

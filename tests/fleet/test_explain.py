@@ -8,7 +8,9 @@ import warnings
 import pytest
 
 from fleet._explain import explain, explanation
+from fleet._strategy_factory import StrategyFactory
 from fleet.errors import OptionWarning
+from fleet.facade import Fleet
 from fleet.options import DistributedStrategy
 from fleet.strategies import REGISTRY
 from fleet.strategies._base import NOT_YET
@@ -86,3 +88,55 @@ def test_parameter_server_job() -> None:
     text = explanation(DistributedStrategy(), 2, collective=False)
     assert text.splitlines()[0].startswith("2 workers: a_sync")
     assert "data_parallel" not in text
+
+
+MODES = {
+    "sync": ({"a_sync": False}, "average those of all workers and update once per step, and takes parameters"),
+    "async": ({"a_sync": True}, "update with those of each worker as they arrive, and takes parameters"),
+    "geo": (
+        {"a_sync": True, "a_sync_configs": {"k_steps": 7}},
+        "steps here; every 7 steps it hands the servers what has changed, divided by the number of workers",
+    ),
+    "hybrid sync": (
+        {"a_sync": False, "hybrid_configs": {"dp_degree": 3}},
+        "averages dense gradients over the 3 workers and steps dense parameters here, with worker 0's learning rates; "
+        "of rows it sends gradients to the servers, which average",
+    ),
+    "hybrid async": (
+        {"a_sync": True, "hybrid_configs": {"dp_degree": 3}},
+        "of rows it sends gradients in the background to the servers",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_parameter_server(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """D.7: what is said of a mode is what it does; fleet.explain knows that the options are for a job with servers."""
+    options, said = MODES[mode]
+    strategy = DistributedStrategy()
+    for key, value in options.items():
+        setattr(strategy, key, value)
+    text = Fleet().explain(strategy, 3)
+    assert said in text
+    assert text.startswith("3 workers: a_sync\n")
+    assert "Refused" not in text
+    assert "changes nothing" not in text
+    assert ("averages dense gradients" in text) == ("hybrid" in mode)
+    assert ("takes parameters" in text) == (mode in ("sync", "async"))
+
+
+def test_a_mode_that_is_refused_is_explained() -> None:
+    """D.7: no exception; the rule stands in the text. One worker averages with nobody."""
+    strategy = DistributedStrategy()
+    strategy.a_sync = False
+    strategy.a_sync_configs = {"k_steps": 7}
+    text = explanation(strategy, 2, collective=False)
+    assert "geo training is asynchronous" in text.partition("\nRefused:\n")[2]
+    strategy = DistributedStrategy()
+    strategy.a_sync = True
+    strategy.hybrid_configs = {"dp_degree": 1}
+    text = explanation(strategy, 1, collective=False)
+    assert "optimizer: steps dense parameters here; of rows" in text
+    assert "averages" not in text
+    text = explanation(StrategyFactory.create_half_async_strategy(), 2, collective=False)
+    assert "sends the sum of CPU_NUM batches to the servers and waits" in text
