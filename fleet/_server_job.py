@@ -78,7 +78,7 @@ class ServerJob:
         if not session.record.server_endpoints:
             self._become_served()
         strategy, plan, metrics = self._strategy(), self.plan(), self._read_metrics()
-        endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy.mode)]
+        endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy)]
         served = strategy.served
         assert served is not None
         trainer = self._make_trainer(strategy, plan, endpoints)
@@ -167,6 +167,7 @@ class ServerJob:
             endpoint=record.server_endpoints[record.global_rank],
             num_workers=record.world_size,
             mode="sync" if self._strategy().mode == "sync" else "async",
+            staleness=self._strategy().staleness,
             index=record.global_rank,
             secret=self._secret(),
             job=self._environment.str("PADDLE_JOB_ID"),
@@ -224,10 +225,11 @@ class ServerJob:
         if session.collective:
             session.become_served()
 
-    def _start_embedded(self, mode: str) -> str:
+    def _start_embedded(self, strategy: ASync) -> str:
         keeping = read_keeping(self._environment, 0)
         config = ServerConfig(
-            mode="sync" if mode == "sync" else "async",
+            mode="sync" if strategy.mode == "sync" else "async",
+            staleness=strategy.staleness,
             secret=secrets.token_hex(32).encode(),
             job=self._environment.str("PADDLE_JOB_ID"),
             folder=keeping.folder,
@@ -294,6 +296,7 @@ class ServerJob:
             mode=strategy.mode,
             k_steps=config.k_steps,
             sender=_sender_config(config, environment),
+            staleness=strategy.staleness,
             num_batches=read_count(environment, "CPU_NUM"),
             launch_barrier=config.launch_barrier,
             check_finite=environment.bool("FLAGS_check_nan_inf"),

@@ -60,6 +60,11 @@ class ASyncConfig(Config, option="a_sync_configs"):
     min_send_grad_num_before_recv: int = setting(1, "gradients to send before parameters are pulled again", at_least=1)
     thread_pool_size: int = setting(1, "threads that send", at_least=1)
     send_wait_times: int = setting(1, "times 10 ms that a sender waits for max_merge_var_num gradients", at_least=1)
+    max_staleness: int = setting(
+        -1,
+        "async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound",
+        at_least=-1,
+    )
     runtime_split_send_recv: bool = setting(
         False, "internal switch of Paddle", no_meaning="it splits operators of a static program, and torch runs none"
     )
@@ -159,7 +164,8 @@ class ASync(Strategy):
         """Returns the reason when geo is asked for without a_sync, or hybrid with what it excludes."""
         try:
             mode = ps_mode(options)
-            return hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
+            hybrid = hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
+            return staleness_problem(options, mode) or hybrid
         except ConfigError as error:
             return str(error)
 
@@ -203,6 +209,12 @@ class ASync(Strategy):
     def mode(self) -> str:
         """The mode in force: "sync", "half_async", "async" or "geo"."""
         return ps_mode(self.session.options)
+
+    @property
+    def staleness(self) -> int | None:
+        """How many steps of other workers a worker may go without; ``None``: any number."""
+        bound: int = self.config.max_staleness
+        return bound if bound >= 0 else None
 
     @property
     def hybrid(self) -> bool:
@@ -281,6 +293,22 @@ def is_hybrid(options: Values, world_size: int) -> bool:
     The default of -1 leaves them on the servers, so that a job is hybrid only when it says so.
     """
     return bool(options["hybrid_configs"].dp_degree == world_size)
+
+
+def staleness_problem(options: Values, mode: str) -> str | None:
+    """Returns why a job of this mode cannot bound staleness, or ``None``."""
+    bound = options["a_sync_configs"].max_staleness
+    if bound < 0 or mode in ("async", "half_async"):
+        return None
+    why = (
+        "a step of sync training always sees all steps before it"
+        if mode == "sync"
+        else "workers of geo training are k_steps apart by design"
+    )
+    return (
+        f"a_sync_configs['max_staleness'] is {bound} and the mode is {mode}: {why}. Leave it -1, or train "
+        "asynchronously: a_sync = True with k_steps 0."
+    )
 
 
 def _hybrid_effects(mode: str, world_size: int) -> tuple[str, str]:

@@ -196,25 +196,34 @@ class Client:
         ticket = Ticket()
         shares: list[list[tuple[Part, Any]]] = [[] for _ in self._links]
         for table_id, ids in wanted.items():
-            self._plan_pull(table_id, ids, None if out is None else out.get(table_id), ticket, shares)
+            given = None if out is None else out.get(table_id)
+            ticket.result[table_id], questions = self._table(table_id).questions(ids, given)
+            for share, question in zip(shares, questions, strict=True):
+                share += question
         for link, share in zip(self._links, shares, strict=True):
             if share:
                 parts = [part for part, _ in share]
-                request = Request(Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=fill(share))
+                request = Request(
+                    Op.PULL, encode_parts(parts), len(parts), step, flags=flags, on_answer=fill(share, ticket)
+                )
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 
-    def push(self, gradients: Mapping[int, Gradient | Rows], *, step: int | None = None) -> Ticket:
+    def push(
+        self, gradients: Mapping[int, Gradient | Rows], *, step: int | None = None, ends_step: bool = True
+    ) -> Ticket:
         """Sends the gradients of one step: :class:`Gradient` per sparse table (distinct ids), float32 per dense one.
 
         Args:
             gradients: by table id.
             step: number of the step, from 1; by default one more than the last. A table's steps must grow.
+            ends_step: nothing more of this step comes; what counts where staleness is bounded.
         """
         step = self.step + 1 if step is None else step
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
-        ticket = self._change(Op.PUSH, gradients, step, everywhere=self.staleness is not None)
+        everywhere = ends_step and self.staleness is not None
+        ticket = self._change(Op.PUSH, gradients, step, everywhere, Flag.NONE if ends_step else Flag.NO_CLOCK)
         self.step = max(self.step, step)
         return ticket
 
@@ -276,14 +285,15 @@ class Client:
         """Waits until every worker that lives has come to its same-numbered barrier of this name.
 
         Returns a key that all who met have in common; ``None`` where the others have met again since.
-        In sync mode the workers go on with the same step, also those that took fewer steps than others before.
+        In sync mode, and where staleness is bounded, the workers go on with the same step, also those that took fewer
+        steps than others before.
         """
         number = self._barriers.get(name, 0) + 1
-        # In sync mode every server must know that this worker stands here, or it waits for a step of it for ever.
-        links = self._links if self.staleness == 0 else self._links[:1]
+        # Then every server must know that this worker stands here, or it waits for a step of it for ever.
+        links = self._links if self.staleness is not None else self._links[:1]
         answers = self._all(Op.BARRIER, {"name": name}, links=links, step=number)
         self._barriers[name] = number
-        if self.staleness == 0:
+        if self.staleness is not None:
             self.step = max(self.step, *(int(answer.get("step", 0)) for answer in answers))
         key: str | None = answers[0].get("key")
         return key
@@ -329,45 +339,21 @@ class Client:
                 f"table {table_id!r} is not known to this worker; it knows {sorted(self.tables)}. Call create_tables."
             ) from None
 
-    def _plan_pull(
-        self, table_id: int, ids: Keys | None, out: Rows | None, ticket: Ticket, shares: list[list[tuple[Part, Any]]]
-    ) -> None:
-        table = self._table(table_id)
-        if ids is None:
-            if not isinstance(table.config, DenseTableConfig):
-                raise ConfigError(f"table {table_id} is sparse; pull takes the ids.")
-            values = np.empty(table.config.size, np.float32) if out is None else table.check_values(out)
-            ticket.result[table_id] = values
-            for share, part, (start, stop) in zip(shares, table.dense_parts(None), table.blocks, strict=True):
-                share.append((part, values[start:stop].reshape(-1, 1)))
-            return
-        ids = table.check_ids(ids)
-        rows = np.empty((len(ids), table.dim), np.float32) if out is None else out
-        if rows.dtype != np.float32 or rows.shape != (len(ids), table.dim):
-            raise ConfigError(
-                f"table {table_id}: out is {rows.dtype} {rows.shape}; it must be float32 {(len(ids), table.dim)}."
-            )
-        ticket.result[table_id] = rows
-        for share, places in zip(shares, table.split(ids), strict=True):
-            own = np.ascontiguousarray(ids[places])
-            if len(own) or len(shares) == 1:
-                share.append((Part(table_id, len(own), table.dim, own), (rows, places)))
-
-    def _change(self, op: Op, values: Mapping[int, Gradient | Rows], step: int, everywhere: bool = False) -> Ticket:
+    def _change(
+        self,
+        op: Op,
+        values: Mapping[int, Gradient | Rows],
+        step: int,
+        everywhere: bool = False,
+        flags: int = Flag.NONE,
+    ) -> Ticket:
         shares: list[list[Part]] = [[] for _ in self._links]
         for table_id, value in values.items():
-            table = self._table(table_id)
-            if isinstance(value, Gradient):
-                parts = table.gradient_parts(value)
-            elif table.dense:
-                parts = table.dense_parts(table.check_values(value))
-            else:
-                raise ConfigError(f"table {table_id} is sparse; it takes a Gradient, received {type(value).__name__}.")
-            for share, part in zip(shares, parts, strict=True):
+            for share, part in zip(shares, self._table(table_id).change_parts(value), strict=True):
                 if part.n:
                     share.append(part)
         bfloat16 = self.config.bfloat16 and op is not Op.SET_DENSE
-        flags = Flag.BFLOAT16 if bfloat16 else Flag.NONE
+        flags |= Flag.BFLOAT16 if bfloat16 else Flag.NONE
         ticket = Ticket()
         for link, share in zip(self._links, shares, strict=True):
             if share or everywhere:

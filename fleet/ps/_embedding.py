@@ -159,6 +159,33 @@ class SparseEmbedding(nn.Module):
         shows, clicks = self._counts(bags, show, click)
         return self._combined(bags, keys, shows, clicks)
 
+    def prefetch(self, ids: Ids, offsets: Tensor | None = None) -> None:
+        """Asks the servers for the rows of the next batch, so that they travel while this one is computed.
+
+        The next forward with the same ids takes them. Called before ``optimizer.step()``, as it is meant to be, the
+        rows are those from before that step: one step older than without it, which ``max_staleness`` counts. A forward
+        with other ids, or after another step, asks anew. In geo mode the rows are here already: nothing is asked.
+
+        Args:
+            ids, offsets: those of the next batch, as in :meth:`forward`.
+
+        Raises:
+            ConfigError: in sync mode, and with ``a_sync_configs["max_staleness"] = 0``.
+
+        Example:
+            >>> embedding = SparseEmbedding(4, name="ads")
+            >>> batches = [torch.tensor([7, 8]), torch.tensor([8, 9])]
+            >>> for batch, following in zip(batches, [*batches[1:], None]):
+            ...     rows = embedding(batch)
+            ...     if following is not None:
+            ...         embedding.prefetch(following)
+        """
+        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
+        keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
+        if self.padding_idx is not None:
+            keys = keys[bags.ids != self.padding_idx]
+        self.lookup.prefetch(np.ascontiguousarray(keys))
+
     def load(self, dirname: str, name: str | None = None) -> int:
         """Reads the rows of a save into this process and predicts with them; returns how many were read.
 
@@ -216,7 +243,9 @@ class SparseEmbedding(nn.Module):
                 shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
         if self.lookup.source is None:
             self.lookup.source = LocalRows(self.table_config(Rule("sgd")))
-        rows, places = self.lookup.find(np.ascontiguousarray(keys), device, shows, clicks)
+        rows, places = self.lookup.find(
+            np.ascontiguousarray(keys), device, shows, clicks, trained=self.weight.requires_grad
+        )
         if bags.offsets is None:
             found = F.embedding(places, rows)
             if present is not None:

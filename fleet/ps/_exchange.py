@@ -14,17 +14,36 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from fleet.errors import ConfigError
 from fleet.ps._client import Client
 from fleet.ps._geo import GeoCommunicator
 from fleet.ps._sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps._shards import Gradient, Keys, Rows
 from fleet.ps._table_plan import TablePlan
+from fleet.ps._ticket import Ticket
 
-__all__ = ["MODES", "AsyncExchange", "Exchange", "GeoExchange", "HalfAsyncExchange", "SyncExchange"]
+__all__ = ["MODES", "AsyncExchange", "Coming", "Exchange", "GeoExchange", "HalfAsyncExchange", "SyncExchange"]
 
 MODES = ("sync", "half_async", "async", "geo")
 Gradients = Mapping[int, Gradient | Rows]
+
+
+class Coming:
+    """Rows that were asked for during the step before theirs."""
+
+    def __init__(self, client: Client, ticket: Ticket, table_id: int) -> None:
+        self._client, self._ticket, self._table_id = client, ticket, table_id
+        self._asked_at = client.step
+        self.is_void = False  # rows may have changed by more than training since
+
+    def rows(self) -> Rows | None:
+        """Waits for them; returns ``None`` when they are older than a step."""
+        if self.is_void or self._client.step > self._asked_at + 1:
+            return None
+        rows: Rows = self._client.wait(self._ticket)[self._table_id]
+        return rows
 
 
 class Exchange(Protocol):
@@ -34,6 +53,13 @@ class Exchange(Protocol):
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows that this worker's next forward sees."""
+
+    def ahead(self, table_id: int, keys: Keys) -> Coming | None:
+        """Asks for the rows of the step after this one; returns ``None`` where they need no asking.
+
+        Raises:
+            ConfigError: the mode lets no step begin with rows from before the one before.
+        """
 
     def put(self, gradients: Gradients) -> None:
         """Hands over the gradients of one step; parameters of the model may change."""
@@ -61,10 +87,25 @@ class SyncExchange:
         rows: Rows = self.client.wait(self.client.pull({table_id: keys}))[table_id]
         return rows
 
+    def ahead(self, table_id: int, keys: Keys) -> Coming | None:
+        """Refuses."""
+        raise ConfigError(
+            "prefetch() asks for rows before the step that changes them is done, and in sync training every step sees "
+            "all steps before it. Leave prefetch away, or set a_sync to True."
+        )
+
     def put(self, gradients: Gradients) -> None:
         """Pushes, and takes over what the servers made of all workers' gradients."""
         pushed = self.client.push(gradients)
         self._receive(lambda: self.client.wait(pushed))
+
+    def settle(self) -> None:
+        """Returns when every server has applied the steps that this worker has pushed, its own share or not."""
+        for part in self.plan.sparse[:1]:
+            table, ids = self.client.tables[part.table_id], np.arange(64)
+            while table.num_servers > 1 and not all(len(places) for places in table.split(ids)):  # type: ignore[arg-type]
+                ids = np.arange(2 * len(ids))
+            self.client.wait(self.client.pull({part.table_id: ids}, create=False))
 
     def flush(self) -> None:
         """Takes over the parameters."""
@@ -91,47 +132,105 @@ class _Mailbox:
     def __init__(self, plan: TablePlan) -> None:
         self._plan = plan
         self._lock = threading.Lock()
-        self._values: dict[int, Rows] | None = None
+        self._ticket: Ticket | None = None
+        self.reached = 0  # the parameters hold every worker's steps up to this one, where the servers count them
 
-    def receive(self, client: Client) -> None:
+    def receive(self, client: Client, wait_for_others: bool = False) -> None:
         """Pulls the dense tables."""
         if self._plan.dense:
             wanted = dict.fromkeys((part.table_id for part in self._plan.dense), None)
-            values = client.wait(client.pull(wanted, wait_for_others=False))
+            ticket = client.pull(wanted, wait_for_others=wait_for_others)
+            client.wait(ticket)
             with self._lock:
-                self._values = values
+                self._ticket = ticket
 
     def deliver(self) -> None:
         """Copies what has come into the parameters."""
         with self._lock:
-            values, self._values = self._values, None
-        if values is not None:
+            ticket, self._ticket = self._ticket, None
+        if ticket is not None:
             for part in self._plan.dense:
-                part.assign(values[part.table_id])
+                part.assign(ticket.result[part.table_id])
+            self.reached = ticket.reached or 0
 
 
-class HalfAsyncExchange:
+class _ServersOwn:
+    """Rows and parameters as they are on the servers, or as fresh as the bound on staleness wants them.
+
+    The bound is that of stale synchronous parallel training (Ho et al., NIPS 2013): what step t begins with holds the
+    gradients of every worker's steps up to t - bound.
+    """
+
+    def __init__(self, client: Client, plan: TablePlan) -> None:
+        self.client = client
+        self._plan, self._mailbox = plan, _Mailbox(plan)
+        self._mailbox.reached = client.step
+        self._bound = client.staleness
+        self._coming: list[Coming] = []
+
+    def rows(self, table_id: int, keys: Keys) -> Rows:
+        """Returns the rows; with a bound once no other worker is further behind."""
+        self._prepare(self.client.step)
+        rows: Rows = self.client.wait(self._pull(table_id, keys, self.client.step))[table_id]
+        return rows
+
+    def ahead(self, table_id: int, keys: Keys) -> Coming:
+        """Asks for the rows of the step after this one, which then are a step older."""
+        if self._bound == 0:
+            raise ConfigError(
+                "prefetch() asks for rows before the step that changes them is done, and "
+                "a_sync_configs['max_staleness'] is 0. Leave prefetch away, or allow a staleness of 1 or more."
+            )
+        step = self.client.step + 1
+        self._prepare(step)
+        coming = Coming(self.client, self._pull(table_id, keys, step), table_id)
+        self._coming = [*self._coming[-7:], coming]  # of the tables of a step or two
+        return coming
+
+    def _pull(self, table_id: int, keys: Keys, step: int) -> Ticket:
+        return self.client.pull({table_id: keys}, step=step, wait_for_others=self._bound is not None)
+
+    def _prepare(self, step: int) -> None:
+        """Comes before a pull for ``step``."""
+
+    def _take_parameters(self) -> None:
+        """Takes over what has come; with a bound, waits for parameters that are fresh enough for the next step."""
+        self._mailbox.deliver()
+        step = self.client.step
+        if self._bound is not None and self._plan.dense and self._mailbox.reached < step - self._bound:
+            self._prepare(step)
+            self._mailbox.receive(self.client, wait_for_others=True)
+            self._mailbox.deliver()
+
+    def _void_coming(self) -> None:
+        for coming in self._coming:
+            coming.is_void = True
+        self._coming = []
+
+
+class HalfAsyncExchange(_ServersOwn):
     """The gradients of ``num_batches`` batches are one push of their sum."""
 
     reads_grad = False
 
     def __init__(self, client: Client, plan: TablePlan, num_batches: int) -> None:
-        self.client = client
-        self._mailbox = _Mailbox(plan)
+        super().__init__(client, plan)
         self._sender = HalfAsyncSender(client, num_batches, self._mailbox.receive)
+        self._told = client.step
 
-    def rows(self, table_id: int, keys: Keys) -> Rows:
-        """Returns the rows as they are on the servers."""
-        rows: Rows = self.client.wait(self.client.pull({table_id: keys}, wait_for_others=False))[table_id]
-        return rows
+    def _prepare(self, step: int) -> None:
+        if self._bound is not None and self.client.step > self._told:  # by a push, or by a barrier
+            self._told = self.client.step
+            self.client.wait(self.client.push({}, step=self._told))
 
     def put(self, gradients: Gradients) -> None:
         """Keeps the gradients, or pushes them with those of the batches before."""
         self._sender.put(gradients)
-        self._mailbox.deliver()
+        self._take_parameters()
 
     def flush(self) -> None:
         """Pushes what waits and takes over the parameters."""
+        self._void_coming()
         self._sender.flush()
         self._mailbox.receive(self.client)
         self._mailbox.deliver()
@@ -142,7 +241,7 @@ class HalfAsyncExchange:
     abandon = close
 
 
-class AsyncExchange:
+class AsyncExchange(_ServersOwn):
     """Threads push in the background while the next batch is computed.
 
     Args:
@@ -155,22 +254,21 @@ class AsyncExchange:
     reads_grad = True
 
     def __init__(self, client: Client, plan: TablePlan, config: SenderConfig, others: Sequence[Client]) -> None:
-        self.client, self._plan, self._others = client, plan, list(others)
-        self._mailbox = _Mailbox(plan)
+        super().__init__(client, plan)
+        self._others = list(others)
         additive = [table_id for table_id, table in plan.configs.items() if table.adds_up]
         self._sender = AsyncSender(self._others, config, self._mailbox.receive, additive)
 
-    def rows(self, table_id: int, keys: Keys) -> Rows:
-        """Returns the rows as they are on the servers."""
-        rows: Rows = self.client.wait(self.client.pull({table_id: keys}, wait_for_others=False))[table_id]
-        return rows
+    def _prepare(self, step: int) -> None:
+        if self._bound is not None:
+            self._sender.need(self.client.step, step - self._bound)
 
     def put(self, gradients: Gradients) -> None:
         """Queues the gradients, and takes over parameters that have come meanwhile."""
         self.client.step += 1
         late = {part.table_id: part for part in self._plan.dense if part.has_gradients()}
         self._sender.put({**gradients, **late}, step=self.client.step)
-        self._mailbox.deliver()
+        self._take_parameters()
 
     def waiting(self) -> dict[int, int]:
         """Returns, per table, how many gradients are in its queue."""
@@ -178,6 +276,7 @@ class AsyncExchange:
 
     def flush(self) -> None:
         """Waits for the queues, then takes over the parameters."""
+        self._void_coming()
         self._sender.flush()
         for client in self._others:
             client.flush()
@@ -215,17 +314,21 @@ class GeoExchange:
         self._plan, self._train_dense = plan, train_dense
         self._values = {part.table_id: part.values() for part in plan.dense}
         self._geo = GeoCommunicator(client, k_steps, [part.table_id for part in plan.sparse], self._values)
-        self._groups = {part.table_id: part.group for part in plan.sparse}
+        self._parts = {part.table_id: part for part in plan.sparse}
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's own rows."""
         return self._geo.rows(table_id, keys)
 
+    def ahead(self, table_id: int, keys: Keys) -> None:
+        """Asks for nothing: the rows are here."""
+
     def put(self, gradients: Gradients) -> None:
         """Trains one step, and exchanges when it is the turn."""
         self._train_dense()
         for table_id, gradient in gradients.items():
-            group = self._groups.get(table_id)
+            part = self._parts.get(table_id)
+            group = None if part is None else part.group
             if group is not None and isinstance(gradient, Gradient):
                 self._geo.apply_sgd(table_id, gradient, float(group["lr"]))
         if self._geo.next_exchanges():

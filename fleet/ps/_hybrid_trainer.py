@@ -74,7 +74,9 @@ class HybridTrainer(Trainer):
         dense.copy_from_0(self._tensors)
         found = dense.gather([dense.rounds, client.step])  # by rank
         check_same_round([rounds for rounds, _ in found])
-        if client.staleness == 0:  # without checkpoints: the servers may have had one step more of one than of another
+        if (
+            client.staleness is not None
+        ):  # without checkpoints: the servers may have had one step more of one than of another
             client.step = max(step for _, step in found)
 
     def abandon(self) -> None:

@@ -6,6 +6,8 @@ then is the leaf kept, so that a forward without backward costs and pushes nothi
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +22,7 @@ from fleet.ps._merge import merge_gradients
 from fleet.ps._shards import Gradient, Keys, Rows
 from fleet.ps._sparse_table import SparseTable
 
-__all__ = ["LocalRows", "RowLookup", "RowSource"]
+__all__ = ["ComingRows", "LocalRows", "RowLookup", "RowSource", "TrainedRows"]
 
 Counts = NDArray[np.float32]
 
@@ -32,6 +34,16 @@ class RowSource(Protocol):
 
     def rows(self, keys: Keys) -> Rows:
         """Returns a fresh float32 [n, dim] array of the rows of distinct ``keys``."""
+
+    def ahead(self, keys: Keys) -> ComingRows | None:
+        """Asks for the rows of the next step; returns ``None`` where they need no asking."""
+
+
+class ComingRows(Protocol):
+    """Rows on their way."""
+
+    def rows(self) -> Rows | None:
+        """Waits for them; returns ``None`` when they are too old by now."""
 
 
 class LocalRows:
@@ -50,6 +62,25 @@ class LocalRows:
     def rows(self, keys: Keys) -> Rows:
         """Returns the rows of ``keys``; new ids get the initial weights that servers would give them."""
         return self.table.pull(keys)
+
+    def ahead(self, keys: Keys) -> None:
+        """Asks nobody: the rows are here."""
+
+
+class TrainedRows:
+    """Rows of a table on servers, which its optimizer trains.
+
+    Args:
+        rows, ahead: as in :class:`RowSource`.
+    """
+
+    trains = True
+
+    def __init__(self, rows: Callable[[Keys], Rows], ahead: Callable[[Keys], ComingRows | None]) -> None:
+        self.rows, self.ahead = rows, ahead
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TrainedRows:
+        return self
 
 
 class RowLookup:
@@ -76,11 +107,18 @@ class RowLookup:
         self._num_counters, self._keeps_shows, self._skipped, self._slot = num_counters, keeps_shows, skipped, slot
         self._unique = UniqueKeys()
         self._ready: list[tuple[Tensor, Gradient]] = []
+        self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)
 
     source: RowSource | None
 
     def find(
-        self, ids: Keys, device: torch.device, shows: Counts | None = None, clicks: Counts | None = None
+        self,
+        ids: Keys,
+        device: torch.device,
+        shows: Counts | None = None,
+        clicks: Counts | None = None,
+        *,
+        trained: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Returns the rows of the distinct ids, float32 [u, dim], and the place of each id among them, int64 [n].
 
@@ -88,14 +126,32 @@ class RowLookup:
             ids: int64 [n].
             device: where both results live.
             shows, clicks: float32 [n], what each id's sample counts for; 1 and 0 by default.
+            trained: the rows take gradients; False where the module's weight is frozen.
         """
         assert self.source is not None
         keys, inverse = self._unique(ids)
         keys = keys.copy()  # the memory is used again for the next batch
-        rows = torch.from_numpy(self.source.rows(keys)).to(device)
-        if torch.is_grad_enabled():
+        found = self._arrived(keys)
+        rows = torch.from_numpy(self.source.rows(keys) if found is None else found).to(device)
+        if trained and torch.is_grad_enabled():
             self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
         return rows, torch.from_numpy(inverse.astype(np.int64)).to(device)
+
+    def prefetch(self, ids: Keys) -> None:
+        """Asks for the rows of the next batch; :meth:`find` takes them when it is given the same ids."""
+        if self.source is None:
+            return
+        keys = self._unique(ids)[0].copy()
+        coming = self.source.ahead(keys)
+        if coming is not None:
+            self._coming.append((keys, coming))
+
+    def _arrived(self, keys: Keys) -> Rows | None:
+        for place, (asked, coming) in enumerate(self._coming):
+            if np.array_equal(asked, keys):
+                del self._coming[place]
+                return coming.rows()
+        return None
 
     def take(self) -> Gradient | None:
         """Returns the gradients since the last call, one row per distinct id, or ``None`` without any."""

@@ -276,7 +276,7 @@ class Machine:
         merged = []
         for table_id in sorted(by_table):
             table = self.tables[table_id]
-            merged.append(merge_parts(by_table[table_id], divisor, table.keeps_shows, table.divides_by_shows))
+            merged.append(merge_parts(by_table[table_id], divisor, table.keeps_shows))
         return merged
 
     # -- other changes -------------------------------------------------------------------------------------------

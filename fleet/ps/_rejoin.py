@@ -27,7 +27,7 @@ def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
         state: what ``client.state_dict()`` was at the checkpoint.
     """
     own = client.state_dict()
-    welcomes = client.welcomes() if client.staleness == 0 else client.welcomes()[:1]  # where barriers are
+    welcomes = client.welcomes() if client.staleness is not None else client.welcomes()[:1]  # where barriers are
     known = [welcome.get("barriers", {}) for welcome in welcomes]
     saved = {} if state is None else dict(state["barriers"])
     passed = {

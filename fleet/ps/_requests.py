@@ -45,6 +45,7 @@ class Answer:
     buffers: list[Buffer] = field(default_factory=list)
     n_tables: int = 0
     flags: int = Flag.NONE
+    step: int | None = None  # what the answer holds at least; the last step of sync mode by default
 
 
 class Peer:
@@ -217,6 +218,7 @@ class Requests:
             )
         if not header.flags & Flag.NO_WAIT and not self._fresh_enough(header.step):
             self._wait(worker, lambda: self._fresh_enough(header.step), beat, header.step)
+        reached = None if self._config.staleness is None else self._session.min_clock() or 0
         out, start, answers = peer.rows(size), 0, []
         create = not header.flags & Flag.NO_CREATE
         for part, table, (n, dim) in zip(parts, tables, shapes, strict=True):
@@ -225,7 +227,9 @@ class Requests:
             table.pull(part, rows, create)
             self._machine.counts["pulled"] += n
             answers.append(Part(part.table_id, n * dim, 1, rows=rows))
-        return self._rows_answer(answers, header)
+        answer = self._rows_answer(answers, header)
+        answer.step = reached
+        return answer
 
     @staticmethod
     def _rows_answer(answers: list[Part], header: Header) -> Answer:

@@ -6,27 +6,26 @@ larger gradient instead. So a table of plain SGD is merged also where ``max_merg
 the sender was busy is one push. And after a large push the sender rests, so that it takes a fifth of the time at most:
 the dense parameters travel whole, whatever the batch, and would cost more than the steps of small batches. Gradients
 get older by that, in proportion to what an exchange takes; where it takes little there is no rest.
+
+Where the servers bound staleness they have to know which steps of this worker are applied whole. Tables leave at paces
+of their own, so a push says nothing of that; after it the sender tells the last step of which nothing waits.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps._client import Client
-from fleet.ps._ids import UniqueKeys
-from fleet.ps._ids import merge_gradients as sum_rows
-from fleet.ps._merge import merge_gradients
+from fleet.ps._gradient_queue import GradientQueue, LateGradient, StepCount, Waiting, by_step, sum_waiting
 from fleet.ps._shards import Gradient, Rows
 
-__all__ = ["AsyncSender", "HalfAsyncSender", "LateGradient", "SenderConfig"]
+__all__ = ["AsyncSender", "HalfAsyncSender", "SenderConfig"]
 
 _POLL_S = 0.01
 # The sender rests after a push of so many bytes of dense gradients, for so many times what the exchange took; not for
@@ -70,32 +69,6 @@ class SenderConfig:
                 raise ConfigError(f"a_sync_configs[{name!r}] is {value!r}; it must be a whole number of 1 or more.")
 
 
-class LateGradient(Protocol):
-    """A dense gradient that is read when it is put, so that it can be added without a copy of its own."""
-
-    def gradients(self) -> Rows | None:
-        """Returns it as a fresh flat array; ``None`` when there is none."""
-
-    def add_gradients(self, total: Rows) -> None:
-        """Adds it to a flat array."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    step: int  # the last one, when several are added up
-    value: Any  # Gradient or dense rows
-    count: int = 1
-
-
-class _Queue(deque[_Waiting]):
-    """The gradients of one table that wait."""
-
-    @property
-    def waiting(self) -> int:
-        """How many gradients wait, those that are added up included."""
-        return sum(item.count for item in self)
-
-
 class AsyncSender:
     """Pushes in the background.
 
@@ -121,10 +94,12 @@ class AsyncSender:
         self.config, self._clients, self._receive = config, list(clients), receive
         self._additive = frozenset(additive)
         self._changed = threading.Condition()
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[int, GradientQueue] = {}
         self._busy = [False] * config.thread_pool_size
         self._sent = 0  # gradients since parameters were received
         self._resting_until = [0.0] * config.thread_pool_size
+        steps = max((client.step for client in clients), default=0)
+        self._count = StepCount(put=steps, told=steps) if clients[0].staleness is not None else None
         self._failure: BaseException | None = None
         self._stopping = self._flushing = False
         self._threads = [
@@ -148,20 +123,35 @@ class AsyncSender:
             for table_id, value in gradients.items():
                 if table_id not in self._clients[0].tables:
                     raise ConfigError(f"table {table_id!r} is not known to this worker.")
-                queue = self._queues.setdefault(table_id, _Queue())
+                queue = self._queues.setdefault(table_id, GradientQueue())
                 while queue.waiting >= self.config.send_queue_size and not (self._failure or self._stopping):
                     self._changed.wait()
                 self._check()
                 self._append(table_id, queue, value, step)
+            self._note_put(step)
 
-    def _append(self, table_id: int, queue: _Queue, value: Gradient | Rows | LateGradient, step: int) -> None:
+    def need(self, step: int, wanted: int) -> None:
+        """Notes that every step up to ``step`` was put, and lets those up to ``wanted`` leave without a rest."""
+        with self._changed:
+            self._check()
+            if self._count is not None:
+                self._count.wanted = max(self._count.wanted, wanted)
+            self._note_put(step)
+
+    def _note_put(self, step: int) -> None:
+        if self._count is not None:
+            self._count.put = max(self._count.put, step)
+            if self._has_news() or self._is_needed():
+                self._changed.notify_all()
+
+    def _append(self, table_id: int, queue: GradientQueue, value: Gradient | Rows | LateGradient, step: int) -> None:
         if isinstance(value, Gradient | np.ndarray):
-            queue.append(_Waiting(step, value))
+            queue.append(Waiting(step, value))
         elif queue and self._takes_more(table_id, queue[-1]):
-            value.add_gradients(queue[-1].value)
+            value.add_gradients(queue[-1].value)  # its first step stays
             queue[-1].step, queue[-1].count = step, queue[-1].count + 1
         elif (found := value.gradients()) is not None:
-            queue.append(_Waiting(step, found))
+            queue.append(Waiting(step, found))
         if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for the first or the last
             self._changed.notify_all()
 
@@ -175,7 +165,9 @@ class AsyncSender:
         with self._changed:
             self._flushing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failure or not (any(self._queues.values()) or any(self._busy)))
+            self._changed.wait_for(
+                lambda: self._failure or not (any(self._queues.values()) or any(self._busy) or self._has_news())
+            )
             self._flushing = False
             if self._failure is not None:
                 raise self._failure
@@ -219,7 +211,7 @@ class AsyncSender:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _mine(self, index: int) -> dict[int, _Queue]:
+    def _mine(self, index: int) -> dict[int, GradientQueue]:
         count = self.config.thread_pool_size
         order = {table: place for place, table in enumerate(sorted(self._clients[0].tables))}
         return {table: queue for table, queue in self._queues.items() if order[table] % count == index}
@@ -228,15 +220,19 @@ class AsyncSender:
         client = self._clients[index]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: any(self._mine(index).values()) or self._stopping)
-                if self._stopping and not any(self._mine(index).values()):
+                self._changed.wait_for(lambda: self._has_work(index) or self._stopping)
+                if self._stopping and not self._has_work(index):
                     return
                 self._busy[index] = True
                 taken = self._collect(index, self._boundary(client))
+                if taken and self._count is not None:
+                    self._count.sending[index] = min(item.first for items in taken.values() for item in items)
                 self._changed.notify_all()
             began = time.monotonic()
-            for step, group in _by_step(taken).items():
-                client.wait(client.push({t: _sum(client, t, items) for t, items in group.items()}, step=step))
+            for step, group in by_step(taken).items():
+                total = {table: sum_waiting(client, table, items) for table, items in group.items()}
+                client.wait(client.push(total, step=step, ends_step=self._count is None))
+            self._tell(index, client)
             with self._changed:
                 self._sent += sum(item.count for items in taken.values() for item in items)
                 due = self._receive_due() and not self.config.independent_recv_thread
@@ -249,22 +245,45 @@ class AsyncSender:
                 self._busy[index] = False
                 self._changed.notify_all()
 
-    def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[_Waiting]]:
+    def _has_work(self, index: int) -> bool:
+        return any(self._mine(index).values()) or (index == 0 and self._has_news())
+
+    def _has_news(self) -> bool:
+        """Returns whether there are steps of which nothing waits, and the servers do not know it yet."""
+        return self._count is not None and self._count.done(self._queues.values()) > self._count.told
+
+    def _is_needed(self) -> bool:
+        """Returns whether a pull waits for what has not left yet."""
+        return self._count is not None and self._count.done(self._queues.values()) < self._count.wanted
+
+    def _tell(self, index: int, client: Client) -> None:
+        """Tells the servers the last step of which they have everything, where they want to know."""
+        if self._count is None:
+            return
+        with self._changed:
+            self._count.sending.pop(index, None)
+            done = self._count.done(self._queues.values())
+            if done <= self._count.told:
+                return
+            self._count.told = done
+        client.wait(client.push({}, step=done))
+
+    def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[Waiting]]:
         """Takes what one push of each table carries, waiting for more as long as the configuration says."""
         polls, mine, merges = 0, self._mine(index), self.config.max_merge_var_num > 1
-        while polls < self.config.send_wait_times and not (self._flushing or self._stopping or self._full(mine)):
+        while polls < self.config.send_wait_times and not (self._is_urgent() or self._full(mine)):
             wait_s = _POLL_S if merges else self._resting_until[index] - time.monotonic()
             if wait_s <= 0:
                 break
             before = sum(queue.waiting for queue in mine.values())
-            self._changed.wait_for(lambda: self._flushing or self._stopping or self._full(self._mine(index)), wait_s)
+            self._changed.wait_for(lambda: self._is_urgent() or self._full(self._mine(index)), wait_s)
             mine = self._mine(index)
             arrived = sum(queue.waiting for queue in mine.values()) > before
             polls = 0 if arrived or not merges else polls + 1
         taken = {}
         for table, queue in mine.items():
             room = self._limit(table)
-            items: list[_Waiting] = []
+            items: list[Waiting] = []
             while queue and queue[0].count <= room and (not items or queue[0].step > boundary.get(table, 0)):
                 room -= queue[0].count
                 items.append(queue.popleft())
@@ -274,7 +293,10 @@ class AsyncSender:
                 taken[table] = items
         return taken
 
-    def _rest(self, index: int, began: float, sent: Mapping[int, list[_Waiting]]) -> None:
+    def _is_urgent(self) -> bool:
+        return self._flushing or self._stopping or self._is_needed()
+
+    def _rest(self, index: int, began: float, sent: Mapping[int, list[Waiting]]) -> None:
         """Notes how long this thread leaves the machine to the training."""
         dense = sum(
             item.value.nbytes for items in sent.values() for item in items if isinstance(item.value, np.ndarray)
@@ -288,11 +310,11 @@ class AsyncSender:
         merge = self.config.max_merge_var_num
         return self.config.send_queue_size if merge == 1 and table_id in self._additive else merge
 
-    def _takes_more(self, table_id: int, last: _Waiting) -> bool:
+    def _takes_more(self, table_id: int, last: Waiting) -> bool:
         """Returns whether another gradient may be added to the last one that waits."""
         return last.count < self._limit(table_id) and last.step > self._boundary(self._clients[0]).get(table_id, 0)
 
-    def _full(self, queues: Mapping[int, _Queue]) -> bool:
+    def _full(self, queues: Mapping[int, GradientQueue]) -> bool:
         """Returns whether there is nothing to wait for; tables whose gradients leave one by one decide, if any do."""
         waiting = {table: queue.waiting for table, queue in queues.items() if queue}
         strict = {table: count for table, count in waiting.items() if self._limit(table) == 1}
@@ -321,31 +343,6 @@ class AsyncSender:
             self._receive(self._clients[index])
 
 
-def _sum(client: Client, table_id: int, items: Sequence[_Waiting]) -> Gradient | Rows:
-    table = client.tables[table_id]
-    if table.dense:
-        total = np.array(items[0].value, np.float32) if len(items) > 1 else np.asarray(items[0].value, np.float32)
-        for item in items[1:]:
-            total += item.value
-        return total
-    gradients: list[Gradient] = [item.value for item in items]
-    if len(gradients) == 1:
-        return gradients[0]
-    if table.keeps_shows or any(
-        part is not None for item in gradients for part in (item.shows, item.clicks, item.slots)
-    ):
-        return merge_gradients(gradients, table.keeps_shows)
-    ids, inverse = UniqueKeys()(np.concatenate([item.ids for item in gradients]))
-    return Gradient(ids, sum_rows(np.concatenate([item.rows for item in gradients]), inverse, len(ids)))
-
-
-def _by_step(taken: Mapping[int, list[_Waiting]]) -> dict[int, dict[int, list[_Waiting]]]:
-    groups: dict[int, dict[int, list[_Waiting]]] = {}
-    for table, items in taken.items():
-        groups.setdefault(items[-1].step, {})[table] = items
-    return dict(sorted(groups.items()))
-
-
 class HalfAsyncSender:
     """Half-async mode: the gradients of ``num_batches`` batches are summed, pushed and waited for, then received.
 
@@ -359,13 +356,13 @@ class HalfAsyncSender:
         if num_batches < 1:
             raise ConfigError(f"half-async: num_batches is {num_batches!r}; it must be 1 or more.")
         self._client, self._num_batches, self._receive = client, num_batches, receive
-        self._waiting: dict[int, list[_Waiting]] = {}
+        self._waiting: dict[int, list[Waiting]] = {}
         self._batches = 0
 
     def put(self, gradients: Mapping[int, Gradient | Rows]) -> None:
         """Adds the gradients of one batch; with the last of a group it returns when the servers have applied it."""
         for table_id, value in gradients.items():
-            self._waiting.setdefault(table_id, []).append(_Waiting(0, value))
+            self._waiting.setdefault(table_id, []).append(Waiting(0, value))
         self._batches += 1
         if self._batches == self._num_batches:
             self.flush()
@@ -376,7 +373,7 @@ class HalfAsyncSender:
             return
         client, waiting = self._client, self._waiting
         self._waiting, self._batches = {}, 0
-        merged = {table: _sum(client, table, items) for table, items in waiting.items()}
+        merged = {table: sum_waiting(client, table, items) for table, items in waiting.items()}
         client.wait(client.push(merged))
         if self._receive is not None:
             self._receive(client)

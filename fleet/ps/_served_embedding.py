@@ -31,6 +31,24 @@ class ServedEmbedding(nn.Embedding):
         """Returns the table of this module; rows begin at 0, to which worker 0 adds its initial weights."""
         return SparseTableConfig(name, self.embedding_dim, rule, initializer=Initializer("constant", 0.0, 0.0))
 
+    def use_table(self, config: SparseTableConfig) -> None:
+        """Makes the rows those of a table that ``sparse_table_configs`` may have changed.
+
+        Raises:
+            ConfigError: the table would change what a pulled row is: the module has weights of its own.
+        """
+        own = self.table_config(config.rule, config.name)
+        if config.initializer != own.initializer or (config.accessor is not None and config.accessor.pulls_counters):
+            raise ConfigError(
+                f"sparse_table_configs[{config.name!r}]: nn.Embedding begins with weights of its own and pulls nothing "
+                "but them. Leave initial_range and accessors that pull show and click away, or use "
+                "fleet.SparseEmbedding."
+            )
+        self.lookup = self._new_lookup(keeps_shows=config.accessor is not None)
+
+    def _new_lookup(self, *, keeps_shows: bool = False) -> RowLookup:
+        return RowLookup(self.lookup.label, keeps_shows=keeps_shows, skipped=self.padding_idx)
+
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of ``input``."""
         if self.lookup.source is None:
@@ -40,7 +58,7 @@ class ServedEmbedding(nn.Embedding):
             raise IndexError(
                 f"embedding ids reach from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
             )
-        rows, places = self.lookup.find(ids, self.weight.device)
+        rows, places = self.lookup.find(ids, self.weight.device, trained=self.weight.requires_grad)
         return F.embedding(places, rows).view(*input.shape, self.embedding_dim)
 
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -341,7 +341,7 @@ class Server:
             flags,
             header.client_id,
             durable,
-            machine.session.applied_step,
+            machine.session.applied_step if answer.step is None else answer.step,
             answer.n_tables,
             answer.status,
             sum(map(len, answer.buffers)),

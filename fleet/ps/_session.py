@@ -184,7 +184,7 @@ class Session:
 
     def stepping(self) -> list[Worker]:
         """Returns the active workers that can still push: one that stands at a barrier pushes nothing."""
-        standing = {rank for ranks in self.arrived.values() for rank in ranks}
+        standing: set[int] = set().union(*self.arrived.values())  # in one go: not every caller holds the lock
         return [worker for worker in self.active() if worker.rank not in standing]
 
     def ready_step(self) -> int | None:

@@ -106,6 +106,42 @@ class TableMap:
             parts.append(Part(self.table_id, stop - start, 1, rows=rows))
         return parts
 
+    def questions(
+        self, ids: Keys | None, out: Rows | None
+    ) -> tuple[Rows, list[list[tuple[Part, Rows | tuple[Rows, NDArray[np.intp] | slice]]]]]:
+        """Returns where the answer to a pull goes, and per server what is asked and its place there.
+
+        Args:
+            ids: int64; ``None`` for a dense table.
+            out: the array for the answer, a new one by default.
+        """
+        if ids is None:
+            if not isinstance(self.config, DenseTableConfig):
+                raise ConfigError(f"table {self.table_id} is sparse; pull takes the ids.")
+            values = np.empty(self.config.size, np.float32) if out is None else self.check_values(out)
+            blocks = zip(self.dense_parts(None), self.blocks, strict=True)
+            return values, [[(part, values[start:stop].reshape(-1, 1))] for part, (start, stop) in blocks]
+        ids = self.check_ids(ids)
+        rows = np.empty((len(ids), self.dim), np.float32) if out is None else out
+        if rows.dtype != np.float32 or rows.shape != (len(ids), self.dim):
+            raise ConfigError(
+                f"table {self.table_id}: out is {rows.dtype} {rows.shape}; it must be float32 {(len(ids), self.dim)}."
+            )
+        asked = []
+        for places in self.split(ids):
+            own = np.ascontiguousarray(ids[places])
+            is_asked = len(own) or self.num_servers == 1
+            asked.append([(Part(self.table_id, len(own), self.dim, own), (rows, places))] if is_asked else [])
+        return rows, asked  # type: ignore[return-value]
+
+    def change_parts(self, value: Gradient | Rows) -> list[Part]:
+        """Returns the part of each server for a change; raises ``ConfigError`` for that of another kind of table."""
+        if isinstance(value, Gradient):
+            return self.gradient_parts(value)
+        if not self.dense:
+            raise ConfigError(f"table {self.table_id} is sparse; it takes a Gradient, received {type(value).__name__}.")
+        return self.dense_parts(self.check_values(value))
+
     def gradient_parts(self, gradient: Gradient) -> list[Part]:
         """Returns the part of each server for a push or an addition."""
         ids, n = self.check_ids(gradient.ids), len(gradient.ids)

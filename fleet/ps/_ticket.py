@@ -15,17 +15,22 @@ __all__ = ["Ticket", "fill"]
 
 @dataclass(slots=True)
 class Ticket:
-    """Requests under way; :meth:`fleet.ps._client.Client.wait` returns their result."""
+    """Requests under way; :meth:`fleet.ps._client.Client.wait` returns their result.
+
+    After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least.
+    """
 
     requests: list[tuple[Link, Request]] = field(default_factory=list)
     result: dict[int, Any] = field(default_factory=dict)
     done: bool = False
+    reached: int | None = None
 
 
-def fill(share: list[tuple[Part, Any]]) -> Callable[[Header, memoryview], None]:
-    """Returns what puts one server's answer where it belongs: an array, or (array, places)."""
+def fill(share: list[tuple[Part, Any]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
+    """Returns what puts one server's answer to ``ticket`` where it belongs: an array, or (array, places)."""
 
     def take(header: Header, body: memoryview) -> None:
+        ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
         answered = rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16))
         if len(answered) != len(share):
             raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from fleet.ps._exchange import (
     check_mode,
 )
 from fleet.ps._initial_values import give_initial_values, wait_for_values
-from fleet.ps._lookup import RowSource
+from fleet.ps._lookup import ComingRows, TrainedRows
 from fleet.ps._merge import merge_gradients
 from fleet.ps._rejoin import rejoin
 from fleet.ps._rules import LEARNING_RATE
@@ -42,6 +43,7 @@ class TrainerConfig:
         mode: one of :data:`fleet.ps._exchange.MODES`.
         k_steps: steps between the exchanges of geo mode.
         sender: the queues of async mode.
+        staleness: how many steps of other workers a step may go without (async, half-async); ``None``: any number.
         num_batches: batches per push of half-async mode.
         launch_barrier: all workers wait for each other before the first step.
         check_finite: a gradient with a NaN or Inf raises and is not pushed.
@@ -50,6 +52,7 @@ class TrainerConfig:
     mode: str = "async"
     k_steps: int = 0
     sender: SenderConfig = field(default_factory=SenderConfig)
+    staleness: int | None = None
     num_batches: int = 1
     launch_barrier: bool = True
     check_finite: bool = False
@@ -105,7 +108,7 @@ class Trainer:
         client.open()
         self._check_mode(client)
         client.create_tables(self.plan.configs)
-        self._rates = {part.table_id: part.config.rule.get(LEARNING_RATE) for part in self._parts()}
+        self._rates = {}  # what a server has may be of a process before this one
         if client.config.rank == 0:
             give_initial_values(client, self.plan, self._connect)
         if self.config.launch_barrier or not self.plan.dense:
@@ -118,7 +121,7 @@ class Trainer:
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
             for module in table.modules:
-                module.lookup.source = _Served(self, table.table_id)
+                module.lookup.source = self._rows_of(table.table_id)
         self.drop_gradients()
 
     def close(self) -> None:
@@ -148,6 +151,11 @@ class Trainer:
         """Returns the rows of distinct ``keys``."""
         self.counts["pulled"] += len(keys)
         return self._running().rows(table_id, keys)
+
+    def rows_ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
+        """Asks for the rows of distinct ``keys`` for the next step, while this one is computed."""
+        self.counts["pulled"] += len(keys)
+        return self._running().ahead(table_id, keys)
 
     def step(self) -> None:
         """Hands the gradients that backward left to the servers, and takes parameters from them.
@@ -291,6 +299,9 @@ class Trainer:
             for part in self.plan.dense:
                 part.assign(values[part.table_id])
 
+    def _rows_of(self, table_id: int) -> TrainedRows:
+        return TrainedRows(partial(self.rows, table_id), partial(self.rows_ahead, table_id))
+
     def _connect(self, channel: int) -> Client:
         client = self._make_client(channel)
         client.open()
@@ -298,12 +309,13 @@ class Trainer:
         return client
 
     def _check_mode(self, client: Client) -> None:
-        theirs = client.welcomes()[0]["mode"]
+        theirs, staleness = (client.welcomes()[0][name] for name in ("mode", "staleness"))
         wanted = "sync" if self.config.mode == "sync" else "async"
-        if theirs != wanted:
+        if (theirs, staleness) != (wanted, self.config.staleness):
             raise ConfigError(
-                f"this worker trains in mode {self.config.mode!r} and the parameter servers in mode {theirs!r}. Call "
-                "distributed_optimizer() with the same strategy on servers and workers, before fleet.init_server()."
+                f"this worker trains in mode {self.config.mode!r} with max_staleness {self.config.staleness}, and the "
+                f"parameter servers in mode {theirs!r} with {staleness}. Call distributed_optimizer() with the same "
+                "strategy on servers and workers, before fleet.init_server()."
             )
 
     def _parts(self) -> list[SparsePart | DensePart]:
@@ -333,6 +345,7 @@ class Trainer:
             exchange.close()
 
     def _gradients(self, dense: bool = True) -> dict[int, Gradient | Rows]:
+        self.plan.check_trained()
         found: dict[int, Gradient | Rows] = {}
         for table in self.plan.sparse:
             taken = [module.lookup.take() for module in table.modules]
@@ -352,10 +365,10 @@ class Trainer:
         if self.client.config.rank or self.config.mode == "geo":
             return
         for part in self._parts():
-            if part.group is None or not part.follows:
-                continue
-            rate = float(part.group["lr"])
-            if rate != self._rates[part.table_id]:
+            rate = part.rate()
+            if rate is not None and rate != self._rates.get(part.table_id):
+                if isinstance(self._exchange, SyncExchange):
+                    self._exchange.settle()  # a server that this step did not ask may wait for the step before
                 self.client.alter(part.table_id, LEARNING_RATE, value=rate)
                 self._rates[part.table_id] = rate
 
@@ -379,19 +392,3 @@ class Trainer:
             if what:
                 return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} such in all)."
         return ""
-
-
-class _Served(RowSource):
-    """The rows of one table, as a module asks for them."""
-
-    trains = True
-
-    def __init__(self, trainer: Trainer, table_id: int) -> None:
-        self._trainer, self._table_id = trainer, table_id
-
-    def rows(self, keys: Keys) -> Rows:
-        """Returns the rows of ``keys``."""
-        return self._trainer.rows(self._table_id, keys)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Served:
-        return self

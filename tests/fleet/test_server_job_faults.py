@@ -17,7 +17,7 @@ def start(folder: Path, mode: str) -> FaultJob:
     return FaultJob(folder, mode, num_servers=SERVERS, num_workers=WORKERS, steps=STEPS)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async", "bounded"])
 def test_every_gradient_is_applied_once_whatever_is_killed(mode: str, tmp_path: Path) -> None:
     """D.7, D.10, 001-12: 20 kills of servers and workers; "exactly once", no hang, nothing left behind."""
     expected = expected_tables(WORKERS, STEPS, mean=mode == "sync")

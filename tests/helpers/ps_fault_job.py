@@ -112,8 +112,9 @@ def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: i
     net = IntegerModel()
     factory = fleet.StrategyFactory
     strategy = factory.create_sync_strategy() if mode == "sync" else factory.create_async_strategy()
-    if mode == "async":
-        strategy.a_sync_configs = {"max_merge_var_num": 4, "send_wait_times": 1}
+    if mode != "sync":
+        bound = {"max_staleness": 3} if mode == "bounded" else {}
+        strategy.a_sync_configs = {"max_merge_var_num": 4, "send_wait_times": 1, **bound}
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 1.0), strategy)
     model = fleet.distributed_model(net)
     if fleet.is_server():
@@ -183,7 +184,7 @@ class FaultJob:
 
     Args:
         folder: an empty folder for everything the job writes.
-        mode: ``"sync"`` or ``"async"``.
+        mode: ``"sync"``, ``"async"``, or ``"bounded"``: async with a bound on staleness.
         num_servers, num_workers, steps: the size of the job.
     """
 

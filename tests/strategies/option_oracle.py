@@ -213,6 +213,7 @@ KEYS = {
         ("min_send_grad_num_before_recv", 1, 4, "does"),
         ("thread_pool_size", 1, 2, "does"),
         ("send_wait_times", 1, 5, "does"),
+        ("max_staleness", -1, 4, "does"),  # not in Fleet
         ("runtime_split_send_recv", False, True, "warns"),
         ("launch_barrier", True, False, "does"),
         ("heter_worker_device_guard", "cpu", "gpu", "refused"),
