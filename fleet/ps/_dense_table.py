@@ -13,6 +13,7 @@ from fleet.ps._gate import Gate
 from fleet.ps._layout import Float32s
 from fleet.ps._numba import kernels_work
 from fleet.ps._reference_rules import update_rows
+from fleet.ps._rule_parameters import LEARNING_RATE as RATE
 from fleet.ps._rule_parameters import rule_parameters
 from fleet.ps._rules import Rule
 
@@ -138,7 +139,7 @@ class DenseTable:
     def learning_rate(self, value: float) -> None:
         with self._lock:
             self._rule = self._rule.with_learning_rate(value)
-            self._params = rule_parameters(self._rule)
+            self._params[RATE] = value
 
     def _push_by_kernel(self, gradient: Float32s) -> None:
         from fleet.ps._kernels_rules import update_function
@@ -150,6 +151,8 @@ class DenseTable:
         )
 
     def _push_d2sum(self, g: Float32s) -> None:
+        if self._rule["weight_decay"]:
+            g = g + f32(self._rule["weight_decay"]) * self._values
         velocity, squares, decay = self._state.reshape(3, -1)
         decay *= f32(D2SUM_SQUARES)
         decay += f32(1)

@@ -7,6 +7,7 @@ from fleet.ps._kernels import (
     GROUP,
     HAS_EMBEDX,
     LOW32,
+    NUM_BLOCKS,
     NUM_WEIGHTS,
     SUB_SHARDS,
     SUB_WORDS,
@@ -23,7 +24,7 @@ from fleet.ps._kernels import (
 from fleet.ps._kernels_find import HASHES, order_in, slots_in
 from fleet.ps._kernels_index import find
 from fleet.ps._kernels_requests import LINE_BYTES, hold, let_go, span_of
-from fleet.ps._kernels_rows import ADD, FIND_ONLY, row_at
+from fleet.ps._kernels_rows import ADD, FIND_ONLY, initialise_state, row_at
 
 _EMBEDX_BIT = -(2**63)
 
@@ -40,6 +41,8 @@ def add_shard(table, scratch, n, s, deltas):
             for j in range(width):
                 weights[j] += delta[j]
             if slot & HAS_EMBEDX == 0:
+                if words(table)[NUM_BLOCKS] == 2:
+                    initialise_state(table, row_at(table, sub, slot), i64(1))
                 words(find(sub, words(scratch)[HASHES + i]))[1] |= i64(_EMBEDX_BIT)
 
 

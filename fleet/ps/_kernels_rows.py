@@ -160,17 +160,24 @@ def new_slot(table, sub):
     return slot
 
 
+@part(none(i64, i64, i64))
+def initialise_state(table, row, block):
+    """Writes the initial state of one block of a row."""
+    place, values = words(table + 8 * (BLOCKS + BLOCK_WORDS * block)), floats(row)
+    start = doubles(words(table)[FLOATS])[INITIAL_STATE + block]
+    for i in range(place[STATE], place[STATE] + place[STATE_WIDTH]):
+        values[i] = f32(start)
+
+
 @part(none(i64, i64, i64, i64))
 def initialise_block(table, row, h, block):
     """Writes the initial weights and state of one block of a row."""
-    header = words(table)
-    place, start = words(table + 8 * (BLOCKS + BLOCK_WORDS * block)), doubles(header[FLOATS])[INITIAL_STATE + block]
+    header, place = words(table), words(table + 8 * (BLOCKS + BLOCK_WORDS * block))
     weights, key = floats(row), unmix(h)
     zero = header[ZERO_INIT] != 0 and block == 0
     for column in range(place[COLUMN], place[COLUMN] + place[WIDTH]):
         weights[column] = f32(0) if zero else f32(call_draw(header[DRAW], header[FLOATS], key, column))
-    for i in range(place[STATE], place[STATE] + place[STATE_WIDTH]):
-        weights[i] = f32(start)
+    initialise_state(table, row, block)
 
 
 @part(i64(i64, i64, i64))

@@ -34,6 +34,7 @@ from fleet.ps._rule_parameters import (
     BETA_2,
     CORRECTIONS,
     EPSILON,
+    EPSILON_FIRST,
     INITIAL_G2SUM,
     LEARNING_RATE,
     LOWER,
@@ -209,11 +210,12 @@ def _adam(rows, n, order, gradients, stride, shows, column, width, state, params
             step = v[width] + f32(1)
             v[width] = step
             rate, root = correction_1(params, step), correction_2(params, step)
+            floor = eps * root if p[EPSILON_FIRST] != 0.0 else eps
             for j in range(width):
                 d = g[j] + decay * w[j]
                 m[j] = b1 * m[j] + c1 * d
                 v[j] = b2 * v[j] + c2 * d * d
-                w[j] = clamped(w[j] - rate * m[j] / (math.sqrt(v[j]) * root + eps), lower, upper)
+                w[j] = clamped(w[j] - rate * m[j] / (math.sqrt(v[j]) * root + floor), lower, upper)
 
 
 def _shared_adam(rows, n, order, gradients, stride, shows, column, width, state, params):
@@ -227,12 +229,13 @@ def _shared_adam(rows, n, order, gradients, stride, shows, column, width, state,
             g = floats(gradients + 4 * (i64(ints(order)[i]) * stride + column))
             s[2] += f32(1)
             rate, root = correction_1(params, s[2]), correction_2(params, s[2])
+            floor = eps * root
             old_m, old_v, sum_m, sum_v = b1 * s[0], b2 * s[1], f32(0), f32(0)
             for j in range(width):
                 m, v = old_m + c1 * g[j], old_v + c2 * g[j] * g[j]
                 sum_m += m
                 sum_v += v
-                w[j] = clamped(w[j] - rate * m / (math.sqrt(v) * root + eps), lower, upper)
+                w[j] = clamped(w[j] - rate * m / (math.sqrt(v) * root + floor), lower, upper)
             s[0], s[1] = sum_m / f32(width), sum_v / f32(width)
 
 

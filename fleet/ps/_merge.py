@@ -50,7 +50,7 @@ def _add_rest(total: Rows, rows: Rows, order: Keys, starts: Keys, counts: Keys, 
             total[place] = np.add.accumulate(np.concatenate((total[place][None], rest)), axis=0)[-1]
 
 
-def merge_parts(parts: Sequence[Part], divisor: int, with_shows: bool = False, by_shows: bool = False) -> Part:
+def merge_parts(parts: Sequence[Part], divisor: int, with_shows: bool = False) -> Part:
     """Returns the one part that stands for one part per worker; a worker that lacks an id counts as zero.
 
     The float32 sums run in the order of ``parts``, so the result depends on that order alone.
@@ -58,10 +58,10 @@ def merge_parts(parts: Sequence[Part], divisor: int, with_shows: bool = False, b
     Args:
         parts: of one table, all sparse or all dense; rows are float32.
         divisor: the number of workers; the sum of the rows is divided by it.
-        with_shows: the table keeps statistics: shows (1 where absent) and clicks are summed, not averaged.
-        by_shows: the table's rule divides by the shows, which is the average already: rows are summed only.
+        with_shows: the table keeps statistics: shows (1 where absent) and clicks are summed, not averaged, as one
+            process would count them for the whole batch.
     """
-    scale = np.float32(1 if by_shows else divisor)
+    scale = np.float32(divisor)
     first = parts[0]
     if first.ids is None:
         total = np.zeros((first.n, 1), np.float32)

@@ -81,7 +81,8 @@ def _adam(rule: Rule, w: Float32s, state: Float32s, g: Float32s) -> None:
     b1, b2 = f32(rule["beta1"]), f32(rule["beta2"])
     m[:] = b1 * m + f32(1.0 - rule["beta1"]) * g
     v[:] = b2 * v + f32(1.0 - rule["beta2"]) * g * g
-    w -= step_size[:, None] * m / (np.sqrt(v) * root[:, None] + f32(rule["epsilon"]))
+    epsilon = f32(rule["epsilon"]) * (root[:, None] if rule["epsilon_first"] else f32(1))
+    w -= step_size[:, None] * m / (np.sqrt(v) * root[:, None] + epsilon)
 
 
 def _shared_adam(rule: Rule, w: Float32s, state: Float32s, g: Float32s) -> None:
@@ -89,7 +90,7 @@ def _shared_adam(rule: Rule, w: Float32s, state: Float32s, g: Float32s) -> None:
     step_size, root = bias_corrections(rule, state[:, 2])
     m = f32(rule["beta1"]) * state[:, :1] + f32(1.0 - rule["beta1"]) * g
     v = f32(rule["beta2"]) * state[:, 1:2] + f32(1.0 - rule["beta2"]) * g * g
-    w -= step_size[:, None] * m / (np.sqrt(v) * root[:, None] + f32(rule["epsilon"]))
+    w -= step_size[:, None] * m / (np.sqrt(v) * root[:, None] + f32(rule["epsilon"]) * root[:, None])
     state[:, 0] = np.mean(m, axis=1, dtype=np.float32)
     state[:, 1] = np.mean(v, axis=1, dtype=np.float32)
 

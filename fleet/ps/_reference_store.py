@@ -150,6 +150,9 @@ class ReferenceStore:
             for key in keys.tolist():
                 self._count(key, 1.0)
             lines, found = self._lines(keys)
+            for block in self._blocks[1:]:
+                fresh = lines[~self._has_embedx[lines]]
+                self._values[fresh, block.state : block.state + block.state_width] = block.rule.initial_state
             np.add.at(self._values, (lines[:, None], np.arange(self.layout.num_weights)), deltas[found])
             self._has_embedx[lines] = True
 

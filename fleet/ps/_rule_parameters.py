@@ -9,6 +9,7 @@ from fleet.ps._rules import Rule
 
 LEARNING_RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, INITIAL_G2SUM = 0, 1, 2, 3, 4, 5
 LOWER, UPPER, SHOW_SCALE, NESTEROV, NUM_CORRECTIONS, CORRECTIONS = 6, 7, 8, 9, 10, 16
+EPSILON_FIRST = 11
 # Adam's bias corrections stand ready for this many steps; later ones are worked out per row.
 CORRECTED_STEPS = 16384
 
@@ -22,7 +23,7 @@ def rule_parameters(rule: Rule) -> npt.NDArray[np.float64]:
     params[EPSILON], params[WEIGHT_DECAY] = rule.get("epsilon"), rule.get("weight_decay")
     params[INITIAL_G2SUM], params[SHOW_SCALE] = rule.get("initial_g2sum"), rule.get("show_scale")
     params[LOWER], params[UPPER] = rule.get("lower_bound", -np.inf), rule.get("upper_bound", np.inf)
-    params[NESTEROV] = rule.get("nesterov")
+    params[NESTEROV], params[EPSILON_FIRST] = rule.get("nesterov"), rule.get("epsilon_first")
     if adam:
         steps = np.arange(1, CORRECTED_STEPS + 1, dtype=np.float64)
         params[NUM_CORRECTIONS] = CORRECTED_STEPS

@@ -19,8 +19,9 @@ adam_d2sum          dense only: decays 0.99 and 0.9999, see :mod:`fleet.ps._dens
 summary             dense only: w = 0.999999 w + g                                         (data_norm statistics)
 ==================  ===========================================================================================
 
-Adam counts its steps per row from 1 and uses the given betas: Paddle's dense table is one step ahead and both its
-tables ignore the user's betas.
+Paddle's Adams add epsilon before the bias correction, (sqrt(v) + eps) / sqrt(1 - b2^t): shared_adam always, adam with
+``epsilon_first``. Adam counts its steps per row from 1 and uses the given betas: Paddle's dense table is one step ahead
+and both its tables ignore the user's betas.
 """
 
 from __future__ import annotations
@@ -73,7 +74,15 @@ RULES: dict[str, RuleSpec] = {
     ),
     "adam": RuleSpec(
         7,
-        {LEARNING_RATE: 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, **_DECAY, **_BOUNDS},
+        {
+            LEARNING_RATE: 0.001,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "epsilon": 1e-8,
+            "epsilon_first": 0.0,
+            **_DECAY,
+            **_BOUNDS,
+        },
         ("m", "v"),
         ("step",),
         dense=True,
@@ -85,7 +94,9 @@ RULES: dict[str, RuleSpec] = {
         ("m", "v", "step"),
     ),
     "sum": RuleSpec(9, {}, dense=True),
-    "adam_d2sum": RuleSpec(10, {LEARNING_RATE: 5e-6}, ("velocity", "squares", "decay"), sparse=False, dense=True),
+    "adam_d2sum": RuleSpec(
+        10, {LEARNING_RATE: 5e-6, **_DECAY}, ("velocity", "squares", "decay"), sparse=False, dense=True
+    ),
     "summary": RuleSpec(11, {"decay": 0.999999}, sparse=False, dense=True),
 }
 
@@ -209,6 +220,8 @@ def _check_hyper(rule: str, key: str, value: float) -> None:
 def rule_from_paddle(name: str, hyper: Mapping[str, float] | None = None) -> Rule:
     """Returns the rule that Paddle's table configuration calls ``name``, weights clamped to [-10, 10] by default.
 
+    Paddle's Adam adds epsilon before the bias correction (D.5), torch's after it: they differ for tiny gradients.
+
     Example:
         >>> rule_from_paddle("SparseAdaGradSGDRule").name
         'shared_adagrad'
@@ -219,4 +232,5 @@ def rule_from_paddle(name: str, hyper: Mapping[str, float] | None = None) -> Rul
             + did_you_mean(name, PADDLE_RULES)
         )
     kind = PADDLE_RULES[name]
-    return Rule(kind, {"lower_bound": -10.0, "upper_bound": 10.0, **(hyper or {})})
+    own = {"epsilon_first": 1.0} if kind == "adam" else {}
+    return Rule(kind, {"lower_bound": -10.0, "upper_bound": 10.0, **own, **(hyper or {})})

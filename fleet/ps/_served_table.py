@@ -99,7 +99,6 @@ class ServedTable(Protocol):
     gate: Gate
     learning_rate: float | None  # what it was set to, None while it is the configuration's
     keeps_shows: bool
-    divides_by_shows: bool
 
     def check(self, part: Part, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
@@ -142,10 +141,7 @@ class ServedSparse:
         self.table, self.gate = table, table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
-        accessor = table.config.accessor
-        self.keeps_shows = accessor is not None
-        scaled = any(block.rule.hyper.get("show_scale") for block in table.layout.blocks)
-        self.divides_by_shows = accessor is not None and accessor.scales_by_show and scaled
+        self.keeps_shows = table.config.accessor is not None
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the next push."""
@@ -230,7 +226,6 @@ class ServedDense:
     """A :class:`DenseTable` behind the server."""
 
     keeps_shows = False
-    divides_by_shows = False
 
     def __init__(self, table: DenseTable) -> None:
         self.table, self.gate = table, table.gate

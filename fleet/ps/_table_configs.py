@@ -58,18 +58,23 @@ def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | Non
     accessor = _accessor(config, settings)
     rule, embed = _rule(config, settings, "embedx_"), _rule(config, settings, "embed_")
     made = replace(config, accessor=accessor, rule=rule, embed_rule=embed if embed != rule else None)
-    ranges = [
-        settings[key] for key in ("initial_range", "embedx_initial_range", "embed_initial_range") if key in settings
-    ]
-    if ranges:
-        if len(set(ranges)) > 1:
-            raise UnsupportedOptionError(
-                f"sparse_table_configs[{config.name!r}]: initial_range differs between embed and embedx; a table has "
-                "one initializer. Give one range."
-            )
-        bound = _number(config.name, "initial_range", ranges[0])
-        made = replace(made, initializer=Initializer("uniform", -bound, bound))
-    return made
+    return _with_range(made, settings)
+
+
+def _with_range(config: SparseTableConfig, settings: Mapping[str, Any]) -> SparseTableConfig:
+    """Returns ``config`` with the range of initial weights; one for all columns that do not start at 0."""
+    plain = settings.get("initial_range")
+    of_embed, of_embedx = (settings.get(f"{prefix}initial_range", plain) for prefix in ("embed_", "embedx_"))
+    if of_embed is None and of_embedx is None:
+        return config
+    starts_at_0 = config.accessor is not None and config.accessor.zero_init and "embed_initial_range" not in settings
+    if of_embed != of_embedx and not starts_at_0:
+        raise UnsupportedOptionError(
+            f"sparse_table_configs[{config.name!r}]: initial_range differs between embed and embedx; a table has "
+            "one initializer. Give one range."
+        )
+    bound = _number(config.name, "initial_range", of_embedx)
+    return replace(config, initializer=Initializer("uniform", -bound, bound))
 
 
 def _check_keys(table: str, settings: Mapping[str, Any]) -> None:

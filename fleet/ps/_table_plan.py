@@ -16,7 +16,7 @@ from fleet.ps._dense_table import DenseTableConfig
 from fleet.ps._embedding import SparseEmbedding
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._optimizer_rules import rule_of_group
-from fleet.ps._rules import Rule
+from fleet.ps._rules import LEARNING_RATE, Rule
 from fleet.ps._served_embedding import ServedEmbedding
 from fleet.ps._shards import Rows
 
@@ -26,19 +26,55 @@ Configure = Callable[[SparseTableConfig], SparseTableConfig]
 FLAT = "dense"
 
 
+@dataclass(frozen=True)
+class GroupPlace:
+    """A parameter group by its number: ``load_state_dict`` puts new dictionaries into the optimizer."""
+
+    optimizer: Optimizer
+    number: int
+
+    def read(self) -> dict[str, Any]:
+        """Returns the group as it is now."""
+        group: dict[str, Any] = self.optimizer.param_groups[self.number]
+        return group
+
+
 @dataclass
 class SparsePart:
     """One sparse table and the modules that read it.
 
-    ``group`` is the optimizer group that trains it, if any; ``follows`` says that its rule is the optimizer's, and so
-    its learning rate.
+    ``place`` is the optimizer group that trains it, if any; ``follows`` says for the embed column and for the other
+    columns whether their learning rate is the optimizer's.
     """
 
     table_id: int
     config: SparseTableConfig
     modules: list[SparseEmbedding | ServedEmbedding]
-    group: dict[str, Any] | None
-    follows: bool = True
+    place: GroupPlace | None
+    follows: tuple[bool, bool] = (True, True)
+
+    @property
+    def group(self) -> dict[str, Any] | None:
+        """The optimizer group as it is now."""
+        return None if self.place is None else self.place.read()
+
+    def rate(self) -> float | None:
+        """Returns the learning rate that the table must have now; ``None`` where it keeps the one it began with.
+
+        Raises:
+            ConfigError: the optimizer's rate has changed, and one half of the columns has a rate of its own.
+        """
+        if self.place is None or not any(self.follows):
+            return None
+        rate = float(self.place.read()["lr"])
+        if all(self.follows):
+            return rate
+        if rate != float(self.place.read().get("initial_lr", rate)):
+            raise ConfigError(
+                f"table {self.config.name!r}: the learning rate of the optimizer has become {rate!r}, and "
+                "sparse_table_configs gives one of embed and embedx a rate of its own. Give both a rate, or neither."
+            )
+        return None
 
 
 @dataclass
@@ -48,8 +84,12 @@ class DensePart:
     table_id: int
     config: DenseTableConfig
     parameters: list[nn.Parameter]
-    group: dict[str, Any]
+    place: GroupPlace
     follows: bool = True
+
+    def rate(self) -> float | None:
+        """Returns the learning rate that the table must have now; ``None`` where it has none."""
+        return float(self.place.read()["lr"]) if self.follows else None
 
     def values(self) -> Rows:
         """Returns the parameters as fresh float32 [size]."""
@@ -90,6 +130,32 @@ class TablePlan:
 
     sparse: list[SparsePart] = field(default_factory=list)
     dense: list[DensePart] = field(default_factory=list)
+    optimizer: Optimizer | None = None
+
+    def check_trained(self) -> None:
+        """Checks that every gradient has a table to go to.
+
+        Raises:
+            ConfigError: a parameter has got a gradient that no table takes, or is frozen and its table would still
+                move it by momentum or decay.
+        """
+        known = {id(p): part for part in self.dense for p in part.parameters}
+        rows = {id(module.weight) for part in self.sparse for module in part.modules}
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            for parameter in group["params"]:
+                part = known.get(id(parameter))
+                if part is None and parameter.grad is not None and parameter.numel() and id(parameter) not in rows:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient and no table: it was frozen, or "
+                        "not in the optimizer, when the tables were made. Unfreeze and add parameters before "
+                        "fleet.init_worker(); keep one still with a group of learning rate 0."
+                    )
+                if part is not None and not parameter.requires_grad and not part.config.adds_up and part.follows:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, and "
+                        f"the rule {part.config.rule.name!r} would go on moving it. Freeze before "
+                        "fleet.init_worker(), or give it a group of its own and set its learning rate to 0."
+                    )
 
     @property
     def configs(self) -> dict[int, SparseTableConfig | DenseTableConfig]:
@@ -128,15 +194,18 @@ def plan_tables(
     Raises:
         ConfigError: a table would be made in two ways, or a parameter cannot be served.
     """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    plan, stands_for_rows = TablePlan(), set()
+    places = {
+        id(p): GroupPlace(optimizer, number)
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
+    plan, stands_for_rows = TablePlan(optimizer=optimizer), set()
     for name, module in _embeddings(models):
         stands_for_rows.add(id(module.weight))
-        _add_sparse(plan, name, module, groups.get(id(module.weight)), optimizer, geo, configure)
+        _add_sparse(plan, name, module, places.get(id(module.weight)), optimizer, geo, configure)
     for part in plan.sparse:
         for module in part.modules:
-            if isinstance(module, SparseEmbedding):
-                module.use_table(part.config)
+            module.use_table(part.config)
     for number, group in enumerate(optimizer.param_groups):
         parameters = [p for p in group["params"] if p.requires_grad and id(p) not in stands_for_rows and p.numel()]
         if not parameters:
@@ -146,7 +215,9 @@ def plan_tables(
         rule = Rule("sum") if dense_here else _dense_rule(optimizer, group, geo, adam_d2sum)
         config = DenseTableConfig(f"{FLAT}.{number}", size, rule)
         table_id = len(plan.sparse) + len(plan.dense)
-        plan.dense.append(DensePart(table_id, config, parameters, group, follows=not dense_here))
+        plan.dense.append(
+            DensePart(table_id, config, parameters, GroupPlace(optimizer, number), not (dense_here or geo))
+        )
     return plan
 
 
@@ -163,18 +234,17 @@ def _add_sparse(
     plan: TablePlan,
     name: str,
     module: SparseEmbedding | ServedEmbedding,
-    group: dict[str, Any] | None,
+    place: GroupPlace | None,
     optimizer: Optimizer,
     geo: bool,
     configure: Configure,
 ) -> None:
-    trained = module.weight.requires_grad
-    if trained and group is None:
+    if module.weight.requires_grad and place is None:
         raise ConfigError(
             f"the optimizer does not hold {name}.weight, which stands for the rows of the table. Make the optimizer of "
             "model.parameters(), or freeze the rows with requires_grad_(False)."
         )
-    rule = Rule("sum") if geo else rule_of_group(optimizer, group) if group is not None else Rule("sgd")
+    rule = Rule("sum") if geo else rule_of_group(optimizer, place.read()) if place is not None else Rule("sgd")
     config = configure(module.table_config(rule, name))
     if geo:
         _check_geo(config)
@@ -186,10 +256,25 @@ def _add_sparse(
                     f"two modules have a table {config.name!r} and describe it differently, or did not ask to share "
                     "it. Give SparseEmbedding(name=...) and the same arguments to share, other names to separate."
                 )
+            if None not in (place, part.place) and place != part.place:
+                raise ConfigError(
+                    f"the table {config.name!r} is shared by modules in two parameter groups of the optimizer, and a "
+                    "table has one learning rate. Put their weights into one group."
+                )
             part.modules.append(module)
+            part.place = part.place or place
             return
-    group = group if trained else None
-    plan.sparse.append(SparsePart(len(plan.sparse), config, [module], group, follows=config.rule == rule))
+    follows = (False, False) if geo else _follows(module, name, rule, configure)
+    plan.sparse.append(SparsePart(len(plan.sparse), config, [module], place, follows))
+
+
+def _follows(
+    module: SparseEmbedding | ServedEmbedding, name: str, rule: Rule, configure: Configure
+) -> tuple[bool, bool]:
+    """Returns whether the embed column and the other columns would have another rate, had the optimizer another."""
+    other = rule[LEARNING_RATE] + 0.123456789
+    config = configure(module.table_config(rule.with_learning_rate(other), name))
+    return (config.embed_rule or config.rule).get(LEARNING_RATE) == other, config.rule.get(LEARNING_RATE) == other
 
 
 def _check_geo(config: SparseTableConfig) -> None:
@@ -212,7 +297,7 @@ def _dense_rule(optimizer: Optimizer, group: Mapping[str, Any], geo: bool, adam_
                 f"adam_d2sum = True takes the place of Adam, and the optimizer is {type(optimizer).__name__}. Use "
                 "torch.optim.Adam, or leave adam_d2sum False."
             )
-        return Rule("adam_d2sum", {"learning_rate": rule["learning_rate"]})
+        return Rule("adam_d2sum", {name: rule[name] for name in (LEARNING_RATE, "weight_decay")})
     return rule
 
 

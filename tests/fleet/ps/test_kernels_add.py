@@ -32,3 +32,14 @@ def test_add_reaches_columns_that_did_not_exist() -> None:
     table.add(key, np.array([[1, 2, 3]], np.float32))
     assert table.pull(key).tolist() == [[1, 2, 3]]
     assert next(iter(table.blocks())).has_embedx.tolist() == [True]
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
+def test_columns_that_an_add_creates_have_the_state_of_the_rule(use_kernels: bool) -> None:
+    """D.5: the rows of an nn.Embedding come by add, and their accumulators begin where the optimizer says."""
+    rule = Rule("adagrad", {"learning_rate": 1.0, "initial_accumulator": 3.0})
+    config = SparseTableConfig("t", 2, rule, accessor=Accessor(embedx_threshold=100))
+    table, key = SparseTable(config, use_kernels=use_kernels), np.array([5])
+    table.add(key, np.array([[4, 4]], np.float32))
+    table.push(key, np.ones((1, 2), np.float32))
+    np.testing.assert_allclose(table.pull(key), [[3.5, 3.5]])

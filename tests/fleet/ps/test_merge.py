@@ -8,7 +8,8 @@ from fleet.ps._accessor import Accessor
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._merge import merge_gradients, merge_parts, sum_by_id
 from fleet.ps._messages import Part
-from tests.fleet.ps.service import SGD, Gradient, ids, rows, serving
+from fleet.ps._rules import rule_from_paddle
+from tests.fleet.ps.service import SGD, ZEROS, Gradient, ids, rows, serving
 
 
 def test_sum_by_id_adds_from_left_to_right():
@@ -34,7 +35,30 @@ def test_statistics_are_summed_where_gradients_are_averaged():
     assert merged.ids.tolist() == [1, 2]
     assert merged.rows[:, 0].tolist() == [2, 3]
     assert merged.shows.tolist() == [3, 2]
-    assert merge_parts([one, two], 2, with_shows=True, by_shows=True).rows[:, 0].tolist() == [4, 6]
+
+
+def test_two_workers_move_rows_as_one_process_does_where_the_rule_divides_by_shows():
+    """G11, D.5: the mean gradient over all shows, whatever the rules of the two halves of a row."""
+    adagrad = rule_from_paddle("adagrad", {"learning_rate": 1.0})
+    config = SparseTableConfig("c", 3, adagrad, embed_rule=SGD, accessor=Accessor(), initializer=ZEROS)
+    one, two = ([[1.0, 2.0, 3.0]], 1.0), ([[3.0, 4.0, 9.0]], 3.0)
+
+    def pushed(client, value, show):
+        gradient = Gradient(ids(7), np.array(value, np.float32), np.array([show], np.float32))
+        return client.wait(client.push({0: gradient}))
+
+    with serving(mode="sync", num_workers=2) as service:
+        clients = [service.client(rank, tables={0: config}) for rank in range(2)]
+        for client, half in zip(clients, (one, two), strict=True):
+            rows(client, [7])
+            pushed(client, *half)
+        together = rows(clients[0], [7])
+    with serving(mode="sync") as service:
+        client = service.client(tables={0: config})
+        rows(client, [7])
+        pushed(client, [[2.0, 3.0, 6.0]], 4.0)
+        np.testing.assert_array_equal(rows(client, [7]), together)
+    np.testing.assert_allclose(together, [[-2, -0.75, -1.5]], rtol=1e-6)
 
 
 def test_merging_sums_statistics():

@@ -174,6 +174,23 @@ def test_formula_of_one_row(use_kernels: bool, name: str) -> None:
 
 
 @pytest.mark.parametrize("use_kernels", BACKENDS)
+@pytest.mark.parametrize("name", ["SparseAdamSGDRule", "SparseSharedAdamSGDRule", "torch"])
+def test_where_adam_adds_epsilon(use_kernels: bool, name: str) -> None:
+    """D.5: Paddle's rules add epsilon before the bias correction, torch's Adam after it; tiny gradients show it."""
+    given = {"learning_rate": 0.05, "epsilon": 1e-6}
+    rule = Rule("adam", given) if name == "torch" else rule_from_paddle(name, given)
+    config = SparseTableConfig("t", 1, rule, initializer=Initializer("constant", 0.0))
+    table = SparseTable(config, use_kernels=use_kernels)
+    key, w, m, v = np.array([3]), 0.0, 0.0, 0.0
+    for t, g in enumerate((1e-5, -2e-6, 3e-5), 1):
+        table.push(key, np.full((1, 1), g, np.float32))
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        root = np.sqrt(1 - 0.999**t)
+        w -= 0.05 * root / (1 - 0.9**t) * m / (np.sqrt(v) + 1e-6 * (root if name == "torch" else 1.0))
+        np.testing.assert_allclose(table.pull(key)[0, 0], w, rtol=2e-5)
+
+
+@pytest.mark.parametrize("use_kernels", BACKENDS)
 def test_bounds_and_show_zero(use_kernels: bool) -> None:
     """D.4, D.5: weights are clamped after the update; a show of 0 divides by nothing; not-a-number stays visible."""
     rule = rule_from_paddle("SparseAdaGradSGDRule", {"learning_rate": 100.0})

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps._exchange import SyncExchange
 from fleet.ps._geo_recorder import GeoRecorder
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._rules import Rule
+from fleet.ps._table_plan import SparsePart, TablePlan
 from tests.fleet.ps.service import SPARSE, Gradient, gradient, ids, in_threads, rows, serving
 
 # -- sync --------------------------------------------------------------------------------------------------------
@@ -43,6 +45,22 @@ def test_a_pull_waits_for_the_step_of_all_workers():
         b.wait(b.push({0: gradient([1], 3.0)}))
         reader.join(5)
         assert seen == [-2.0]
+
+
+def test_a_new_rate_waits_for_the_steps_before_it_on_every_server():
+    """D.3, G11: a server from which this step pulled nothing may still hold the step before."""
+    with serving(2, mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        plan = TablePlan(sparse=[SparsePart(0, SPARSE, [], None)])
+        a.wait(a.push({0: gradient([1])}))
+        settling = threading.Thread(target=SyncExchange(a, plan).settle, daemon=True)
+        settling.start()
+        settling.join(0.1)
+        assert settling.is_alive()
+        b.wait(b.push({0: gradient([1])}))
+        settling.join(5)
+        assert not settling.is_alive()
+        assert sum(fact["tables"]["0"]["rows"] for fact in a.stat()) == 1  # what settling asks for gets no row
 
 
 def run_sync(order_seed):

@@ -54,6 +54,12 @@ def test_the_optimizers_rule_with_a_rate_of_its_own() -> None:
     assert configure_table(PLAIN, {"learning_rate": 0.7}).rule == Rule("sgd", {"learning_rate": 0.7})
 
 
+def test_the_range_of_the_columns_that_do_not_start_at_0() -> None:
+    """D.4: zero_init leaves embedx the only columns with a range."""
+    made = configure_table(PLAIN, {"embedx_initial_range": 0.5})
+    assert (made.initializer.a, made.initializer.b) == (-0.5, 0.5)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "reason"),
     [
@@ -67,6 +73,8 @@ def test_the_optimizers_rule_with_a_rate_of_its_own() -> None:
         ({"enable_cache": True}, UnsupportedOptionError, "in memory whole"),
         ({"shard_num": 10}, UnsupportedOptionError, "one checked file"),
         ({"embed_initial_range": 1.0, "embedx_initial_range": 2.0}, UnsupportedOptionError, "one initializer"),
+        ({"embed_initial_range": 1.0}, UnsupportedOptionError, "one initializer"),
+        ({"embedx_initial_range": 1.0, "zero_init": False}, UnsupportedOptionError, "one initializer"),
         ("adam", ConfigError, "dictionary"),
     ],
 )

@@ -13,6 +13,7 @@ import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps._embedding import SparseEmbedding
 from fleet.ps._served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
+from fleet.ps._table_configs import configure_table
 from fleet.ps._table_plan import plan_tables
 
 
@@ -90,6 +91,107 @@ def test_geo_and_adam_d2sum() -> None:
     model = Towers(name="other", entry=fleet.ProbabilityEntry(0.5))
     with pytest.raises(ConfigError, match="geo training"):
         planned(model, torch.optim.SGD(model.parameters(), 0.1), geo=True)
+
+
+def test_adam_d2sum_keeps_the_decay() -> None:
+    """D.3: the user's weight decay is added to the gradient there too."""
+    model = Towers()
+    plan = planned(model, torch.optim.Adam(model.parameters(), 0.5, weight_decay=0.25), adam_d2sum=True)
+    rule = plan.dense[0].config.rule
+    assert (rule.name, rule["learning_rate"], rule["weight_decay"]) == ("adam_d2sum", 0.5, 0.25)
+
+
+def test_a_rate_is_the_optimizers_unless_the_table_has_one_of_its_own() -> None:
+    """D.4: bounds leave the optimizer's rate in force; a rate for half of the columns cannot follow a schedule."""
+
+    def rate_after(lr: float, **settings: Any) -> float | None:
+        model = Towers()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        part = planned(model, optimizer, configure=lambda c: configure_table(c, settings if c.name == "ids" else None))
+        optimizer.param_groups[0].update(initial_lr=0.5, lr=lr)
+        found: float | None = part.sparse[0].rate()
+        return found
+
+    assert rate_after(0.25) == rate_after(0.25, weight_bounds=[-1, 1]) == rate_after(0.25, delta_keep_days=3) == 0.25
+    assert rate_after(0.25, learning_rate=0.5) is rate_after(0.25, sparse_optimizer="adagrad") is None
+    assert rate_after(0.25, embed_learning_rate=0.1, embedx_learning_rate=0.2) is None
+    assert rate_after(0.5, embed_learning_rate=0.1) is None
+    with pytest.raises(ConfigError, match="Give both a rate, or neither"):
+        rate_after(0.25, embed_learning_rate=0.1)
+
+
+def test_groups_are_those_that_the_optimizer_has_now() -> None:
+    """D.3: load_state_dict puts new dictionaries in their place, and a scheduler writes to those."""
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    plan = planned(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.125
+    assert [part.rate() for part in (*plan.sparse, *plan.dense)] == [0.125] * 3
+
+
+def test_a_gradient_without_a_table_is_refused() -> None:
+    """001-10: a parameter that is unfrozen or added later would never be trained."""
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    plan = planned(model, optimizer)
+    plan.check_trained()
+    model.frozen.weight.grad = torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match="no table"):
+        plan.check_trained()
+    model.frozen.weight.grad = None
+    model.out.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="go on moving it"):
+        plan.check_trained()
+
+
+def test_a_table_of_two_groups_is_refused() -> None:
+    """D.3: it has one learning rate."""
+    model = Towers()
+    groups = [{"params": [model.user.weight]}, {"params": [model.item.weight, *model.words.parameters()]}]
+    with pytest.raises(ConfigError, match="one learning rate"):
+        planned(model, torch.optim.SGD(groups, 0.5))
+
+
+def test_a_frozen_module_of_a_shared_table_leaves_the_other_trained() -> None:
+    """D.1: frozen rows take no gradients, through whichever module they are read."""
+
+    class Ones:
+        trains = True
+
+        def rows(self, keys: Any) -> Any:
+            return np.ones((len(keys), 4), np.float32)
+
+    model = Towers()
+    model.user.weight.requires_grad_(False)
+    part = planned(model).sparse[0]
+    assert part.group is not None
+    for module in part.modules:
+        module.lookup.source = Ones()
+    (model.user(torch.tensor([7])) + model.item(torch.tensor([8]))).sum().backward()
+    assert [module.lookup.has_gradients() for module in part.modules] == [False, True]
+
+
+def test_served_embeddings_begin_with_their_own_weights() -> None:
+    """D.4: a range of initial weights would be added to them; their shows are counted."""
+
+    def configured(**settings: Any) -> Any:
+        return planned(Towers(), configure=lambda c: configure_table(c, settings if c.name == "words" else None))
+
+    for settings in ({"initial_range": 0.5}, {"sparse_accessor_class": "CtrCommonAccessor"}):
+        with pytest.raises(ConfigError, match="weights of its own"):
+            configured(**settings)
+    lookup = configured(sparse_optimizer="adagrad").sparse[1].modules[0].lookup
+
+    class Ones:
+        trains = True
+
+        def rows(self, keys: Any) -> Any:
+            return np.ones((len(keys), 3), np.float32)
+
+    lookup.source = Ones()
+    lookup.find(np.array([4, 4, 2]), torch.device("cpu"))[0].sum().backward()
+    assert lookup.take().shows.tolist() == [2, 1]
 
 
 def test_served_embeddings_are_plain_until_they_are_connected() -> None:

@@ -1,0 +1,171 @@
+"""Optimizers of the script, served: groups, schedules, restored states, frozen rows; beside plain torch (D.3, D.5)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fleet
+from fleet.errors import ConfigError
+from fleet.facade import Fleet
+
+IDS, WORDS, BASE = 12, 10, 10**13
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ads = fleet.SparseEmbedding(
+            3, "ads", combiner="sum", initializer=fleet.ps.Initializer("uniform", -0.5, 0.5)
+        )
+        self.words = nn.Embedding(WORDS, 3, sparse=True)
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, ads: Tensor, words: Tensor) -> Tensor:
+        found: Tensor = self.out(torch.cat([self.ads(ads), self.words(words)], 1))
+        return found
+
+
+class Lazy(nn.Module):
+    """The same in plain torch: each row is a parameter, so that it steps when one of its ids occurs, and only then."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        rows = net.ads.lookup_rows(torch.arange(IDS) * BASE - 5)
+        self.ads = nn.ParameterList(row.clone() for row in rows)
+        self.words = nn.ParameterList(row.clone() for row in net.words.weight.data)
+        self.out = copy.deepcopy(net.out)
+
+    def forward(self, ads: Tensor, words: Tensor) -> Tensor:
+        bags = [torch.stack([self.ads[place] for place in bag]).sum(0) for bag in ((ads + 5) // BASE).tolist()]
+        found = torch.stack([self.words[word] for word in words.tolist()])
+        out: Tensor = self.out(torch.cat([torch.stack(bags), found], 1))
+        return out
+
+
+def groups(net: Net | Lazy) -> list[dict[str, Any]]:
+    """Rows with a rate of their own, a group with the defaults, and one without decay."""
+    return [
+        {"params": list(net.ads.parameters()), "lr": 0.2},
+        {"params": [*net.words.parameters(), net.out.weight]},
+        {"params": [net.out.bias], "weight_decay": 0.0},
+    ]
+
+
+def batches(count: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        ads = torch.randint(0, IDS, (5, 4), generator=generator) * BASE - 5
+        yield ads, torch.randint(0, WORDS, (5,), generator=generator), torch.randn(5, 1, generator=generator)
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, count: int = 12) -> list[float]:
+    """Trains; in the middle the optimizer loads its own state, as a script does that goes on from a checkpoint."""
+    losses = []
+    for step, (ads, words, target) in enumerate(batches(count)):
+        loss = ((model(ads, words) - target) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+        if step == count // 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    return losses
+
+
+def start(net: Net, optimizer: Optimizer, own: Fleet, **options: Any) -> tuple[Any, Any]:
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = False
+    for name, value in options.items():
+        setattr(strategy, name, value)
+    own.init(strategy=strategy, log_level="ERROR")
+    wrapped = own.distributed_optimizer(optimizer, strategy)
+    model = own.distributed_model(net)
+    own.init_worker()
+    return model, wrapped
+
+
+@pytest.fixture
+def own() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    made.session.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.7, nesterov=True, weight_decay=0.02),
+        lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.3, eps=1e-3, weight_decay=0.02),
+        lambda p: torch.optim.Adam(p, 0.02, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.05),
+    ],
+    ids=["nesterov", "adagrad", "adam"],
+)
+def test_groups_schedules_and_a_restored_state_are_those_of_torch(own: Fleet, make: Callable[[Any], Optimizer]) -> None:
+    """001-10, D.3: each table has the hyper-parameters of its group, at each step the rate of the schedule."""
+    torch.manual_seed(1)
+    net = Net()
+    plain = Lazy(net)
+    reference, optimizer = make(groups(plain)), make(groups(net))
+    expected = train(plain, reference, torch.optim.lr_scheduler.ExponentialLR(reference, 0.8))
+    model, served = start(net, optimizer, own)
+    losses = train(model, served, torch.optim.lr_scheduler.ExponentialLR(served, 0.8))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), atol=2e-6, rtol=1e-5)
+    rows = net.ads.lookup_rows(torch.arange(IDS) * BASE - 5)
+    torch.testing.assert_close(rows, torch.stack(list(plain.ads)), atol=2e-6, rtol=1e-5)
+    own.stop_worker()
+    torch.testing.assert_close(net.words.weight, torch.stack(list(plain.words)), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(net.out.state_dict(), plain.out.state_dict(), atol=2e-6, rtol=1e-5)
+
+
+def test_frozen_rows_and_parameters(own: Fleet) -> None:
+    """001-10: rows frozen before or during training stay; a parameter unfrozen too late is refused, not forgotten."""
+    net = Net()
+    net.out.bias.requires_grad_(False)
+    model, optimizer = start(net, torch.optim.SGD(net.parameters(), 0.5), own)
+    (ads, words, target), *_ = batches(1)
+
+    def step() -> Tensor:
+        ((model(ads, words) - target) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return net.ads.lookup_rows(ads[:, 0])
+
+    first, second = step(), step()
+    assert not torch.equal(first, second)
+    net.ads.weight.requires_grad_(False)
+    weight = net.out.weight.clone()
+    assert torch.equal(step(), second)
+    assert not torch.equal(net.out.weight, weight)
+    net.ads.weight.requires_grad_(True)
+    assert not torch.equal(step(), second)
+    net.out.bias.requires_grad_(True)
+    with pytest.raises(ConfigError, match="no table"):
+        step()
+
+
+def test_bounds_leave_the_schedule_in_force(own: Fleet) -> None:
+    """D.4: a key of sparse_table_configs that is no rate leaves the optimizer's."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    model, served = start(net, optimizer, own, sparse_table_configs={"ads": {"weight_bounds": [-9, 9]}})
+    ids = torch.tensor([[1, 2]])
+
+    def moved() -> float:
+        before = net.ads.lookup_rows(torch.tensor([1]))
+        model.module.ads(ids)[0, 0].backward()
+        served.step()
+        served.zero_grad()
+        return float((before - net.ads.lookup_rows(torch.tensor([1])))[0, 0])
+
+    assert moved() == pytest.approx(1.0, abs=1e-6)
+    served.param_groups[0]["lr"] = 0.25
+    assert moved() == pytest.approx(0.25, abs=1e-6)
