@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_parameter_server_job() -> None:
     assert "data_parallel" not in text
 
 
-MODES = {
+MODES: dict[str, tuple[dict[str, Any], str]] = {
     "sync": ({"a_sync": False}, "average those of all workers and update once per step, and takes parameters"),
     "async": ({"a_sync": True}, "update with those of each worker as they arrive, and takes parameters"),
     "geo": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import fleet
 from fleet.errors import NanInfError, UnsupportedOptionError
 from fleet.facade import Fleet
+from fleet.ps._client import Client
+from fleet.ps._hybrid_trainer import HybridTrainer
 from tests.fleet.test_server_job import Reference, make_adagrad, rows_of, served, strategy
 from tests.helpers.served import Batch, WideAndDeep, batches, run_job, train
 from tests.helpers.trainers import thread_trainers
@@ -106,8 +109,22 @@ def test_one_leaves_first_and_worker_0_has_the_schedule(monkeypatch: pytest.Monk
 
 
 def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """D.8, 003-19: save on two servers, load on one: the same bits as without."""
+    """D.8, 003-19: save on two servers, load on one: the same bits as without; nobody saves before trainer 0 gave."""
     folder = tmp_path / "model"
+    order: list[str] = []
+    give, ask = HybridTrainer._give_own, Client.save
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.05)
+        give(*arguments)
+        order.append("given")
+
+    def noted(*arguments: Any, **settings: Any) -> int:
+        order.append("asked")
+        return ask(*arguments, **settings)
+
+    monkeypatch.setattr(HybridTrainer, "_give_own", slow)
+    monkeypatch.setattr(Client, "save", noted)
 
     def work(own: Fleet, rank: int) -> Any:
         model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
@@ -129,6 +146,7 @@ def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch
         return loaded, last
 
     before = job(monkeypatch, work, num_servers=2)
+    assert order == ["given", "asked", "asked"]
     assert (folder / "trainer.pt").exists()
     after = job(monkeypatch, load)
     for rank in range(2):

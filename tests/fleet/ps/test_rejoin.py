@@ -186,7 +186,7 @@ def test_all_workers_get_the_reason_why_a_save_failed(tmp_path: Path) -> None:
                     own.save(str(tmp_path / "file"), 0) if what == "save" else own.load(str(tmp_path / "absent"))
                 reasons.append(str(caught.value))
 
-            together(*(lambda own=own: fails(own) for own in workers))  # type: ignore[misc]
+            together(*(lambda own=own: fails(own) for own in workers))
         assert len(reasons) == 4
         together(*(lambda own=own: own.save(str(tmp_path / "good"), 0) for own in workers))
 
