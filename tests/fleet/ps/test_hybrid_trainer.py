@@ -108,9 +108,8 @@ def test_one_leaves_first_and_worker_0_has_the_schedule(monkeypatch: pytest.Monk
     assert torch.equal(first["out.weight"], second["out.weight"])
 
 
-def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """D.8, 003-19: save on two servers, load on one: the same bits as without; nobody saves before trainer 0 gave."""
-    folder = tmp_path / "model"
+def order_of_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list to which trainer 0's values and each trainer's wish to save are noted."""
     order: list[str] = []
     give, ask = HybridTrainer._give_own, Client.save
 
@@ -125,6 +124,13 @@ def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(HybridTrainer, "_give_own", slow)
     monkeypatch.setattr(Client, "save", noted)
+    return order
+
+
+def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """D.8, 003-19: save on two servers, load on one: the same bits as without; nobody saves before trainer 0 gave."""
+    folder = tmp_path / "model"
+    order = order_of_saving(monkeypatch)
 
     def work(own: Fleet, rank: int) -> Any:
         model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
