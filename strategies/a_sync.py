@@ -195,7 +195,7 @@ class ASync(Strategy):
             return cls.model_effect, cls.optimizer_effect
         mode = ps_mode(options)
         if is_hybrid(options, world_size):
-            return _hybrid_effects(mode, world_size)
+            return cls.model_effect + _start(world_size) + _wait(options), _hybrid_effect(mode, world_size)
         if mode == "geo":
             steps = options["a_sync_configs"].k_steps
             return (
@@ -203,7 +203,8 @@ class ASync(Strategy):
                 f"steps here; every {steps} steps it hands the servers what has changed, divided by the number of "
                 "workers, and takes what the others have changed",
             )
-        return cls.model_effect, {**_SENT, "half_async": _SENT_WHOLE}[mode] + ", and takes parameters from them"
+        sent = {**_SENT, "half_async": _SENT_WHOLE}[mode]
+        return cls.model_effect + _wait(options), f"{sent}, and takes parameters from them"
 
     @property
     def mode(self) -> str:
@@ -311,12 +312,20 @@ def staleness_problem(options: Values, mode: str) -> str | None:
     )
 
 
-def _hybrid_effects(mode: str, world_size: int) -> tuple[str, str]:
+def _wait(options: Values) -> str:
+    bound = options["a_sync_configs"].max_staleness
+    return "" if bound < 0 else f"; waits until every worker's gradients are applied, but for the last {bound} steps"
+
+
+def _start(world_size: int) -> str:
+    return "" if world_size == 1 else "; dense parameters and buffers start as worker 0's"
+
+
+def _hybrid_effect(mode: str, world_size: int) -> str:
     alone = world_size == 1
     average = "" if alone else f"averages dense gradients over the {world_size} workers and "
     rates = "" if alone else ", with worker 0's learning rates"
-    start = "" if alone else "; dense parameters and buffers start as worker 0's"
-    return ASync.model_effect + start, f"{average}steps dense parameters here{rates}; of rows it {_SENT[mode]}"
+    return f"{average}steps dense parameters here{rates}; of rows it {_SENT[mode]}"
 
 
 def hybrid_problem(options: Values, mode: str) -> str | None:

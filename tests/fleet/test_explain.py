@@ -103,6 +103,10 @@ MODES: dict[str, tuple[dict[str, Any], str]] = {
         "averages dense gradients over the 3 workers and steps dense parameters here, with worker 0's learning rates; "
         "of rows it sends gradients to the servers, which average",
     ),
+    "bounded async": (
+        {"a_sync": True, "a_sync_configs": {"max_staleness": 4}},
+        "servers; waits until every worker's gradients are applied, but for the last 4 steps\n",
+    ),
     "hybrid async": (
         {"a_sync": True, "hybrid_configs": {"dp_degree": 3}},
         "of rows it sends gradients in the background to the servers",
@@ -123,7 +127,8 @@ def test_modes_of_the_parameter_server(mode: str, capsys: pytest.CaptureFixture[
     assert "Refused" not in text
     assert "changes nothing" not in text
     assert ("averages dense gradients" in text) == ("hybrid" in mode)
-    assert ("takes parameters" in text) == (mode in ("sync", "async"))
+    assert ("takes parameters" in text) == (mode in ("sync", "async", "bounded async"))
+    assert ("waits until" in text) == ("bounded" in mode)
 
 
 def test_a_mode_that_is_refused_is_explained() -> None:
