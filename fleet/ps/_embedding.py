@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps._accessor import Accessor
 from fleet.ps._entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
+from fleet.ps._gradient_scale import scale_gradient
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig, plan_layout
 from fleet.ps._lookup import LocalRows, RowLookup
@@ -110,7 +111,7 @@ class SparseEmbedding(nn.Module):
             accessor = Accessor()
         self.dim, self.name, self.combiner, self.num_slots = dim, name, combiner, num_slots
         self.separate_slots, self.padding_idx, self.entry = separate_slots, padding_idx, entry
-        self.slot, self.rule, self._accessor = slot, rule, accessor
+        self.slot, self.rule, self._accessor, self._scales = slot, rule, accessor, False
         self._initializer, self._seed = initializer or Initializer(), seed
         self.weight = nn.Parameter(torch.empty(0, self.table_config(Rule("sgd")).dim))
         setattr(self.weight, self.MARK, True)
@@ -136,7 +137,7 @@ class SparseEmbedding(nn.Module):
 
     def use_table(self, config: SparseTableConfig) -> None:
         """Makes the module one of a table that was configured elsewhere, for example by ``sparse_table_configs``."""
-        self._accessor = config.accessor
+        self._accessor, self._scales = config.accessor, config.scale_gradient
         self.lookup = self._new_lookup(config)
 
     def forward(
@@ -157,7 +158,8 @@ class SparseEmbedding(nn.Module):
         bags = bags_of(ids, offsets, self.combiner, self.num_slots)
         keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
         shows, clicks = self._counts(bags, show, click)
-        return self._combined(bags, keys, shows, clicks)
+        found = self._combined(bags, keys, shows, clicks)
+        return scale_gradient(found, len(found)) if self._scales else found
 
     def prefetch(self, ids: Ids, offsets: Tensor | None = None) -> None:
         """Asks the servers for the rows of the next batch, so that they travel while this one is computed.

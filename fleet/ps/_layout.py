@@ -36,6 +36,7 @@ class SparseTableConfig:
         create_on: ``"pull"``: a pull creates missing rows, so that the model trains on the weights it pulled.
             ``"push"``: pulls of missing rows give zeros and the first push creates them (Paddle's default); with
             an accessor that push updates only the embed column, the embedx part is created after it.
+        scale_gradient: workers multiply gradients by the number of samples, as Paddle does; servers need not know.
 
     Raises:
         ConfigError: a value is out of range or does not fit the others.
@@ -50,6 +51,7 @@ class SparseTableConfig:
     entry: Entry | None = None
     seed: int = 0
     create_on: str = "pull"
+    scale_gradient: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or not 1 <= self.dim <= 65536:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps._gradient_scale import scale_gradient
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._lookup import RowLookup
@@ -26,6 +27,7 @@ class ServedEmbedding(nn.Embedding):
     """Made of an ``nn.Embedding`` by :func:`serve_embeddings`."""
 
     lookup: RowLookup
+    scales: bool = False  # gradients count once per sample of the batch
 
     def table_config(self, rule: Rule, name: str) -> SparseTableConfig:
         """Returns the table of this module; rows begin at 0, to which worker 0 adds its initial weights."""
@@ -44,7 +46,7 @@ class ServedEmbedding(nn.Embedding):
                 "but them. Leave initial_range and accessors that pull show and click away, or use "
                 "fleet.SparseEmbedding."
             )
-        self.lookup = self._new_lookup(keeps_shows=config.accessor is not None)
+        self.lookup, self.scales = self._new_lookup(keeps_shows=config.accessor is not None), config.scale_gradient
 
     def _new_lookup(self, *, keeps_shows: bool = False) -> RowLookup:
         return RowLookup(self.lookup.label, keeps_shows=keeps_shows, skipped=self.padding_idx)
@@ -59,7 +61,8 @@ class ServedEmbedding(nn.Embedding):
                 f"embedding ids reach from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
             )
         rows, places = self.lookup.find(ids, self.weight.device, trained=self.weight.requires_grad)
-        return F.embedding(places, rows).view(*input.shape, self.embedding_dim)
+        found = F.embedding(places, rows).view(*input.shape, self.embedding_dim)
+        return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns ids and weights in pieces, to be added to the table."""

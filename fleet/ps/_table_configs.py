@@ -36,7 +36,16 @@ _REFUSED = {
     "use_gpu_graph": "there are no tables on GPUs",
     "nodeid_slot": "there are no graph tables",
 }
-_OWN_KEYS = ("sparse_table_class", "sparse_accessor_class", "embedx_dim", "zero_init", "compress_in_save", "shard_num")
+_SCALE = "scale_sparse_gradient_with_batch_size"  # Paddle's True is not the default here (a trap of D.4)
+_OWN_KEYS = (
+    "sparse_table_class",
+    "sparse_accessor_class",
+    "embedx_dim",
+    "zero_init",
+    "compress_in_save",
+    "shard_num",
+    _SCALE,
+)
 
 
 def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | None) -> SparseTableConfig:
@@ -57,7 +66,13 @@ def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | Non
     _check_keys(config.name, settings)
     accessor = _accessor(config, settings)
     rule, embed = _rule(config, settings, "embedx_"), _rule(config, settings, "embed_")
-    made = replace(config, accessor=accessor, rule=rule, embed_rule=embed if embed != rule else None)
+    made = replace(
+        config,
+        accessor=accessor,
+        rule=rule,
+        embed_rule=embed if embed != rule else None,
+        scale_gradient=settings.get(_SCALE, False),
+    )
     return _with_range(made, settings)
 
 
@@ -87,6 +102,8 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{label} does not exist.{did_you_mean(key, known)} Keys: {', '.join(known)}.")
         if key == "sparse_table_class" and value not in _CLASSES:
             raise UnsupportedOptionError(f"{label} is {value!r}; tables are in memory, {' or '.join(_CLASSES)}.")
+        if key == _SCALE and not isinstance(value, bool):
+            raise ConfigError(f"{label} is {value!r}; it takes True or False.")
         if key in ("shard_num", "compress_in_save"):
             raise UnsupportedOptionError(
                 f"{label} cannot be honoured: a save has one checked file of rows per server, whose form does not "

@@ -73,6 +73,7 @@ def test_the_range_of_the_columns_that_do_not_start_at_0() -> None:
         ({"enable_cache": True}, UnsupportedOptionError, "in memory whole"),
         ({"shard_num": 10}, UnsupportedOptionError, "one checked file"),
         ({"embed_initial_range": 1.0, "embedx_initial_range": 2.0}, UnsupportedOptionError, "one initializer"),
+        ({"scale_sparse_gradient_with_batch_size": 1}, ConfigError, "True or False"),
         ({"embed_initial_range": 1.0}, UnsupportedOptionError, "one initializer"),
         ({"embedx_initial_range": 1.0, "zero_init": False}, UnsupportedOptionError, "one initializer"),
         ("adam", ConfigError, "dictionary"),
