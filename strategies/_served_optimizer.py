@@ -100,10 +100,25 @@ class ServedOptimizer(OptimizerWrapper):
         return {**super().state_dict(), SERVERS: own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state that :meth:`state_dict` returned."""
+        """Loads a state that :meth:`state_dict` returned.
+
+        Raises:
+            CheckpointError: it has moments of parameters, which are on the servers, or is not one of this package.
+        """
         own = state_dict.get(SERVERS)
         if own is not None and not isinstance(own, dict):
             raise CheckpointError(f"the optimizer state has {own!r} under {SERVERS!r}; it is not one of this package.")
+        kept = [
+            key
+            for key, values in state_dict.get("state", {}).items()
+            if any(value is not None for value in values.values()) and values.get("step", 1)  # Adagrad begins with 0
+        ]
+        if kept and not self.hybrid:
+            raise CheckpointError(
+                f"the optimizer state has moments of {len(kept)} parameter(s), and in this mode the servers keep "
+                "those: here they would be lost. Load a save of the servers with fleet.load_model() or "
+                "fleet.init_server(dirname); of a local run load {**state, 'state': {}}."
+            )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != SERVERS})
         if own:
             self._loaded = own

@@ -131,14 +131,16 @@ class TablePlan:
     sparse: list[SparsePart] = field(default_factory=list)
     dense: list[DensePart] = field(default_factory=list)
     optimizer: Optimizer | None = None
+    planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of a group whose rule servers have
 
     def check_trained(self) -> None:
-        """Checks that every gradient has a table to go to.
+        """Checks that every gradient has a table to go to, and that the tables' rules are still those of the groups.
 
         Raises:
             ConfigError: a parameter has got a gradient that no table takes, or is frozen and its table would still
-                move it by momentum or decay.
+                move it by momentum or decay; or a group has another hyper-parameter than at the start.
         """
+        self._check_groups()
         known = {id(p): part for part in self.dense for p in part.parameters}
         rows = {id(module.weight) for part in self.sparse for module in part.modules}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -155,6 +157,17 @@ class TablePlan:
                         f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, and "
                         f"the rule {part.config.rule.name!r} would go on moving it. Freeze before "
                         "fleet.init_worker(), or give it a group of its own and set its learning rate to 0."
+                    )
+
+    def _check_groups(self) -> None:
+        for number, planned in self.planned.items():
+            now = _hyper_parameters(GroupPlace(self.optimizer, number)) if self.optimizer is not None else planned
+            for name in planned if now != planned else ():
+                if now[name] != planned[name]:
+                    raise ConfigError(
+                        f"{name!r} of parameter group {number} has become {now[name]!r}, and the servers update with "
+                        f"{planned[name]!r}, as it was at fleet.init_worker(). Only the learning rate may change while "
+                        "training runs; schedulers that cycle the momentum take cycle_momentum=False."
                     )
 
     @property
@@ -208,6 +221,8 @@ def plan_tables(
             module.use_table(part.config)
     for number, group in enumerate(optimizer.param_groups):
         parameters = [p for p in group["params"] if p.requires_grad and id(p) not in stands_for_rows and p.numel()]
+        if any(id(p) in stands_for_rows for p in group["params"]) or (parameters and not dense_here):
+            plan.planned[number] = _hyper_parameters(GroupPlace(optimizer, number))
         if not parameters:
             continue
         _check_parameters(parameters)
@@ -219,6 +234,19 @@ def plan_tables(
             DensePart(table_id, config, parameters, GroupPlace(optimizer, number), not (dense_here or geo))
         )
     return plan
+
+
+def _hyper_parameters(place: GroupPlace) -> dict[str, Any]:
+    """Returns what of a group a rule is made of, the learning rate apart."""
+    names = place.optimizer.defaults.keys() - {"lr", "foreach", "fused", "capturable", "differentiable"}
+    group = place.read()
+    return {name: _plain(group.get(name)) for name in sorted(names)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def _embeddings(models: Iterable[nn.Module]) -> list[tuple[str, SparseEmbedding | ServedEmbedding]]:

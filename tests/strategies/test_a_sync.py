@@ -87,6 +87,21 @@ def test_steps_go_to_the_trainer() -> None:
     assert seen == ["before", "after"]
 
 
+def test_moments_of_a_local_run_are_refused_where_servers_keep_them() -> None:
+    """D.3: loaded into the worker they would be ignored; hybrid workers step with them."""
+    weight = nn.Parameter(torch.ones(2))
+    local = torch.optim.Adam([weight])
+    weight.grad = torch.ones(2)
+    local.step()
+    state = local.state_dict()
+    with pytest.raises(CheckpointError, match="moments of 1 parameter"):
+        ServedOptimizer(torch.optim.Adam([weight])).load_state_dict(state)
+    ServedOptimizer(torch.optim.Adam([weight])).load_state_dict({**state, "state": {}})
+    hybrid = ServedOptimizer(torch.optim.Adam([weight]), hybrid=True)
+    hybrid.load_state_dict(state)
+    assert hybrid.state_dict()["state"]
+
+
 def test_one_optimizer_per_job() -> None:
     session: Any = SimpleNamespace(options=StrategyFactory.create_sync_strategy(), world_size=2)
     strategy = ASync(session.options["a_sync_configs"], session)

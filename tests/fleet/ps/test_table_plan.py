@@ -145,6 +145,26 @@ def test_a_gradient_without_a_table_is_refused() -> None:
         plan.check_trained()
 
 
+def test_a_hyper_parameter_that_changes_is_refused() -> None:
+    """D.3: the servers keep the rule of the start; a schedule that cycles the momentum would be ignored."""
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    plan = planned(model, optimizer)
+    optimizer.param_groups[0].update(lr=0.25, initial_lr=1.0)
+    plan.check_trained()
+    optimizer.param_groups[0]["momentum"] = 0.25
+    with pytest.raises(ConfigError, match="'momentum' of parameter group 0 has become 0.25"):
+        plan.check_trained()
+    hybrid = planned(
+        model, torch.optim.SGD([{"params": model.out.parameters()}, *_rows_of(model)], 0.5), dense_here=True
+    )
+    assert sorted(hybrid.planned) == [1], "workers train the dense groups by themselves"
+
+
+def _rows_of(model: Towers) -> list[dict[str, Any]]:
+    return [{"params": [model.user.weight, model.item.weight, model.words.weight]}]
+
+
 def test_a_table_of_two_groups_is_refused() -> None:
     """D.3: it has one learning rate."""
     model = Towers()
