@@ -70,6 +70,9 @@ VARIABLES: dict[str, Variable] = _table(
         None,
         "what is kept there survives: 1 a killed server (the default), 2 a machine that died as well; 0 keeps nothing",
     ),
+    ("FLEET_PS_CERT", "user", None, "file of a parameter server's certificate; turns TLS on"),
+    ("FLEET_PS_KEY", "user", None, "file of the key of that certificate; by default it is in the same file"),
+    ("FLEET_PS_CA", "user", None, "file of the authority that signed the parameter servers' certificates"),
     (
         "FLEET_PS_METRICS_PORT",
         "user",

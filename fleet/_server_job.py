@@ -7,6 +7,7 @@ starts one inside itself.
 from __future__ import annotations
 
 import secrets
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from fleet._hybrid_job import make_hybrid_trainer
 from fleet._server_metrics import Metrics
-from fleet._server_settings import read_count, read_keeping, read_seconds, thread_note
+from fleet._server_settings import (
+    read_count,
+    read_keeping,
+    read_seconds,
+    read_server_tls,
+    read_worker_tls,
+    thread_note,
+)
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps._client import Client
@@ -28,6 +36,7 @@ from fleet.ps._shards import TableMap
 from fleet.ps._table_configs import configure_table
 from fleet.ps._table_plan import TablePlan, plan_tables
 from fleet.ps._trainer import Trainer, TrainerConfig
+from fleet.ps._transport import SocketTransport
 from fleet.strategies.a_sync import ASync
 
 if TYPE_CHECKING:
@@ -56,6 +65,7 @@ class ServerJob:
         self._session = session
         self._environment = Environment()
         self._serve_config: ServerConfig | None = None
+        self._server_tls: ssl.SSLContext | None = None
         self._prepare: Callable[[Machine], None] | None = None
         self._watch: Callable[[Machine], Callable[[], None]] = lambda machine: lambda: None
         self._embedded: Server | None = None
@@ -163,6 +173,7 @@ class ServerJob:
         """
         record = self._session.record
         keeping = read_keeping(self._environment, record.global_rank)
+        self._server_tls = read_server_tls(self._environment)
         config = ServerConfig(
             endpoint=record.server_endpoints[record.global_rank],
             num_workers=record.world_size,
@@ -191,7 +202,8 @@ class ServerJob:
         """Serves until every worker has said goodbye."""
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
-        run_server(self._serve_config, notify=self._session.say, prepare=self._prepare, watch=self._watch)
+        transport, say = SocketTransport(server_tls=self._server_tls), self._session.say
+        run_server(self._serve_config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
 
     def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Callable[[Machine], None]:
         session = self._session
@@ -275,11 +287,13 @@ class ServerJob:
             deadline_s=read_seconds(environment, "FLEET_PS_DEADLINE"),
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
         )
+        # What is inside this process needs no TLS.
+        transport = SocketTransport(client_tls=read_worker_tls(environment) if self._embedded is None else None)
         client_id = secrets.randbits(64) | 1  # one process, whatever the number of its connections
 
         def make(channel: int) -> Client:
             config = replace(base, channel=channel, heartbeat=channel == 0)
-            return Client(config, notify=session.say, client_id=client_id)
+            return Client(config, transport=transport, notify=session.say, client_id=client_id)
 
         return make
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
 
-__all__ = ["Keeping", "read_count", "read_keeping", "read_seconds", "thread_note"]
+__all__ = ["Keeping", "read_count", "read_keeping", "read_seconds", "read_server_tls", "read_worker_tls", "thread_note"]
 
 LEVELS = (0, 1, 2)
 
@@ -47,6 +48,58 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
         return Keeping(folder=None, level=0, note=unused)
     assert folder is not None
     return Keeping(folder=Path(folder) / f"server-{index}", level=level)
+
+
+def read_server_tls(environment: Environment) -> ssl.SSLContext | None:
+    """Returns how a server encrypts what it sends, by FLEET_PS_CERT and FLEET_PS_KEY; ``None``: not at all.
+
+    Raises:
+        ConfigError: a file cannot be used, or another of the three variables is set without FLEET_PS_CERT.
+    """
+    certificate, key = environment.raw("FLEET_PS_CERT"), environment.raw("FLEET_PS_KEY")
+    if certificate is None:
+        for name in ("FLEET_PS_KEY", "FLEET_PS_CA"):
+            if environment.raw(name) is not None:
+                raise ConfigError(
+                    f"{name} is set in the environment of a parameter server and FLEET_PS_CERT is not. Set that "
+                    "to the file of its certificate, or leave all three away."
+                )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"FLEET_PS_CERT is {certificate!r} and FLEET_PS_KEY is {key!r}: {error}. They take PEM files: the "
+            "certificate, with those that lead to the authority, and its key without a password."
+        ) from None
+    return context
+
+
+def read_worker_tls(environment: Environment) -> ssl.SSLContext | None:
+    """Returns how a worker checks the servers it connects to, by FLEET_PS_CA; ``None``: without TLS.
+
+    Raises:
+        ConfigError: the file cannot be used, or FLEET_PS_CERT is set alone.
+    """
+    authority = environment.raw("FLEET_PS_CA")
+    if authority is None:
+        if environment.raw("FLEET_PS_CERT") is not None:
+            raise ConfigError(
+                "FLEET_PS_CERT is set in the environment of a worker and FLEET_PS_CA is not, so it could not check the "
+                "servers' certificates. Set FLEET_PS_CA to the file of the authority that signed them."
+            )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError(
+            f"FLEET_PS_CA is {authority!r}: {error}. It takes a PEM file with the certificate of the authority."
+        ) from None
+    return context
 
 
 def read_seconds(environment: Environment, name: str) -> float:

@@ -11,7 +11,7 @@ import hmac
 import secrets
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._transport import Connection, ConnectionLost, is_loopback
+from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout, is_loopback
 
 __all__ = ["AuthenticationError", "check_bind", "prove_to_server", "prove_to_worker"]
 
@@ -48,7 +48,10 @@ def prove_to_worker(connection: Connection, secret: bytes | None, timeout_s: flo
 def prove_to_server(connection: Connection, secret: bytes | None, timeout_s: float) -> None:
     """Does the worker's half; raises :class:`AuthenticationError` when the server's proof is wrong or withheld."""
     greeting = bytearray(len(_GREETING) + _NONCE_BYTES)
-    connection.receive(memoryview(greeting), timeout_s, timeout_s)
+    try:
+        connection.receive(memoryview(greeting), timeout_s, timeout_s)
+    except TransferTimeout as error:
+        raise TransferTimeout(f"{error} A server that has FLEET_PS_CERT needs FLEET_PS_CA at its workers.") from None
     if not greeting.startswith(_GREETING):
         raise AuthenticationError(f"{connection.peer} is not a parameter server of this version.")
     nonce, theirs = secrets.token_bytes(_NONCE_BYTES), bytes(greeting[len(_GREETING) :])

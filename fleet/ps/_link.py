@@ -31,7 +31,7 @@ from fleet.ps._messages import (
     decode_header,
     encode_header,
 )
-from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout, Transport
+from fleet.ps._transport import Connection, ConnectionLost, PeerRefused, TransferTimeout, Transport
 
 __all__ = ["Link", "Request"]
 
@@ -309,7 +309,7 @@ class Link:
                 raise self._dead
             try:
                 self._connect()
-            except AuthenticationError as error:
+            except (AuthenticationError, PeerRefused) as error:
                 self._refusals += 1
                 if self._refusals >= 3:
                     raise

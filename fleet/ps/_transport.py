@@ -25,6 +25,7 @@ __all__ = [
     "Connection",
     "ConnectionLost",
     "Listener",
+    "PeerRefused",
     "SocketTransport",
     "TransferTimeout",
     "Transport",
@@ -39,6 +40,10 @@ _BUFFER_BYTES = 4 << 20
 
 class ConnectionLost(PSError):
     """The peer closed the connection, or the network did."""
+
+
+class PeerRefused(PSError):
+    """The peer is not who it should be, or does not speak TLS; trying again does not help."""
 
 
 class TransferTimeout(PSError, TimeoutError):
@@ -158,6 +163,8 @@ class SocketTransport:
             if self._client_tls is None:
                 return SocketConnection(sock, endpoint)
             return _wrap_tls(self._client_tls, sock, endpoint, timeout_s, host)
+        except PSError:  # is an OSError
+            raise
         except OSError as error:
             raise ConnectionLost(f"parameter server {endpoint}: {error}.") from None
 
@@ -183,8 +190,19 @@ def _wrap_tls(
     try:
         sock.settimeout(timeout_s)
         wrapped = context.wrap_socket(sock, server_side=host is None, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        sock.close()
+        raise PeerRefused(
+            f"parameter server {peer} is not trusted: {error.verify_message}. Its certificate must name {host!r}, be "
+            "signed by the authority in FLEET_PS_CA, and be valid today."
+        ) from None
     except OSError as error:
         sock.close()
+        if getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
+            raise PeerRefused(
+                f"parameter server {peer} does not speak TLS, and FLEET_PS_CA asks for it. Set FLEET_PS_CERT for the "
+                "servers, or leave FLEET_PS_CA away."
+            ) from None
         raise ConnectionLost(f"{peer}: TLS: {error}.") from None
     return TlsConnection(wrapped, peer)
 

@@ -1,0 +1,116 @@
+"""TLS between workers and parameter servers, by FLEET_PS_CERT, FLEET_PS_KEY and FLEET_PS_CA (decision 4)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet._server_settings import read_server_tls, read_worker_tls
+from fleet.env import Environment
+from fleet.errors import ConfigError, PSError
+from fleet.facade import Fleet
+from fleet.ps._client import Client
+from fleet.ps._client_config import ClientConfig
+from fleet.ps._transport import SocketTransport, TlsConnection
+from tests.fleet.ps.service import serving, silent
+from tests.fleet.test_server_job import make_adagrad, served, strategy
+from tests.helpers.served import batches, run_job, train
+
+FILES = {"FLEET_PS_CERT": "cert.pem", "FLEET_PS_KEY": "key.pem", "FLEET_PS_CA": "cert.pem"}
+
+
+def make_certificate(folder: Path, address: str = "127.0.0.1") -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl command to make a certificate with")
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=server"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    names = ["-addext", f"subjectAltName=IP:{address}"]
+    subprocess.run([openssl, "req", "-x509", *kind, *files, *names], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    make_certificate(tmp_path)
+    return {name: str(tmp_path / file) for name, file in FILES.items()}
+
+
+def test_a_job_trains_over_tls_as_without(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decision 4: the same losses, and every connection of the worker is encrypted."""
+    made = strategy("sync")
+
+    def work(own: Fleet, rank: int) -> tuple[list[float], set[type]]:
+        model, optimizer = served(own, made, make_adagrad)
+        losses = train(model, optimizer, batches(4, rank, 2))
+        job: Any = own.session.server_job
+        kinds = {type(link._connection) for link in job.trainer.client._links}
+        own.stop_worker()
+        return losses, kinds
+
+    plain = run_job(work, num_servers=2, num_workers=2, strategy=made)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    encrypted = run_job(work, num_servers=2, num_workers=2, strategy=made)
+    assert [losses for losses, _ in encrypted] == [losses for losses, _ in plain]
+    assert {kind for _, kinds in encrypted for kind in kinds} == {TlsConnection}
+    assert TlsConnection not in {kind for _, kinds in plain for kind in kinds}
+
+
+def connect(endpoint: str, tls: Any, **settings: Any) -> None:
+    config = ClientConfig(endpoints=[endpoint], rank=0, num_workers=1, heartbeat=False, **settings)
+    client = Client(config, transport=SocketTransport(client_tls=tls), notify=silent)
+    try:
+        client.open()
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("fault", ["authority", "name", "plain server", "plain worker"])
+def test_who_does_not_fit_is_told_at_once(fault: str, variables: dict[str, str], tmp_path: Path) -> None:
+    """Decision 4: another authority, another name, or TLS on one side only; the reason comes before any deadline."""
+    other = tmp_path / "other"
+    other.mkdir()
+    if fault == "name":
+        make_certificate(tmp_path, "127.0.0.9")
+    elif fault == "authority":
+        make_certificate(other)
+    server = None if fault == "plain server" else read_server_tls(Environment(variables))
+    authority = str((other if fault == "authority" else tmp_path) / "cert.pem")
+    worker = None if fault == "plain worker" else read_worker_tls(Environment({"FLEET_PS_CA": authority}))
+    reason = {
+        "authority": "not trusted: self.signed certificate",
+        "name": "not trusted: IP address mismatch",
+        "plain server": "does not speak TLS, and FLEET_PS_CA asks for it",
+        "plain worker": "needs FLEET_PS_CA at its workers",
+    }[fault]
+    with serving(transport=SocketTransport(server_tls=server)) as service:
+        began = time.monotonic()
+        with pytest.raises(PSError, match=reason):
+            connect(service.servers[0].endpoint, worker, connect_timeout_s=0.5, deadline_s=1.0)
+        assert time.monotonic() - began < 30
+        assert service.servers[0].machine.session.workers[0].state == "expected", "nobody was let in"
+
+
+def test_wrong_files_and_halves_are_refused(variables: dict[str, str], tmp_path: Path) -> None:
+    """003-13, decision 4: nothing is ignored, and no job runs in the clear that was meant not to."""
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    for read, values, reason in (
+        (read_server_tls, {"FLEET_PS_CERT": "nowhere.pem"}, "No such file"),
+        (read_server_tls, {"FLEET_PS_CERT": str(empty)}, "take PEM files"),
+        (read_server_tls, {"FLEET_PS_CERT": variables["FLEET_PS_CERT"]}, "and its key"),
+        (read_server_tls, {"FLEET_PS_CA": variables["FLEET_PS_CA"]}, "FLEET_PS_CERT is not"),
+        (read_server_tls, {"FLEET_PS_KEY": variables["FLEET_PS_KEY"]}, "FLEET_PS_CERT is not"),
+        (read_worker_tls, {"FLEET_PS_CA": "nowhere.pem"}, "No such file"),
+        (read_worker_tls, {"FLEET_PS_CA": str(empty)}, "takes a PEM file"),
+        (read_worker_tls, {"FLEET_PS_CERT": variables["FLEET_PS_CERT"]}, "FLEET_PS_CA is not"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            read(Environment(values))
+    assert read_server_tls(Environment({})) is None
+    assert read_worker_tls(Environment({})) is None
