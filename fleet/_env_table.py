@@ -152,6 +152,7 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_ELASTIC_FORCE", "user", None, "twin of --force"),
     ("PADDLE_ELASTIC_TIMEOUT", "scheduler", None, "seconds to wait for the peers; twin of --elastic_timeout"),
     ("PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "user", 1, "1: a failed node asks its scheduler for a restart (exit 101)"),
+    ("PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL", "user", 1, "the same in the usual spelling"),
     ("PADDLE_ELASTIC_TTL", "user", 10, "seconds a node of an elastic job may be silent before the others go on"),
     ("FLEET_ETCD_USER", "user", None, "user name at etcd"),
     ("FLEET_ETCD_PASSWORD", "user", None, "password at etcd; not handed to the workers"),

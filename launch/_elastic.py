@@ -40,6 +40,7 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
             f"{settings.named(given)} needs --{missing} as well: an elastic job has an etcd server "
             "and a number of nodes, as in --elastic_server=10.0.0.1:2379 --np=2 --job_id=JOB."
         )
+    _check_one_family(settings)
     low, high = read_range(settings, "np")
     scale = settings.number("scale") or 0
     if scale < 0:
@@ -57,10 +58,55 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
         elastic_scale=scale,
         elastic_force=bool(settings.values["force"]),
         elastic_pre_hook=settings.text("elastic_pre_hook"),
-        elastic_fault_level=environment.int("PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL"),
+        elastic_fault_level=_fault_level(settings, environment),
     )
-    fields = {**vars(nodes), "min_nodes": low + scale, "max_nodes": high + scale, "is_single_node": False}
-    return elastic, Nodes(**fields)
+    nodes = Nodes(
+        min_nodes=low + scale,
+        max_nodes=high + scale,
+        node_rank=_asked_rank(settings, high + scale),
+        host=settings.text("host") or nodes.host,
+        is_single_node=False,
+    )
+    return elastic, nodes
+
+
+def _check_one_family(settings: Settings) -> None:
+    """Raises ConfigError for flags that say in another way how many nodes there are, or where they meet."""
+    for name in ("master", "master_addr", "nnodes", "ips", "standalone"):
+        if name in settings.on_command_line and settings.values[name] and settings.text(name) != settings.text("np"):
+            raise ConfigError(
+                f"--{name}={settings.text(name)} and {settings.named('np')}={settings.text('np')} contradict each "
+                "other: the nodes of a job with --elastic_server and --np meet on etcd, and --np is their number. Use "
+                "these two, or --master etcd://ip:port --nnodes MIN:MAX --elastic_level 1."
+            )
+
+
+def _asked_rank(settings: Settings, num_nodes: int) -> int:
+    """Returns the rank that this node asks for; under an operator the index of its pod, so that the pods behind the
+    new end are the ones that leave when the job shrinks."""
+    rank = settings.number("rank")
+    if rank is None or rank == -1 or (rank >= num_nodes and settings.named("rank") == "PADDLE_TRAINER_ID"):
+        return -1
+    if not 0 <= rank < num_nodes:
+        raise ConfigError(
+            f"{settings.named('rank')} is {rank}, but there are {num_nodes} nodes, counted from 0; -1 takes any place."
+        )
+    return rank
+
+
+def _fault_level(settings: Settings, environment: Environment) -> int:
+    """Returns 1 when a failed node asks its scheduler for a restart; the variable counts in both spellings."""
+    if settings.has("elastic_level") and settings.number("elastic_level") == 0:
+        return 0
+    names = ("PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL")
+    given = [name for name in names if environment.has(name)] or [names[0]]
+    levels = {environment.int(name) for name in given}
+    if len(levels) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'{name}={environment.raw(name)}' for name in given)} in the environment differ; they are "
+            "one variable in two spellings. Set one of them."
+        )
+    return levels.pop()
 
 
 def _server(settings: Settings, environment: Environment) -> str | None:

@@ -27,9 +27,9 @@ RESTART_CODE = 101  # asks the scheduler of an elastic job to start this node ag
 ERROR_CODE = 3
 _LOOK_S = 0.5
 _FIRST_NOTICE_S, _LONGEST_NOTICE_S = 5.0, 60.0
-_VICTIM_S = 1.0
-_DECLARE_S = 2.0
+_VICTIM_S, _DECLARE_S = 1.0, 2.0
 _RETRY_S = 0.1
+_OLD_KEY_S = 5.0  # until etcd has removed the key of a launcher that was killed, beyond the time of its lease
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ class ElasticMembership:
         nodes, world = _world.read_nodes(view), _world.read_world(view)
         if frozenset(nodes) != self._members[0]:
             self._members = (frozenset(nodes), time.monotonic())
-        if self.name in nodes:  # what is still to be written is already true
-            nodes[self.name] = replace(self._node, created=nodes[self.name].created)
+        if self.name in nodes:
+            nodes[self.name] = _elastic_world.own_node(self._node, nodes[self.name])
         action = decide(
             self.name,
             nodes,
@@ -172,7 +172,7 @@ class ElasticMembership:
 
     def _check_limits(self, waited_s: float) -> None:
         nodes = _world.read_nodes(self._contact.view())
-        if waited_s > self._contact.ttl_s + 1 and self.name in _world.rank_conflicts(nodes):
+        if waited_s > self._contact.ttl_s + _OLD_KEY_S and self.name in _world.rank_conflicts(nodes):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
         limit_s = self._settings.wait_limit_s
         if limit_s is not None and waited_s > limit_s:
@@ -358,11 +358,11 @@ class ElasticMembership:
         return Outcome(reason.code, reason.restart)
 
     def close(self) -> None:
-        """Leaves the job; the last node that is told to stop takes the job's record with it."""
+        """Leaves the job; the last node takes its record along when it is told to stop, or a fixed job never ran."""
         world = _world.read_world(self._contact.view())
-        is_complete = world is not None and world.state == _world.COMPLETE
+        takes_record = self._was_stopped or (world is not None and not self._rules.is_elastic and not world.nodes)
         self._answer.close()
-        self._contact.close(WORLD_KEY if self._was_stopped and not is_complete else None)
+        self._contact.close(WORLD_KEY if takes_record and (world is None or world.state != _world.COMPLETE) else None)
 
     # -- the store ----------------------------------------------------------------------------------------------
 

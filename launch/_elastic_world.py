@@ -246,19 +246,37 @@ def _nobody_is_awaited(world: World, rules: ElasticRules) -> bool:
     return world.reason.kind != "failed" or rules.fault == IN_PLACE
 
 
+def own_node(node: Node, seen: Node) -> Node:
+    """Returns this node as its own decisions see it; ``seen`` is its key on etcd, which may lag behind.
+
+    What is still to be written is already true, but an acknowledgement counts once it is there: to the others a member
+    that waits in a fixed generation has come back from a loss.
+    """
+    acknowledged = (seen.phase, seen.generation) == (node.phase, node.generation)
+    phase = _world.WAITING if node.phase == _world.READY and not acknowledged else node.phase
+    return replace(node, phase=phase, created=seen.created)
+
+
 def elastic_order(candidates: Mapping[str, Node], world: World, rules: ElasticRules) -> list[str]:
     """Returns the ids of at most ``max_nodes`` nodes in rank order; those that ran before keep their places.
 
-    A place that is free goes to a survivor from behind the new end first, then to those who came, in their order.
+    A rank that was asked for wins. A place that is free goes to a survivor from behind the new end first, then to those
+    who came, in their order.
     """
     order = replace(rules.order, max_nodes=world.max_nodes)
-    if not world.nodes or any(node.rank >= 0 for node in candidates.values()):
+    if not world.nodes:
         return _world.rank_order(candidates, order)
     size = min(len(candidates), world.max_nodes)
-    survivors = [name for name in world.nodes if name in candidates][:size]
-    kept = {index: name for index, name in enumerate(world.nodes) if name in survivors and index < size}
-    newcomers = _world.rank_order({n: c for n, c in candidates.items() if n not in world.nodes}, order)
-    rest = iter([name for name in survivors if name not in kept.values()] + newcomers)
+    asked = sorted((n for n in candidates if candidates[n].rank >= 0), key=lambda name: candidates[name].rank)
+    survivors = [name for name in world.nodes if name in candidates and name not in asked]
+    known = {*asked, *survivors}
+    newcomers = _world.rank_order({n: node for n, node in candidates.items() if n not in known}, order)
+    chosen = [*asked, *survivors, *newcomers][:size]
+    kept = {candidates[name].rank: name for name in asked if name in chosen and candidates[name].rank < size}
+    for index, name in enumerate(world.nodes[:size]):
+        if name in chosen and name not in asked:
+            kept.setdefault(index, name)
+    rest = iter([name for name in chosen if name not in kept.values()])
     return [kept[index] if index in kept else next(rest) for index in range(size)]
 
 

@@ -26,6 +26,7 @@ from fleet.launch._kv_client import View
 _CONNECT_S = 2.0
 _REFUSED = f"[Errno {errno.ECONNREFUSED}]"  # this machine's own words; etcd's gateway has others for its inside
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
+_TLS = re.compile(r"\[(?:SSL|X509)[^\]]*\] ([^(]+?) \(_ssl")
 _TOKEN_ENDED = ("invalid auth token", "user name is empty", "revision of auth store is old")
 _OUTAGE = ("no leader", "leader changed", "timed out", "too many requests", "etcdserver: stopped")
 
@@ -54,7 +55,7 @@ class EtcdStore:
         self._address = address
         self._clients = [_client(address, endpoint, timeout_s) for endpoint in address.endpoints]
         self._has_token = [False] * len(self._clients)
-        self._first = 0
+        self._first, self._has_answered = 0, False
 
     # -- keys ---------------------------------------------------------------------------------------------------
 
@@ -142,10 +143,11 @@ class EtcdStore:
             except (ConnectionFailedError, ConnectionTimeoutError, InternalServerError, ValueError) as error:
                 errors.append(_words(error))
                 continue
-            self._first = index
+            self._first, self._has_answered = index, True
             return answer
         is_down = all(_REFUSED in text for text in errors)
-        what = "nothing listens there" if is_down else _short(errors[-1])
+        expects_tls = self._address.ca is None and not self._has_answered
+        what = "nothing listens there" if is_down else _short(errors[-1], expects_tls=expects_tls)
         raise EtcdUnreachableError(f"etcd at {self._address.text} does not answer ({what}).", is_down=is_down)
 
     def _post(self, index: int, path: str, payload: dict[str, Any]) -> dict[str, Any]:
@@ -206,16 +208,27 @@ def _words(error: Exception) -> str:
     return f"{text}".strip()
 
 
-def _short(text: str) -> str:
-    """Returns the cause in a chain of connection errors."""
+def _short(text: str, *, expects_tls: bool) -> str:
+    """Returns the cause in a chain of connection errors, and what to look at where that is certain."""
     if "timed out" in text:
         return "timed out"
+    if (tls := _TLS.search(text)) is not None:
+        is_own = any(word in tls[1] for word in ("alert", "PEM", "key values"))  # an alert is the other side's
+        return f"TLS: {tls[1].rstrip('.')}; check {'FLEET_ETCD_CERT and FLEET_ETCD_KEY' if is_own else 'FLEET_ETCD_CA'}"
+    if expects_tls and "closed connection" in text:
+        return "it closed the connection; does it speak TLS? Then set FLEET_ETCD_CA"
     found = _ERRNO.search(text)
     return found[1].strip() if found else text[:200]
 
 
 def _refusal(address: EtcdAddress, text: str) -> str:
-    return f"etcd at {address.text} refused a request: {text}. Check the user (FLEET_ETCD_USER) and its permissions."
+    step = "Check the user (FLEET_ETCD_USER) and its permissions."
+    if "CommonName" in text:
+        step = (
+            "Where users are on, etcd's gateway takes no client certificate with a common name: let FLEET_ETCD_CERT be "
+            "one whose subject has none, as openssl makes with -subj /O=launcher."
+        )
+    return f"etcd at {address.text} refused a request: {text.rstrip('.')}. {step}"
 
 
 def _leased(lease: int | None) -> dict[str, int]:

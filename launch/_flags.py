@@ -97,7 +97,7 @@ _NODES = (
         "default",
         "name that keeps jobs apart: letters, digits, . _ -",
         aliases=("rdzv_id",),
-        env=("PADDLE_JOB_ID", "PADDLE_ELASTIC_JOB_ID", "PET_RDZV_ID"),
+        env=("PADDLE_ELASTIC_JOB_ID", "PADDLE_JOB_ID", "PET_RDZV_ID"),
     ),
     _flag("standalone", NODES, False, "one node, whatever the environment says about others", env=("PET_STANDALONE",)),
     _flag(

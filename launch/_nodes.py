@@ -227,8 +227,8 @@ def read_meeting(settings: Settings, machine: Machine) -> Nodes:
     master = _master(settings, high)
     rank = settings.number("rank")
     rank = -1 if rank is None else rank
-    if rank >= high and high == 1 and settings.named("rank") == "PADDLE_TRAINER_ID":
-        rank = -1  # left over from a worker's environment; one node has no rank to choose
+    if high == 1 and (settings.text("np") is not None or (rank >= 1 and settings.named("rank") == "PADDLE_TRAINER_ID")):
+        rank = -1  # --np says how many nodes there are; else left over from a worker: one node has no rank to choose
     if not -1 <= rank < high:
         raise ConfigError(
             f"{settings.named('rank')} is {rank}, but there are {high} nodes, counted from 0; -1 takes any place."

@@ -21,6 +21,8 @@ PROXIES = ("http_proxy", "https_proxy")
 _OUTER = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
 # Credentials that only the launcher needs.
 _LAUNCHERS_OWN = ("FLEET_ETCD_PASSWORD",)
+# Addresses of etcd, which may hold a user and password; the workers need none of them.
+_ADDRESSES = ("PADDLE_ELASTIC_SERVER", "PADDLE_MASTER", "PET_RDZV_ENDPOINT")
 JOB_SECRET = "FLEET_JOB_SECRET"
 
 
@@ -105,7 +107,8 @@ def store_variables(host: str, port: int) -> dict[str, str]:
 def removed_variables(environment: Environment) -> tuple[str, ...]:
     """Returns the inherited variables that no process of the job gets."""
     inherited = environment.inherited()
-    return tuple(name for name in (*PROXIES, *_OUTER, *_LAUNCHERS_OWN) if name in inherited)
+    logins = [name for name in _ADDRESSES if "@" in inherited.get(name, "")]
+    return tuple(name for name in (*PROXIES, *_OUTER, *_LAUNCHERS_OWN, *logins) if name in inherited)
 
 
 def place(

@@ -66,11 +66,17 @@ class Restore:
         """Returns the newest checkpoint that is whole, or None; a collective call."""
         waiting = self._whole_ones() if self._is_first else iter(())
         while True:
-            found, rest = next(waiting, (None, b""))
-            text = json.dumps([found.name, found.world_size, found.has_worker_parts] if found else None)
+            problem = ""
+            try:
+                found, rest = next(waiting, (None, b""))
+            except CheckpointError as error:  # the folder cannot be read: every worker hears of it
+                found, rest, problem = None, b"", f"{error}"
+            text = json.dumps([found.name, found.world_size, found.has_worker_parts] if found else problem or None)
             said = json.loads(self._broadcast(text.encode()))
             if said is None:
                 return None
+            if isinstance(said, str):
+                raise CheckpointError(said)
             if found is None:
                 found = Found(*said)
             found.rest = parse_part(io.BytesIO(self._broadcast(rest)), f"{found.name}: rest.pt")
@@ -93,10 +99,13 @@ class Restore:
                 self._load_whole(found, model, optimizer)
             if scheduler is not None and found.rest["scheduler"] is not None:
                 scheduler.load_state_dict(found.rest["scheduler"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            if isinstance(error, CheckpointError):
+        except (CheckpointError, RuntimeError, ValueError, KeyError) as error:
+            if f"{error}".startswith("Checkpoint.resume()"):
                 raise
-            raise CheckpointError(f"Checkpoint.resume(): {found.name} does not fit: {error}") from error
+            raise CheckpointError(
+                f"Checkpoint.resume(): {str(self._folder)}/{found.name} does not fit: {f'{error}'.rstrip('.')}. Start "
+                "a training of another model in a folder of its own."
+            ) from error
         if optimizer is not None:
             rescale(optimizer, scheduler, declared)
             now = max((w["k_steps"] for w in windows(optimizer_state(optimizer)).values()), default=1)

@@ -151,5 +151,5 @@ def attempt(write: Write) -> str:
     except FleetError as error:
         return f"{error}"
     except OSError as error:
-        return f"{error.strerror or error}"
+        return f"{str(write.folder)!r}: {error.strerror or error}. The checkpoints before it are untouched."
     return ""

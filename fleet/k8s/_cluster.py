@@ -14,7 +14,7 @@ import kubernetes.config
 from fleet.errors import FleetError
 from fleet.k8s._job import GROUP, PLURAL, VERSION
 from fleet.k8s._objects import LABEL_JOB, SECRET_FIELD, Document
-from fleet.k8s._reconcile import CREATE, DELETE, PATCH, SCALE, Action, Observed
+from fleet.k8s._reconcile import CLEAN, CREATE, DELETE, PATCH, SCALE, Action, Observed
 
 _TIMEOUT_S = 30.0
 _NOT_FOUND, _CONFLICT = 404, 409
@@ -54,13 +54,14 @@ class Cluster:
     Args:
         client: from :func:`open_client`.
         write_size: sets the size of a running elastic job on etcd: its name there and the number of pods.
+        forget_job: removes what an elastic job of this name has left on etcd.
     """
 
-    def __init__(self, client: Any, write_size: Callable[[str, int], None]) -> None:
+    def __init__(self, client: Any, write_size: Callable[[str, int], None], forget_job: Callable[[str], None]) -> None:
         self._client = client
         self._core = kubernetes.client.CoreV1Api(client)
         self._custom = kubernetes.client.CustomObjectsApi(client)
-        self._write_size = write_size
+        self._write_size, self._forget_job = write_size, forget_job
 
     def job(self, namespace: str, name: str) -> Document | None:
         """Returns a PaddleJob; None when it is gone."""
@@ -95,6 +96,8 @@ class Cluster:
         """Carries out one action; raises ClusterError with the server's reason, or FleetError of etcd."""
         if action.verb == SCALE:
             self._write_size(action.name, action.body["replicas"])
+        elif action.verb == CLEAN:
+            self._forget_job(action.name)
         elif action.kind == "PodGroup":
             self._call(self._custom.create_namespaced_custom_object, *_at(namespace), action.body)
         elif action.kind == "Secret":

@@ -13,7 +13,7 @@ from fleet.k8s._cluster import Cluster, open_client
 from fleet.k8s._controller import Controller
 from fleet.k8s._job import GROUP, KIND, PLURAL, VERSION
 from fleet.k8s._objects import LABEL_JOB
-from fleet.k8s._size_record import write_size
+from fleet.k8s._size_record import forget_job, write_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,11 @@ def register(registry: Any, options: Options) -> None:
     def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
         settings.scanning.disabled = options.namespace is not None
-        cluster = Cluster(open_client(options.kubeconfig), partial(write_size, options.etcd_server))
+        cluster = Cluster(
+            open_client(options.kubeconfig),
+            partial(write_size, options.etcd_server),
+            partial(forget_job, options.etcd_server),
+        )
         controller = Controller(cluster, namespace=options.namespace, etcd_server=options.etcd_server)
         running.append(controller)
         controller.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from fleet.errors import FleetError
@@ -22,12 +23,13 @@ from fleet.k8s._status import (
     role_statuses,
 )
 
-CREATE, DELETE, PATCH, SCALE = "create", "delete", "patch", "scale"
+_YOUNG_S = 10.0
+CREATE, DELETE, PATCH, SCALE, CLEAN = "create", "delete", "patch", "scale", "clean"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One change: an object to ``create``, ``delete`` or ``patch``, or the job's size on etcd to set (``scale``)."""
+    """One change: an object to ``create``, ``delete`` or ``patch``, or the job on etcd to ``scale`` or to ``clean``."""
 
     verb: str
     kind: str
@@ -81,7 +83,7 @@ def plan_reconcile(
     if old.get("phase") in FINAL:
         return Plan(tuple(_clean(job, f"{old['phase']}", observed)), None)
     job, message = _at_fixed_size(job, observed)
-    actions, lost = _plan_objects(job, observed, etcd_server)
+    actions, lost = _plan_objects(job, observed, etcd_server, now)
     statuses = role_statuses(job, _wanted_pods(job, observed.pods))
     phase = derive_phase(job, statuses, old.get("phase"))
     if lost and phase not in FINAL:
@@ -129,7 +131,7 @@ def _wanted_pods(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> list[Mapp
     return [pod for pod in pods if pod["metadata"]["name"] in names]
 
 
-def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None) -> tuple[list[Action], str]:
+def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None, now: str) -> tuple[list[Action], str]:
     """Returns the changes of objects; the second is the name of a pod whose loss the job cannot survive."""
     there = {pod["metadata"]["name"]: pod for pod in observed.pods}
     services = {service["metadata"]["name"] for service in observed.services}
@@ -137,6 +139,8 @@ def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None) -
     wanted = {pod_name(job, role.name, index) for role, index in places}
     first: list[Action] = []
     if not observed.pods and observed.config_map is None:
+        if job.is_elastic and etcd_server is not None:  # what an earlier job of this name left would end this one
+            first.append(Action(verb=CLEAN, kind="etcd", name=elastic_job_id(job)))
         secret = plan_secret(job)
         first.append(Action(verb=CREATE, kind="Secret", name=secret["metadata"]["name"], body=secret))
     if job.uses_volcano and observed.pod_group is None:
@@ -154,9 +158,24 @@ def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None) -
             lost = lost or name
         pods.append(Action(verb=CREATE, kind="Pod", name=name, body=plan_pod(job, role, index, etcd_server)))
     for name, pod in there.items():
-        if name not in wanted and not pod["metadata"].get("deletionTimestamp"):
+        unwanted = name not in wanted or (job.is_elastic and _has_failed_for_good(pod, now))
+        if unwanted and not pod["metadata"].get("deletionTimestamp"):
             pods.append(Action(verb=DELETE, kind="Pod", name=name))
     return [*first, *pods], lost
+
+
+def _has_failed_for_good(pod: Mapping[str, Any], now: str) -> bool:
+    """Returns whether a pod was evicted, or lost its node: its containers do not start again, so another one is made.
+
+    A very young one was refused by its node, and so would the next one be; it is looked at again a little later.
+    """
+    made = pod["metadata"].get("creationTimestamp")
+    is_young = made is not None and (_time(now) - _time(made)).total_seconds() < _YOUNG_S
+    return (pod.get("status") or {}).get("phase") == "Failed" and not is_young
+
+
+def _time(text: str) -> datetime:
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ")
 
 
 def _plan_data(job: PaddleJob, observed: Observed) -> list[Action]:

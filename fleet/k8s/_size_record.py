@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from fleet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fleet.launch._elastic_command import ElasticJob
+    from fleet.launch._etcd import EtcdStore
 
 
 def write_size(server: str | None, job_id: str, replicas: int) -> None:
@@ -22,18 +30,35 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
             f"The elastic job {job_id!r} was edited to {replicas} pods, and the operator does not know etcd. Start it "
             "with --etcd-server host:port."
         )
-    # Only standard library and the etcd client; they are needed where an elastic job is edited.
+    from fleet.launch._elastic_job import job_prefix
+    from fleet.launch._world import read_world
+
+    with _opened(server, job_id) as (store, job):
+        if read_world(store.read(job_prefix(job_id))) is not None:
+            job.scale(replicas, replicas)
+
+
+def forget_job(server: str | None, job_id: str) -> None:
+    """Removes what an earlier job named ``job_id`` left on etcd; its record would end or refuse a new one's launchers.
+
+    Raises LaunchError when etcd cannot be reached, or launchers of the earlier job are still alive.
+    """
+    if server is not None:
+        with _opened(server, job_id) as (_, job):
+            job.clean()
+
+
+@contextlib.contextmanager
+def _opened(server: str, job_id: str) -> Iterator[tuple[EtcdStore, ElasticJob]]:
+    # Only standard library and the etcd client; they are needed where an elastic job is made or edited.
     from fleet.env import Environment
     from fleet.launch._elastic_command import ElasticJob
-    from fleet.launch._elastic_job import job_prefix
     from fleet.launch._etcd import EtcdStore
     from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
-    from fleet.launch._world import read_world
 
     check_etcd_client()
     store = EtcdStore(read_etcd_address(server, Environment()), timeout_s=5.0)
     try:
-        if read_world(store.read(job_prefix(job_id))) is not None:
-            ElasticJob(store, job_id).scale(replicas, replicas)
+        yield store, ElasticJob(store, job_id)
     finally:
         store.close()

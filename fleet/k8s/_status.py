@@ -59,15 +59,16 @@ def derive_phase(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]], prev
     """Returns the phase that the pods' states give, ``previous`` where they give none.
 
     Roles are looked at one by one, servers first: a failed pod ends the job, then one that starts or waits says so. A
-    job is Running when every pod runs and Completed when every pod, servers too, has ended with 0.
+    job is Running when every pod runs and Completed when every pod, servers too, has ended with 0. A failed pod of an
+    elastic job will be made again, so it counts as one that waits.
     """
     if previous in FINAL:
         return f"{previous}"
     for role in job.roles:
         status = statuses[role.name]
-        if status["failed"]:
+        if status["failed"] and not job.is_elastic:
             return FAILED
-        if status["starting"] or status["pending"]:
+        if status["starting"] or status["pending"] or status["failed"]:
             scaled = job.is_elastic and previous in (RUNNING, SCALING)
             return SCALING if scaled else STARTING if status["starting"] else PENDING
     if all(statuses[role.name]["running"] == role.replicas for role in job.roles):

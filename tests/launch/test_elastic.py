@@ -31,6 +31,7 @@ def test_the_environment_alone() -> None:
     """004-01, 004-17."""
     config = read(env=ENV)
     assert (config.is_elastic, config.min_nodes, config.max_nodes, config.elastic_fault_level) == (True, 2, 4, 0)
+    assert read(env={**ENV, "PADDLE_JOB_ID": "other"}).job_id == "J"  # as `python -m fleet.elastic` reads them
     env = {"PADDLE_ELASTIC_ETCD_SERVICE_HOST": "10.0.0.9", "PADDLE_ELASTIC_ETCD_SERVICE_PORT": "2379"}
     assert not read(env=env).is_elastic  # the cluster sets these for every pod
     assert read(env={**env, "PADDLE_ELASTIC_NP": "2"}).elastic_server == "10.0.0.9:2379"
@@ -131,6 +132,59 @@ def test_missing_client_is_refused_with_the_install_line(monkeypatch: pytest.Mon
     check_elastic(read("--nnodes=2"), Environment({}))
     with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[elastic\]'"):
         check_elastic(read(*FLAGS), Environment({}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "rank"),
+    [
+        (("--rank=2",), {}, 2),
+        ((), {}, -1),
+        ((), {"PADDLE_TRAINER_ID": "2"}, 2),  # the index of a pod
+        ((), {"PADDLE_TRAINER_ID": "3"}, -1),  # a pod that is about to be deleted, or a variable left over
+        (("--scale=1",), {"PADDLE_TRAINER_ID": "3"}, 3),
+    ],
+)
+def test_the_rank_that_a_node_asks_for(flags: tuple[str, ...], env: dict[str, str], rank: int) -> None:
+    """004-05, 004-17: a pod that is made again takes its place again."""
+    assert read("--elastic_server=10.0.0.1:2379", "--np=3", "--job_id=J", *flags, env=env).node_rank == rank
+
+
+@pytest.mark.parametrize("rank", ["3", "-2"])
+def test_a_rank_that_no_node_has(rank: str) -> None:
+    with pytest.raises(ConfigError, match=f"--rank is {rank}, but there are 3 nodes"):
+        read("--elastic_server=10.0.0.1:2379", "--np=3", f"--rank={rank}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--nnodes=3",), "--nnodes=3"),
+        (("--master=10.0.0.1:99",), "--master=10.0.0.1:99"),
+        (("--ips=127.0.0.1",), "--ips=127.0.0.1"),
+        (("--standalone",), "--standalone"),
+    ],
+)
+def test_flags_of_both_families_contradict(flags: tuple[str, ...], named: str) -> None:
+    """G13: none of them is silently left out."""
+    with pytest.raises(ConfigError, match=f"{named}.* and --np=2 contradict each other"):
+        read(*FLAGS, *flags)
+    with pytest.raises(ConfigError, match=f"{named}.* and PADDLE_ELASTIC_NP=2:4 contradict each other"):
+        read(*flags, env=ENV)
+
+
+def test_the_same_number_twice_is_no_contradiction() -> None:
+    assert read(*FLAGS, "--nnodes=2").max_nodes == 2
+
+
+def test_both_spellings_of_the_level() -> None:
+    """004-06: the misspelt name is Fleet's; who spells it right is heard as well. --elastic_level 0 says the same."""
+    wrong, right = "PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"
+    for name in (wrong, right):
+        assert read(*FLAGS, env={name: "2"}).elastic_fault_level == 2
+    assert read(*FLAGS).elastic_fault_level == 1
+    assert read(*FLAGS, "--elastic_level=0").elastic_fault_level == 0
+    with pytest.raises(ConfigError, match="two spellings"):
+        read(*FLAGS, env={wrong: "1", right: "0"})
 
 
 @pytest.mark.parametrize("hook", ["a | b", "a && b", "a > file", "", "a $(b)"])

@@ -25,6 +25,7 @@ from tests.helpers.etcd import Etcd
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
     from fleet.launch._elastic_membership import ElasticMembership, ElasticSettings
+    from fleet.launch._etcd import EtcdStore
     from fleet.launch._etcd_contact import EtcdContact
 
 RULES = ElasticRules(min_nodes=2, max_nodes=2, quiet_s=0.5)
@@ -43,7 +44,7 @@ class Place:
             EtcdAddress(endpoints=(self._server.endpoint,)),
             prefix=self._prefix,
             key=NODE_PREFIX + name,
-            ttl_s=2,
+            ttl_s=6,
             is_outage=lambda: False,
         )
         one = ElasticMembership(
@@ -74,6 +75,14 @@ class Place:
         spec = ProcessSpec(role="worker", index=0, local_index=0, command=("x",), environment={}, log_path=log)
         end = ProcessExit(spec=spec, pid=1, exit_code=code, signal_name=None, lifetime_s=1.0, ended_at=0.0)
         return GroupResult(exit_code=code, first_failure=end)
+
+    def keys(self) -> list[str]:
+        """What etcd holds of the job."""
+        store = EtcdStore(EtcdAddress(endpoints=(self._server.endpoint,)), timeout_s=5.0)
+        try:
+            return sorted(store.read(self._prefix).values)
+        finally:
+            store.close()
 
     def close(self) -> None:
         for node in self.nodes:
@@ -239,6 +248,7 @@ def test_fixed_job_waits_for_a_limited_time_and_ends_with_a_lost_node(place: Pla
     assert isinstance(absent, RendezvousError)
     assert "Not every node came within 0 s" in str(absent) or "within 1 s" in str(absent)
     place.nodes.pop().close()
+    assert place.keys() == [], "nothing refuses the next start with another number of nodes"
     one, two = place.pair(fixed)
     place.nodes.remove(one)
     one.close()

@@ -18,6 +18,7 @@ from fleet.launch._elastic_world import (
     elastic_order,
     first_world,
     next_world,
+    own_node,
     wanted_text,
 )
 from fleet.launch._kv_client import View
@@ -139,6 +140,22 @@ def test_every_member_acknowledges_before_a_generation_is_fixed() -> None:
     assert (made.state, made.generation) == (FIXED, 3)
 
 
+@pytest.mark.parametrize(
+    ("own", "seen", "phase"),
+    [
+        ("ready 3", "waiting", WAITING),
+        ("ready 3", "ready 2", WAITING),
+        ("ready 3", "ready 3", READY),
+        ("waiting", "running 2", WAITING),
+        ("done 3", "running 3", DONE),
+    ],
+)
+def test_an_acknowledgement_counts_once_it_is_written(own: str, seen: str, phase: str) -> None:
+    """004-03: else who fixes a generation before its own key says "ready" looks as if it had come back."""
+    node, found = nodes(a=own)["a"], nodes(a=seen)["a"]
+    assert own_node(node, replace(found, created=7)) == replace(node, phase=phase, created=7)
+
+
 @pytest.mark.parametrize("found", [nodes(a="ready 3"), nodes(a="ready 3", b="leaving 3")])
 def test_a_proposal_whose_member_is_gone_is_dropped(found: dict[str, Node]) -> None:
     made = step(found, world(PROPOSED, "a", "b"))
@@ -238,6 +255,21 @@ def test_asked_ranks_win() -> None:
     found = nodes(a=WAITING, b=WAITING)
     found["b"] = replace(found["b"], rank=0)
     assert elastic_order(found, world(OVER, "a", "b"), TWO) == ["b", "a"]
+
+
+def test_survivors_keep_their_ranks_beside_one_that_asks() -> None:
+    """004-05: b asks for rank 1; the survivor d keeps rank 3, and who came takes the place that is left."""
+    found = nodes(**dict.fromkeys("xdab", WAITING))
+    found["b"] = replace(found["b"], rank=1)
+    assert elastic_order(found, world(OVER, "a", "b", "c", "d", np=(1, 4)), TWO) == ["a", "b", "x", "d"]
+    assert elastic_order(found, world(OVER, "b", "a", "c", "d", np=(1, 4)), TWO)[1] == "b"
+
+
+def test_the_nodes_behind_the_new_end_leave() -> None:
+    """004-11, 004-17: pods ask for their index; the operator deletes the last ones."""
+    found = nodes(**dict.fromkeys("cba", WAITING))
+    found = {name: replace(node, rank="abc".index(name)) for name, node in found.items()}
+    assert elastic_order(found, world(OVER, "c", "b", "a", np=(2, 2)), TWO) == ["a", "b"]
 
 
 def action(

@@ -154,6 +154,7 @@ def openssl(folder: Path, words: str) -> None:
 
 
 def make_certificates(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     openssl(folder, "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=ca -keyout ca.key -out ca.pem")
     (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
     for name in ("server", "client"):
@@ -180,8 +181,16 @@ def test_tls_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             read_etcd_address(server.endpoint, Environment({"FLEET_ETCD_CA": env["FLEET_ETCD_CA"]})), timeout_s=5.0
         )
         plain = EtcdStore(EtcdAddress(endpoints=(server.endpoint,)), timeout_s=5.0)
-        for one in (without, plain):
-            with pytest.raises(EtcdUnreachableError):
+        make_certificates(tmp_path / "other")
+        others = {"FLEET_ETCD_CA": str(tmp_path / "other" / "ca.pem")}
+        stranger = EtcdStore(read_etcd_address(server.endpoint, Environment(others)), timeout_s=5.0)
+        wrong = {
+            without: "TLS: .*certificate.*; check FLEET_ETCD_CERT and FLEET_ETCD_KEY",
+            plain: "does it speak TLS. Then set FLEET_ETCD_CA",
+            stranger: "TLS: certificate verify failed.*; check FLEET_ETCD_CA",
+        }
+        for one, said in wrong.items():
+            with pytest.raises(EtcdUnreachableError, match=said):
                 one.read("/t/")
-        for one in (store, without, plain):
+        for one in (store, *wrong):
             one.close()

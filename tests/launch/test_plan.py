@@ -73,6 +73,13 @@ def test_lists_too_long_for_the_environment_go_to_the_file(flags: tuple[str, ...
     assert all(not spec.overflow for spec in plan(config))
 
 
+def test_an_address_with_a_password_is_not_handed_on() -> None:
+    """The launcher alone talks to etcd."""
+    addresses = {"PADDLE_ELASTIC_SERVER": "me:pw@10.0.0.1:2379", "PADDLE_ELASTIC_NP": "1"}
+    assert "PADDLE_ELASTIC_SERVER" in plan(read(), env=addresses)[0].removed
+    assert plan(read(), env={**addresses, "PADDLE_ELASTIC_SERVER": "10.0.0.1:2379"})[0].removed == ()
+
+
 def test_files_of_processes_do_not_collide() -> None:
     specs = plan(read("--server_num=2", "--worker_num=2"))
     assert [f"{spec.environment_log_path}" for spec in specs] == [f"log/envlog.{i}" for i in range(4)]

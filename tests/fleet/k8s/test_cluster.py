@@ -37,13 +37,19 @@ def sizes() -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def cluster(api: ApiServer, tmp_path: Path, sizes: list[tuple[str, int]]) -> Cluster:
+def forgotten() -> list[str]:
+    """Whose records were removed from etcd."""
+    return []
+
+
+@pytest.fixture
+def cluster(api: ApiServer, tmp_path: Path, sizes: list[tuple[str, int]], forgotten: list[str]) -> Cluster:
     """The operator's view of it."""
     from fleet.k8s._cluster import Cluster, open_client
 
     path = tmp_path / "kubeconfig"
     path.write_text(api.kubeconfig())
-    return Cluster(open_client(str(path)), lambda name, size: sizes.append((name, size)))
+    return Cluster(open_client(str(path)), lambda name, size: sizes.append((name, size)), forgotten.append)
 
 
 @pytest.fixture
@@ -86,7 +92,9 @@ def test_a_job_from_its_creation_to_its_end(api: ApiServer, controller: Controll
     controller.reconcile("default", "demo")  # it is gone, and that is no error
 
 
-def test_services_groups_and_sizes(api: ApiServer, controller: Controller, sizes: list[tuple[str, int]]) -> None:
+def test_services_groups_and_sizes(
+    api: ApiServer, controller: Controller, sizes: list[tuple[str, int]], forgotten: list[str]
+) -> None:
     """000-26, 004-17."""
     api.create(job_document(1, intranet="Service"))
     controller.reconcile("default", "demo")
@@ -96,7 +104,7 @@ def test_services_groups_and_sizes(api: ApiServer, controller: Controller, sizes
     change = {"spec": {"worker": {"replicas": 3}}}
     api.store.patch(api.resource("PaddleJob"), "default", "grow", change, "")
     controller.reconcile("default", "grow")
-    assert sizes == [("default-grow", 3)]
+    assert (sizes, forgotten) == ([("default-grow", 3)], ["default-grow"])
     assert api.get("ConfigMap", "grow")["data"] == {"PADDLE_ELASTIC_NP": "3"}
     assert [name for name in api.names("Pod") if name.startswith("grow")] == [f"grow-worker-{i}" for i in range(3)]
 

@@ -158,3 +158,5 @@ def test_the_elastic_example_finds_the_etcd_beside_it_and_keeps_its_checkpoints(
     shared = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     (volume,) = [v for v in job["spec"]["worker"]["template"]["spec"]["volumes"] if "persistentVolumeClaim" in v]
     assert container["args"][3].startswith(f"--checkpoint={shared[volume['name']]}/")
+    user = job["spec"]["worker"]["template"]["spec"]["securityContext"]["fsGroup"]  # else the volume is root's alone
+    assert f"useradd --uid {user} " in (DEPLOY / "Dockerfile").read_text()

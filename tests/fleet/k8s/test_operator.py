@@ -228,6 +228,36 @@ def test_an_elastic_job_grows(api: ApiServer, kubelet: Kubelet, tmp_path: Path) 
     assert api.get("PaddleJob", "demo")["status"]["elastic"] == "3"
 
 
+# The job ends once it has shrunk; until then each of its launchers says which rank its pod got.
+SHRINKS = """
+import os, pathlib, time
+rank, count = (os.environ["PADDLE_TRAINER" + name] for name in ("_ID", "S_NUM"))
+pathlib.Path(os.environ["PADDLE_LOG_DIR"], f"{count}.{rank}").touch()
+while os.environ["PADDLE_TRAINERS_NUM"] != "2":
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(bool(etcd.missing()), reason=etcd.missing() or "no reason")
+def test_an_elastic_job_shrinks_whoever_came_first(api: ApiServer, kubelet: Kubelet, tmp_path: Path) -> None:
+    """004-11, 004-17: the launchers that leave are those of the pods that the operator deletes, the last ones."""
+    document = job(tmp_path, SHRINKS, workers=3, elastic=1, cleanPodPolicy="Never")
+    container = document["spec"]["worker"]["template"]["spec"]["containers"][0]
+    late = f"sleep $((2 - PADDLE_TRAINER_ID)); exec {sys.executable} {' '.join(container['args'])}"
+    container |= {"command": ["/bin/sh"], "args": ["-c", late]}
+    with etcd.Etcd(tmp_path / "etcd") as server, Operator(tmp_path, api, "--etcd-server", server.endpoint):
+        api.create(document)
+        pods = tmp_path / "pods"
+        kubelet.until(lambda: len(list(pods.glob("*/log/3.*"))) == 3)
+        assert {f"{path.relative_to(pods)}" for path in pods.glob("*/log/3.*")} == {
+            f"demo-worker-{index}/log/3.{index}" for index in range(3)
+        }
+        change = {"spec": {"worker": {"replicas": 2}}}
+        api.store.patch(api.resource("PaddleJob"), "default", "demo", change, "")
+        kubelet.until(lambda: phase(api) == "Completed")
+    assert api.names("Pod") == ["demo-worker-0", "demo-worker-1"]
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl on PATH")
 def test_kubectl(kubelet: Kubelet, tmp_path: Path) -> None:
     """000-23, 000-29: install, submit, watch and uninstall, in the documented order, with the files of deploy/."""

@@ -49,6 +49,7 @@ class World:
         self.pod_group: dict[str, Any] | None = None
         self.sizes: list[int] = []
         self.secrets: list[str] = []
+        self.cleaned: list[str] = []
 
     def plan(self, now: str = NOW) -> Plan:
         """Returns what there is to do, without doing it."""
@@ -71,6 +72,8 @@ class World:
     def _carry_out(self, action: Action) -> None:
         if action.verb == "scale":
             self.sizes.append(action.body["replicas"])
+        elif action.verb == "clean":
+            self.cleaned.append(action.name)
         elif action.kind == "ConfigMap" and self.config_map is not None:
             self.config_map["data"] |= action.body["data"]
         elif action.kind == "ConfigMap":
@@ -251,54 +254,6 @@ def test_a_pod_that_is_gone_ends_a_job_of_addresses() -> None:
     assert world.step() == []
     assert world.phase == "Failed"
     assert "demo-worker-0 is gone" in world.document["status"]["message"]
-
-
-def elastic(workers: int = 2) -> World:
-    """Returns an elastic job that runs."""
-    world = World(job(workers, elastic=1))
-    world.step()
-    world.set(UP)
-    world.step()
-    assert world.phase == "Running"
-    return world
-
-
-def test_an_elastic_job_starts_without_lists() -> None:
-    """004-17: only its name, its size and etcd; the size is read anew at each start of a container."""
-    world = elastic()
-    container = world.pods["demo-worker-1"]["spec"]["containers"][0]
-    assert "envFrom" not in container
-    env = {item["name"]: item.get("value", item.get("valueFrom")) for item in container["env"]}
-    assert env["PADDLE_ELASTIC_NP"] == {"configMapKeyRef": {"name": "demo", "key": "PADDLE_ELASTIC_NP"}}
-    assert (env["PADDLE_ELASTIC_JOB_ID"], env["PADDLE_ELASTIC_TIMEOUT"]) == ("default-demo", "60")
-    assert env["PADDLE_ELASTIC_SERVER"] == "etcd:2379"
-    assert world.config_map is not None
-    assert world.config_map["data"] == {"PADDLE_ELASTIC_NP": "2"}
-    assert world.pods["demo-worker-1"]["spec"]["restartPolicy"] == "OnFailure"
-
-
-def test_an_edit_of_replicas_scales_an_elastic_job() -> None:
-    """004-17: etcd first, then the ConfigMap, then the pods; Scaling until all run."""
-    world = elastic()
-    world.document["spec"]["worker"]["replicas"] = 3
-    assert world.step() == ["scale etcd default-demo", "patch ConfigMap demo", "create Pod demo-worker-2"]
-    assert (world.sizes, world.phase) == ([3], "Scaling")
-    world.set(UP)
-    world.step()
-    assert (world.phase, world.document["status"]["elastic"]) == ("Running", "3")
-    world.document["spec"]["worker"]["replicas"] = 1
-    assert world.step() == [
-        "scale etcd default-demo", "patch ConfigMap demo", "delete Pod demo-worker-1", "delete Pod demo-worker-2",
-    ]  # fmt: skip
-    world.settle()
-    assert (world.sizes, list(world.pods), world.phase) == ([3, 1], ["demo-worker-0"], "Running")
-
-
-def test_an_elastic_pod_that_is_gone_is_made_again() -> None:
-    world = elastic()
-    del world.pods["demo-worker-0"]
-    assert world.step() == ["create Pod demo-worker-0"]
-    assert world.phase == "Scaling"
 
 
 def test_a_job_of_fixed_size_keeps_its_size() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
-from fleet.k8s._size_record import write_size
+from fleet.k8s._size_record import forget_job, write_size
+from fleet.launch._elastic_world import ElasticRules, first_world
+from fleet.launch._world import COMPLETE, Node, to_json
 from tests.helpers import etcd
 
 
@@ -24,3 +29,23 @@ def test_a_job_that_has_not_started_has_no_size_to_set(tmp_path: Path) -> None:
         address = server.endpoint
     with pytest.raises(LaunchError):
         write_size(address, "default-demo", 3)
+
+
+@pytest.mark.skipif(bool(etcd.missing()), reason=etcd.missing() or "no reason")
+def test_what_an_earlier_job_left_is_removed_unless_its_launchers_live(tmp_path: Path) -> None:
+    """004-16: else the launchers of a job that is made again with the same name would hear that it is complete."""
+    from fleet.launch._etcd import EtcdStore
+    from fleet.launch._etcd_address import read_etcd_address
+
+    forget_job(None, "default-demo")  # nobody knows an etcd
+    record = to_json(replace(first_world(ElasticRules(min_nodes=2, max_nodes=2)), state=COMPLETE))
+    with etcd.Etcd(tmp_path / "etcd") as server:
+        store = EtcdStore(read_etcd_address(server.endpoint, Environment({})), timeout_s=5.0)
+        store.put("/paddle/default-demo/world", json.dumps(record))
+        store.put("/paddle/default-demo/node/a", json.dumps(to_json(Node(host="10.0.0.1"))))
+        with pytest.raises(LaunchError, match=r"still has launchers on 10\.0\.0\.1"):
+            forget_job(server.endpoint, "default-demo")
+        store.delete("/paddle/default-demo/node/")
+        forget_job(server.endpoint, "default-demo")
+        assert store.read("/paddle/").values == {}
+        store.close()
