@@ -33,6 +33,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/elastic/_restore.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/elastic/_running.py": "tests/fleet/elastic/test_sampler.py",
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
+    "fleet/ps/_gradient_queue.py": "tests/fleet/ps/test_sender_geo.py",
     "fleet/ps/_ids.py": "tests/fleet/ps/test_partition.py",
     "fleet/ps/_kernel_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/_kernels_draws.py": "tests/fleet/ps/test_twins.py",

@@ -11,7 +11,7 @@ from fleet.ps._layout import SparseTableConfig
 from fleet.ps._messages import Flag, Header, MessageError, Op, Part, encode_parts
 from fleet.ps._partition import servers_of_keys
 from fleet.ps._shards import Gradient, TableMap
-from fleet.ps._ticket import fill
+from fleet.ps._ticket import Ticket, fill
 from tests.fleet.ps.service import ids
 
 
@@ -51,9 +51,13 @@ def answer(parts):
 
 def test_answers_are_put_in_their_places():
     rows, values = np.zeros((3, 2), np.float32), np.zeros((4, 1), np.float32)
-    take = fill([(Part(0, 2, 2), (rows, ids(2, 0))), (Part(1, 4, 1), values)])
+    ticket = Ticket()
+    take = fill([(Part(0, 2, 2), (rows, ids(2, 0))), (Part(1, 4, 1), values)], ticket)
     first, second = np.arange(4, dtype=np.float32).reshape(4, 1), np.arange(4, 8, dtype=np.float32).reshape(4, 1)
-    take(*answer([Part(0, 4, 1, rows=first), Part(1, 4, 1, rows=second)]))
+    header, body = answer([Part(0, 4, 1, rows=first), Part(1, 4, 1, rows=second)])
+    take(header._replace(step=7), body)
+    take(header._replace(step=5), body)
+    assert ticket.reached == 5  # of two servers the one that is behind
     assert rows.tolist() == [[2, 3], [0, 0], [0, 1]]
     assert values[:, 0].tolist() == [4, 5, 6, 7]
 
@@ -70,5 +74,5 @@ def test_answers_are_put_in_their_places():
 def test_an_answer_of_another_shape_is_refused(parts):
     target = np.zeros((2, 2), np.float32)
     with pytest.raises(MessageError):
-        fill([(Part(0, 2, 2), target)])(*answer(parts))
+        fill([(Part(0, 2, 2), target)], Ticket())(*answer(parts))
     assert not target.any()
