@@ -51,7 +51,7 @@ def train_plainly(folder: Path, pipe: int) -> None:
     optimizer = torch.optim.Adam(net.parameters())
     if path.exists():
         try:
-            snapshot = torch.load(path)
+            snapshot = torch.load(path, weights_only=True)
             net.load_state_dict(snapshot["model"])
             optimizer.load_state_dict(snapshot["optimizer"])
             step = snapshot["step"]
