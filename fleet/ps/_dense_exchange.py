@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fleet.errors import NanInfError, PSError
 from fleet.ps._table_plan import DensePart
@@ -43,26 +44,28 @@ class DenseExchange:
 
     Args:
         parts: the dense tables of the plan, whose parameters are exchanged.
-        groups: the optimizer's parameter groups.
+        optimizer: the user's; loading a state gives it other groups, so they are read when they are needed.
         trainers: everyone.
-        train: one step of the user's optimizer.
     """
 
     def __init__(
         self,
         parts: list[DensePart],
-        groups: list[dict[str, Any]],
+        optimizer: Optimizer,
         trainers: TrainerGroup,
-        train: Callable[[], Any],
     ) -> None:
         self._parameters: list[nn.Parameter] = [p for part in parts for p in part.parameters]
-        self._groups, self._trainers, self._train = groups, trainers, train
+        self._optimizer, self._trainers = optimizer, trainers
         self._size = sum(p.numel() for p in self._parameters)
-        length = self._size + len(self._parameters) + 3 + _RATE_PARTS * len(groups)
+        length = self._size + len(self._parameters) + 3 + _RATE_PARTS * len(self._groups)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._buffer = torch.zeros(length, device=device)
         self._wait: Callable[[], None] = lambda: None
         self.rounds = 0  # updates so far, the same number on every trainer
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -86,7 +89,7 @@ class DenseExchange:
         try:
             for group, rate in zip(self._groups, sent, strict=True):
                 _set_rate(group, rate)
-            self._train()
+            self._optimizer.step()
             self.rounds += 1
         finally:
             for group, rate in zip(self._groups, own, strict=True):

@@ -54,9 +54,7 @@ class HybridTrainer(Trainer):
         self._optimizer, self._tensors, self._size = optimizer, list(tensors), trainers.size
         self._left = 0  # trainers that had called stop_worker() when all met last
         self._exchanged = TablePlan(sparse=plan.sparse)
-        self._dense: DenseExchange | None = DenseExchange(
-            plan.dense, optimizer.param_groups, trainers, lambda: optimizer.step()
-        )
+        self._dense: DenseExchange | None = DenseExchange(plan.dense, optimizer, trainers)
 
     # -- start and end -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Each table has a queue. ``put`` blocks while a queue is full; threads take from the queues what has come, add it up
 and push the sum. Merging is by sum, so with SGD k merged gradients equal k separate updates; rules with state see one
 larger gradient instead. So a table of plain SGD is merged also where ``max_merge_var_num`` is 1: what has come while
-the sender was busy is one push. And after a large push the sender rests, so that it takes a fifth of the time at most:
+the sender was busy is one push. And after a large push the sender rests, so that it takes a tenth of the time at most:
 the dense parameters travel whole, whatever the batch, and would cost more than the steps of small batches. Gradients
 get older by that, in proportion to what an exchange takes; where it takes little there is no rest.
 
@@ -30,7 +30,7 @@ __all__ = ["AsyncSender", "HalfAsyncSender", "SenderConfig"]
 _POLL_S = 0.01
 # The sender rests after a push of so many bytes of dense gradients, for so many times what the exchange took; not for
 # long after a push that had to wait for a server to come back.
-_REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 4.0, 1.0
+_REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 9.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

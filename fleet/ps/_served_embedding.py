@@ -55,14 +55,22 @@ class ServedEmbedding(nn.Embedding):
         """Returns the rows of ``input``."""
         if self.lookup.source is None:
             return super().forward(input)
-        ids = input.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+        ids = self._keys(input)
+        rows, places = self.lookup.find(ids, self.weight.device, trained=self.weight.requires_grad)
+        found = F.embedding(places, rows).view(*input.shape, self.embedding_dim)
+        return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
+
+    def prefetch(self, input: Tensor) -> None:
+        """Asks the servers for the rows of the next batch, as :meth:`fleet.SparseEmbedding.prefetch` does."""
+        self.lookup.prefetch(self._keys(input))
+
+    def _keys(self, input: Tensor) -> np.ndarray:
+        ids: np.ndarray = input.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
             raise IndexError(
                 f"embedding ids reach from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
             )
-        rows, places = self.lookup.find(ids, self.weight.device, trained=self.weight.requires_grad)
-        found = F.embedding(places, rows).view(*input.shape, self.embedding_dim)
-        return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
+        return ids
 
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns ids and weights in pieces, to be added to the table."""

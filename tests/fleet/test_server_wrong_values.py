@@ -40,6 +40,7 @@ A_SYNC = {
     "k_steps": [-2, 1.5, "x", True],
     **{name: [0, -1, 1.5, "1", True] for name in (*COUNTS, "lr_decay_steps")},
     **{name: ["x", 1, None] for name in SWITCHES},
+    "max_staleness": [-2, 1.5, "1", True],
     "heter_worker_device_guard": [3],
     "use_ps_gpu": [2, "x"],
     "use_gpu_graph": [2, "x"],
@@ -330,4 +331,5 @@ def test_every_variable_of_parameter_servers_is_tried() -> None:
     from fleet.env import VARIABLES as KNOWN
 
     own = {name for name in KNOWN if name.startswith(("FLEET_PS_", "FLAGS_communicator_"))}
-    assert own - set(VARIABLES) == {"FLEET_PS_FOLDER"}  # any text is a path
+    files = {"FLEET_PS_CERT", "FLEET_PS_KEY", "FLEET_PS_CA"}  # tests/fleet/test_server_tls.py tries these
+    assert own - set(VARIABLES) == {"FLEET_PS_FOLDER"} | files  # any text is a path

@@ -38,16 +38,19 @@ def strategy(**configs: Any) -> fleet.DistributedStrategy:
 class Rows(nn.Module):
     """Nothing but a table, whose rows all begin with ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: bool = False) -> None:
         super().__init__()
-        self.table = fleet.SparseEmbedding(DIM, name="ads", initializer=fleet.ps.Initializer("constant", 1.0))
+        start = fleet.ps.Initializer("constant", 1.0)
+        self.table: Any = fleet.SparseEmbedding(DIM, name="ads", initializer=start)
+        if plain:
+            self.table = nn.Embedding.from_pretrained(torch.ones(4, DIM), freeze=False, sparse=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return (self.table(ids) ** 2).sum() / 2  # the gradient of a row is the row
 
 
-def start(own: Fleet, made: fleet.DistributedStrategy) -> tuple[Any, Any, Rows]:
-    net = Rows()
+def start(own: Fleet, made: fleet.DistributedStrategy, plain: bool = False) -> tuple[Any, Any, Rows]:
+    net = Rows(plain)
     optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), LR), made)
     model = own.distributed_model(net)
     own.init_worker()
@@ -92,11 +95,12 @@ def test_bound_0_sees_every_step_before() -> None:
     assert losses == pytest.approx(delayed(0), rel=1e-6)
 
 
-def test_prefetched_rows_are_one_step_older() -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_prefetched_rows_are_one_step_older(plain: bool) -> None:
     """D.7: with bound 1 each batch sees all steps but the one before it, which is computed meanwhile."""
 
     def work(own: Fleet, rank: int) -> tuple[list[float], list[int]]:
-        model, optimizer, _ = start(own, strategy(max_staleness=1))
+        model, optimizer, _ = start(own, strategy(max_staleness=1), plain)
         client, asked = own.session.server_job.trainer.client, []
         pull = client.pull
         client.pull = lambda wanted, **more: asked.append(more["step"]) or pull(wanted, **more)

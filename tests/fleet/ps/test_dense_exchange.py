@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 def exchange(net: Net, optimizer: torch.optim.Optimizer, trainers: Any) -> DenseExchange:
     plan = plan_tables([net], optimizer, dense_here=True)
-    return DenseExchange(plan.dense, optimizer.param_groups, trainers, optimizer.step)
+    return DenseExchange(plan.dense, optimizer, trainers)
 
 
 def run(work: Callable[[Any], Any], size: int = 2) -> list[Any]:
@@ -56,8 +56,10 @@ def test_the_mean_of_those_that_step_and_worker_0_s_rate() -> None:
 
     def work(trainers: Any) -> Any:
         net = Net()
-        optimizer = torch.optim.SGD(net.parameters(), 1 / 3 if trainers.rank == 0 else 5.0, weight_decay=0.5)
+        optimizer = torch.optim.SGD(net.parameters(), 5.0, weight_decay=0.5)
         dense = exchange(net, optimizer, trainers)
+        optimizer.load_state_dict(optimizer.state_dict())  # which gives it other groups
+        optimizer.param_groups[0]["lr"] = 1 / 3 if trainers.rank == 0 else 7.0
         net.weight.grad = torch.full((2, 3), float(trainers.rank))
         if trainers.rank == 1:
             net.bias.grad = torch.ones(3)  # the other's counts as zeros
@@ -75,7 +77,7 @@ def test_the_mean_of_those_that_step_and_worker_0_s_rate() -> None:
         assert (active, rounds) == (2, 1)
         assert torch.equal(gradient, torch.full((2, 3), 0.5))
         assert all(torch.equal(one, other) for one, other in zip(net.parameters(), expected.parameters(), strict=True))
-        assert rate == (1 / 3 if rank == 0 else 5.0)
+        assert rate == (1 / 3 if rank == 0 else 7.0)
         assert net.unused.grad is None
 
 
