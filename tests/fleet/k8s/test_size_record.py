@@ -31,6 +31,7 @@ def test_a_job_that_has_not_started_has_no_size_to_set(tmp_path: Path) -> None:
         write_size(address, "default-demo", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(etcd.missing()), reason=etcd.missing() or "no reason")
 def test_what_an_earlier_job_left_is_removed_unless_its_launchers_live(tmp_path: Path) -> None:
     """004-16: else the launchers of a job that is made again with the same name would hear that it is complete."""
