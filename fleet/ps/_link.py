@@ -395,4 +395,4 @@ class Link:
         now = time.monotonic()
         if fields.get("waiting_for") and now - self._said >= 10 * self._config.retry_interval_s:
             self._said = now
-            self._notify(f"{self.name} waits for workers {fields['waiting_for']} at step {fields.get('step')}")
+            self._notify(f"{self.name} waits for workers {fields['waiting_for']} at {fields.get('place')}")

@@ -201,7 +201,7 @@ class Requests:
     def _change(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         machine = self._machine
         if machine.sync and header.op is Op.PUSH and not machine.may_hold(header.step):
-            self._wait(worker, lambda: machine.may_hold(header.step), beat, header.step)
+            self._wait_for_step(worker, lambda: machine.may_hold(header.step), beat, header.step)
         return Answer(machine.change(worker, peer.channel, header, body))
 
     def _pull(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
@@ -217,7 +217,8 @@ class Requests:
                 f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less at a time."
             )
         if not header.flags & Flag.NO_WAIT and not self._fresh_enough(header.step):
-            self._wait(worker, lambda: self._fresh_enough(header.step), beat, header.step)
+            due = header.step - (self._config.staleness or 0)
+            self._wait_for_step(worker, lambda: self._fresh_enough(header.step), beat, due)
         reached = None if self._config.staleness is None else self._session.min_clock() or 0
         out, start, answers = peer.rows(size), 0, []
         create = not header.flags & Flag.NO_CREATE
@@ -290,7 +291,9 @@ class Requests:
             is_past = session.barriers.get(name, 0) >= number  # the worker comes a second time, after a restart
             session.arrive(name, number, worker.rank)
         self._machine.settle()  # the others no longer wait for a step of this worker
-        self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, number)
+        place = f"barrier {name!r}: they have to call what this one has called"
+        absent = lambda: session.absent(name, number)  # noqa: E731
+        self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, absent, place)
         # Those who have made fewer steps than others go on with the same number, or the others would wait for them.
         clocks = [worker.clock for worker in session.active()] if self._config.staleness is not None else []
         step = 0 if is_past else max([session.applied_step, *clocks])
@@ -298,10 +301,14 @@ class Requests:
             key = session.keys.get(name, "") if session.barriers[name] == number else None
         return Answer(buffers=[control_body({"step": step, "key": key})])
 
-    def _wait(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
-        session = self._session
+    def _wait_for_step(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
+        self._wait(worker, predicate, beat, lambda: self._session.slower_than(step), f"step {step}")
+
+    def _wait(
+        self, worker: Worker, predicate: Callable[[], bool], beat: Beat, ranks: Callable[[], list[int]], place: str
+    ) -> None:
         with self._busy(worker):
-            session.wait_for(predicate, lambda: beat({"step": step, "waiting_for": session.slower_than(step)}), BEAT_S)
+            self._session.wait_for(predicate, lambda: beat({"place": place, "waiting_for": ranks()}), BEAT_S)
 
     @contextmanager
     def _busy(self, worker: Worker) -> Iterator[None]:

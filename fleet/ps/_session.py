@@ -219,6 +219,11 @@ class Session:
             self.arrived.setdefault((name, number), set()).add(rank)
             self.changed.notify_all()
 
+    def absent(self, name: str, number: int) -> list[int]:
+        """Returns the ranks that are waited for at the ``number``-th barrier ``name``."""
+        standing = self.arrived.get((name, number), set())
+        return [worker.rank for worker in self.active() if worker.rank not in standing]
+
     def settle_barriers(self) -> dict[str, int]:
         """Opens every barrier at which all active workers stand; returns the numbers of those that opened."""
         opened = {}

@@ -33,6 +33,24 @@ def test_sync_averages_over_workers_and_applies_once():
         assert (result[1] == -4).all()
 
 
+def test_who_waits_says_for_whom_and_where(monkeypatch):
+    """D.8: a save that worker 0 alone calls, as in scripts of Paddle, does not stand there in silence."""
+    monkeypatch.setattr("fleet.ps._requests.BEAT_S", 0.02)
+    with serving(mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        lines: list[str] = []
+        a._links[0]._notify = lines.append
+
+        def later() -> None:
+            while not lines:
+                time.sleep(0.01)
+            b.barrier("fleet.save")
+
+        in_threads(lambda: a.barrier("fleet.save"), later)
+    (line,) = lines
+    assert "waits for workers [1] at barrier 'fleet.save': they have to call what this one has called" in line
+
+
 def test_a_pull_waits_for_the_step_of_all_workers():
     with serving(mode="sync", num_workers=2) as service:
         a, b = service.client(0), service.client(1)
