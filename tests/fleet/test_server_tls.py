@@ -40,6 +40,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / file) for name, file in FILES.items()}
 
 
+@pytest.mark.slow
 def test_a_job_trains_over_tls_as_without(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Decision 4: the same losses, and every connection of the worker is encrypted."""
     made = strategy("sync")

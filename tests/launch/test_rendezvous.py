@@ -126,7 +126,7 @@ def test_absent_nodes_are_named(place: Place) -> None:
 
 def test_a_taken_rank_is_refused(place: Place) -> None:
     rules = Rules(min_nodes=2, max_nodes=2)
-    one, other = place.node("a", rules, rank=0, limit_s=6), place.node("b", rules, rank=0, limit_s=6)
+    one, other = place.node("a", rules, rank=0, limit_s=3), place.node("b", rules, rank=0, limit_s=6)
     first = threading.Thread(target=lambda: pytest.raises(RendezvousError, one.join, {}))
     first.start()
     time.sleep(0.3)
