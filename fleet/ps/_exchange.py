@@ -33,16 +33,16 @@ Gradients = Mapping[int, Gradient | Rows]
 class Coming:
     """Rows that were asked for during the step before theirs."""
 
-    def __init__(self, client: Client, ticket: Ticket, table_id: int) -> None:
-        self._client, self._ticket, self._table_id = client, ticket, table_id
-        self._asked_at = client.step
-        self.is_void = False  # rows may have changed by more than training since
+    def __init__(self, exchange: _ServersOwn, ticket: Ticket, table_id: int) -> None:
+        self._exchange, self._ticket, self._table_id = exchange, ticket, table_id
+        self._asked_at, self._flushes = exchange.client.step, exchange.flushes
 
     def rows(self) -> Rows | None:
-        """Waits for them; returns ``None`` when they are older than a step."""
-        if self.is_void or self._client.step > self._asked_at + 1:
+        """Waits for them; returns ``None`` when they are older than a step, or from before a flush."""
+        client = self._exchange.client
+        if client.step > self._asked_at + 1 or self._exchange.flushes > self._flushes:
             return None
-        rows: Rows = self._client.wait(self._ticket)[self._table_id]
+        rows: Rows = client.wait(self._ticket)[self._table_id]
         return rows
 
 
@@ -166,7 +166,7 @@ class _ServersOwn:
         self._plan, self._mailbox = plan, _Mailbox(plan)
         self._mailbox.reached = client.step
         self._bound = client.staleness
-        self._coming: list[Coming] = []
+        self.flushes = 0  # a load or a shrink comes after one: rows may have changed by more than training
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows; with a bound once no other worker is further behind."""
@@ -183,9 +183,7 @@ class _ServersOwn:
             )
         step = self.client.step + 1
         self._prepare(step)
-        coming = Coming(self.client, self._pull(table_id, keys, step), table_id)
-        self._coming = [*self._coming[-7:], coming]  # of the tables of a step or two
-        return coming
+        return Coming(self, self._pull(table_id, keys, step), table_id)
 
     def _pull(self, table_id: int, keys: Keys, step: int) -> Ticket:
         return self.client.pull({table_id: keys}, step=step, wait_for_others=self._bound is not None)
@@ -201,11 +199,6 @@ class _ServersOwn:
             self._prepare(step)
             self._mailbox.receive(self.client, wait_for_others=True)
             self._mailbox.deliver()
-
-    def _void_coming(self) -> None:
-        for coming in self._coming:
-            coming.is_void = True
-        self._coming = []
 
 
 class HalfAsyncExchange(_ServersOwn):
@@ -230,7 +223,7 @@ class HalfAsyncExchange(_ServersOwn):
 
     def flush(self) -> None:
         """Pushes what waits and takes over the parameters."""
-        self._void_coming()
+        self.flushes += 1
         self._sender.flush()
         self._mailbox.receive(self.client)
         self._mailbox.deliver()
@@ -276,7 +269,7 @@ class AsyncExchange(_ServersOwn):
 
     def flush(self) -> None:
         """Waits for the queues, then takes over the parameters."""
-        self._void_coming()
+        self.flushes += 1
         self._sender.flush()
         for client in self._others:
             client.flush()

@@ -72,9 +72,8 @@ class HybridTrainer(Trainer):
         dense.copy_from_0(self._tensors)
         found = dense.gather([dense.rounds, client.step])  # by rank
         check_same_round([rounds for rounds, _ in found])
-        if (
-            client.staleness is not None
-        ):  # without checkpoints: the servers may have had one step more of one than of another
+        # Without checkpoints: the servers may have had a step more of one trainer than of another.
+        if client.staleness is not None:
             client.step = max(step for _, step in found)
 
     def abandon(self) -> None:

@@ -16,6 +16,7 @@ from fleet.errors import ConfigError, FleetError
 from fleet.facade import Fleet
 from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
+from fleet.ps._exchange import HalfAsyncExchange
 from fleet.ps._sender import AsyncSender, SenderConfig
 from fleet.ps._table_plan import TablePlan
 from fleet.ps._trainer import Trainer, TrainerConfig
@@ -136,6 +137,16 @@ def test_what_was_prefetched_and_does_not_fit_is_asked_anew() -> None:
 
     (found,) = run_job(work, strategy=strategy(max_staleness=1))
     assert found == pytest.approx([1.0, 1.0 + 0.9**4, 1.0], rel=1e-6)
+
+
+def test_rows_of_any_number_of_tables_are_asked_anew_after_a_flush() -> None:
+    """D.8: what came before a load is never used after it."""
+    with serving(staleness=2) as service:
+        exchange = HalfAsyncExchange(service.client(0), TablePlan(), 1)
+        coming = [exchange.ahead(0, np.array([key])) for key in range(20)]
+        assert coming[0].rows() is not None
+        exchange.flush()
+        assert [one.rows() for one in coming] == [None] * 20
 
 
 @pytest.mark.parametrize("half", [False, True])
