@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fleet._hybrid_job import make_hybrid_trainer
 from fleet._server_metrics import Metrics
 from fleet._server_settings import (
+    Keeping,
     read_count,
     read_keeping,
     read_seconds,
@@ -174,17 +175,12 @@ class ServerJob:
         record = self._session.record
         keeping = read_keeping(self._environment, record.global_rank)
         self._server_tls = read_server_tls(self._environment)
-        config = ServerConfig(
+        config = replace(
+            self._server_config(self._strategy(), keeping),
             endpoint=record.server_endpoints[record.global_rank],
             num_workers=record.world_size,
-            mode="sync" if self._strategy().mode == "sync" else "async",
-            staleness=self._strategy().staleness,
             index=record.global_rank,
             secret=self._secret(),
-            job=self._environment.str("PADDLE_JOB_ID"),
-            folder=keeping.folder,
-            level=keeping.level,
-            lease_s=read_seconds(self._environment, "FLEET_PS_LEASE"),
         )
         if dirname is None and var_names is not None:
             raise ConfigError(
@@ -238,19 +234,23 @@ class ServerJob:
             session.become_served()
 
     def _start_embedded(self, strategy: ASync) -> str:
-        keeping = read_keeping(self._environment, 0)
-        config = ServerConfig(
-            mode="sync" if strategy.mode == "sync" else "async",
-            staleness=strategy.staleness,
-            secret=secrets.token_hex(32).encode(),
-            job=self._environment.str("PADDLE_JOB_ID"),
-            folder=keeping.folder,
-            level=keeping.level,
-            lease_s=max(3600.0, read_seconds(self._environment, "FLEET_PS_LEASE")),
-        )
+        config = self._server_config(strategy, read_keeping(self._environment, 0))
+        secret, lease_s = secrets.token_hex(32).encode(), max(3600.0, config.lease_s)
+        config = replace(config, secret=secret, lease_s=lease_s)
         self._embedded = Server(config, notify=self._session.say)
         self._embedded.start()
         return self._embedded.endpoint
+
+    def _server_config(self, strategy: ASync, keeping: Keeping) -> ServerConfig:
+        """Returns what every server of the job has in common."""
+        return ServerConfig(
+            mode="sync" if strategy.mode == "sync" else "async",
+            staleness=strategy.staleness,
+            job=self._environment.str("PADDLE_JOB_ID"),
+            folder=keeping.folder,
+            level=keeping.level,
+            lease_s=read_seconds(self._environment, "FLEET_PS_LEASE"),
+        )
 
     def _stop_embedded(self) -> None:
         server, self._embedded = self._embedded, None

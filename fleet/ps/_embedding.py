@@ -155,8 +155,7 @@ class SparseEmbedding(nn.Module):
             offsets: where each sample (and slot) begins in flat ids.
             show, click: one number per sample, which the rows of an accessor add up; needed with ShowClickEntry.
         """
-        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
-        keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
+        bags, keys = self._bags(ids, offsets)
         shows, clicks = self._counts(bags, show, click)
         found = self._combined(bags, keys, shows, clicks)
         return scale_gradient(found, len(found)) if self._scales else found
@@ -182,8 +181,7 @@ class SparseEmbedding(nn.Module):
             ...     if following is not None:
             ...         embedding.prefetch(following)
         """
-        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
-        keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
+        bags, keys = self._bags(ids, offsets)
         if self.padding_idx is not None:
             keys = keys[bags.ids != self.padding_idx]
         self.lookup.prefetch(np.ascontiguousarray(keys))
@@ -224,6 +222,10 @@ class SparseEmbedding(nn.Module):
         return f"{self.dim}, name={self.name!r}, combiner={self.combiner!r}, num_slots={self.num_slots}"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _bags(self, ids: Ids, offsets: Tensor | None) -> tuple[Bags, np.ndarray]:
+        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
+        return bags, keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
 
     def _new_lookup(self, config: SparseTableConfig | None = None) -> RowLookup:
         config = config or self.table_config(Rule("sgd"))

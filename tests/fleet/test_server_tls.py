@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,19 +17,10 @@ from fleet.ps._client_config import ClientConfig
 from fleet.ps._transport import SocketTransport, TlsConnection
 from tests.fleet.ps.service import serving, silent
 from tests.fleet.test_server_job import make_adagrad, served, strategy
+from tests.helpers.certificates import make_certificate
 from tests.helpers.served import batches, run_job, train
 
 FILES = {"FLEET_PS_CERT": "cert.pem", "FLEET_PS_KEY": "key.pem", "FLEET_PS_CA": "cert.pem"}
-
-
-def make_certificate(folder: Path, address: str = "127.0.0.1") -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl command to make a certificate with")
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=server"]
-    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
-    names = ["-addext", f"subjectAltName=IP:{address}"]
-    subprocess.run([openssl, "req", "-x509", *kind, *files, *names], check=True, capture_output=True, timeout=30)
 
 
 @pytest.fixture

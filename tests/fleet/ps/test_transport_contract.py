@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from fleet.ps._transport import (
     is_loopback,
     split_endpoint,
 )
+from tests.helpers.certificates import make_certificate
 
 KINDS = ["tcp", "unix", "tls", "local"]
 
@@ -46,17 +45,11 @@ def seam(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[objec
 
 
 def tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl command to make a certificate with")
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    files = ["-keyout", str(folder / "k.pem"), "-out", str(folder / "c.pem")]
-    subprocess.run([openssl, "req", "-x509", *made, *files, *names], check=True, capture_output=True, timeout=30)
+    make_certificate(folder)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(folder / "c.pem", folder / "k.pem")
+    server.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.load_verify_locations(folder / "c.pem")
+    client.load_verify_locations(folder / "cert.pem")
     return server, client
 
 
