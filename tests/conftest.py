@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,10 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
+# One fork server serves the whole run, and only what is named before its first process counts. The processes of a job
+# then start in a fraction of a second: without the last of these, jobs that are killed 20 times took seven times as
+# long and missed their deadline on a slow machine.
+_PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch.optim", "pytest", "tests.helpers.ps_warm"]
 _ALLOWED = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
 
 
@@ -27,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:  # in a shell's background job: the tests' jobs would inherit it
             signal.signal(number, signal.default_int_handler)
+    multiprocessing.set_forkserver_preload(_PRELOAD)
     config.addinivalue_line("markers", "slow: takes more than about ten seconds; the quick run leaves it out")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 

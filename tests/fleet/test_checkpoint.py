@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import stat
@@ -17,7 +18,6 @@ from torch import nn
 from fleet import _checkpoint
 from fleet._checkpoint import known_entries, load, save
 from fleet.errors import CheckpointError, ConfigError
-from tests.helpers.workers import preload
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _save_for_ever(path: str, ready: Any) -> None:
 
 def kill_in_mid_save(path: Path, seed: int) -> None:
     """Kills a process that saves without pause, and checks that the file is whole."""
-    context = preload()
+    context = multiprocessing.get_context("forkserver")
     ready = context.Event()
     process = context.Process(target=_save_for_ever, args=(str(path), ready), daemon=True)
     process.start()

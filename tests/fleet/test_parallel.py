@@ -17,15 +17,10 @@ from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, U
 from fleet.parallel import ParallelEnv, get_rank, get_world_size, spawn
 from tests.fleet.test_starter_fleet import LAUNCHED
 from tests.fleet.test_starters import TORCHRUN
-from tests.helpers.workers import preload, run_workers
+from tests.helpers.workers import run_workers
 
 QUICK: dict[str, Any] = {"backend": "gloo", "start_method": "forkserver"}
 NO_GPU = not torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def _torch_is_loaded_once() -> None:
-    preload()
 
 
 def test_parallel_env_under_the_launcher() -> None:

@@ -1,7 +1,7 @@
 """Starts a few gloo processes on this machine, runs one function in each and returns their results.
 
-Processes come from one fork server that has torch loaded, so that a worker starts in a fraction of a second. The
-fork server itself starts with the first call and ends with the test run.
+Processes come from one fork server, so that a worker starts in a fraction of a second. It starts with the first call,
+imports what ``tests/conftest.py`` names, and ends with the test run.
 
 Example:
     >>> def add(rank, world_size, bias):
@@ -23,16 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from tests.helpers._worker_process import Job, load_result, run_job
 
-__all__ = ["WorkerError", "WorkerTimeout", "free_ports", "preload", "run_workers", "worker_environment"]
+__all__ = ["WorkerError", "WorkerTimeout", "free_ports", "run_workers", "worker_environment"]
 
-_PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "numpy", "pytest"]
 _GRACE_S = 3.0  # after the first failure, for the others to report theirs
 
 
@@ -81,7 +79,7 @@ def run_workers(
     try:
         ports = free_ports(world_size + 1)
         processes = []
-        context = preload()
+        context = multiprocessing.get_context("forkserver")
         with _one_thread():
             for rank in range(world_size):
                 job = Job(
@@ -102,13 +100,6 @@ def run_workers(
         return [load_result(folder, rank) for rank in range(world_size)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def preload() -> ForkServerContext:
-    """Returns the fork server's context, with torch to be loaded once; for tests that start processes themselves."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
 
 
 def worker_environment(rank: int, world_size: int, ports: list[int]) -> dict[str, str]:

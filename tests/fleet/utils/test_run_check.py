@@ -13,7 +13,6 @@ from torch import nn
 
 from fleet.utils import _run_check
 from fleet.utils._run_check import check_parallel, check_single, choose_devices, run_check
-from tests.helpers.workers import preload
 
 CPU = torch.device("cpu")
 
@@ -125,7 +124,6 @@ def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_parallel_check_trains_in_real_processes() -> None:
     """000-03b: init_parallel_env, DataParallel of two layers, Adam, one step."""
-    preload()
     check_parallel(2, "gloo", start_method="forkserver")
 
 
