@@ -30,11 +30,14 @@ def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts CPUs")
 def test_the_command_of_the_documentation() -> None:
     """000-01, 000-03b: the lines in order, from a fresh interpreter; exit status 0."""
-    command = [sys.executable, "-W", "error", "-c", "import fleet; fleet.utils.run_check()"]
+    quiet = "ignore:torch was built for GPUs"  # a CUDA build on a machine without a driver, of which the check warns
+    command = [sys.executable, "-W", "error", "-W", quiet, "-c", "import fleet; fleet.utils.run_check()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=os.getcwd())
     assert done.returncode == 0, done.stderr
+    for_gpus = torch.version.cuda is not None or torch.version.hip is not None
     assert done.stdout.splitlines() == [
         "Running verify fleet program ...",
+        *(["No GPU can be used: checking the CPU."] if for_gpus else []),
         "fleet works well on 1 CPU.",
         "fleet is installed successfully. You can start training with fleet now.",
     ]
