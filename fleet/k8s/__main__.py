@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from fleet.errors import ConfigError, FleetError
 from fleet.k8s._job import PaddleJob, read_job
-from fleet.k8s._objects import Document
 from fleet.k8s._render import TARGETS, render
+from fleet.k8s._yaml import read_documents, write_documents
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,14 +36,23 @@ def read_file(path: str) -> list[PaddleJob]:
     """Returns the jobs of a YAML file, which may hold several documents; ``-`` is standard input."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} cannot be read: it is no text in UTF-8 ({error.reason} at {error.start})."
+        ) from error
+    documents = read_documents(text, path)
     if not documents:
         raise ConfigError(f"{path} holds no document; it takes a PaddleJob.")
-    return [read_job(document) for document in documents]
+    jobs = []
+    for number, document in enumerate(documents, 1):
+        try:
+            jobs.append(read_job(document))
+        except FleetError as error:
+            where = f"{path}, document {number} of {len(documents)}: " if len(documents) > 1 else ""
+            raise type(error)(f"{where}{error}") from error
+    return jobs
 
 
 def _render(jobs: Sequence[PaddleJob], target: str, etcd_server: str | None) -> int:
@@ -54,7 +61,7 @@ def _render(jobs: Sequence[PaddleJob], target: str, etcd_server: str | None) -> 
         raise ConfigError(f"--etcd-server is {etcd_server!r}, and no job in the file has elastic: 1. Leave it out.")
     rendered = [render(job, target, etcd_server) for job in jobs]
     documents = [document for one in rendered for document in one.documents]
-    sys.stdout.write(dump(documents))
+    sys.stdout.write(write_documents(documents))
     for note in dict.fromkeys(note for one in rendered for note in one.notes):
         print(f"note: {note}", file=sys.stderr)
     return 0
@@ -67,18 +74,6 @@ def check_etcd_server(text: str | None) -> None:
         from fleet.launch._etcd_address import read_etcd_address
 
         read_etcd_address(text, Environment(), "--etcd-server")
-
-
-def dump(documents: Iterable[Document]) -> str:
-    """Returns ``documents`` as one YAML text, fields in the order they were written."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes the same object twice rather than an alias."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
 
 
 def _parser() -> argparse.ArgumentParser:

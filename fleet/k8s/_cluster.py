@@ -98,6 +98,9 @@ class Cluster:
             self._write_size(action.name, action.body["replicas"])
         elif action.verb == CLEAN:
             self._forget_job(action.name)
+        elif action.verb == PATCH and action.kind == "PodGroup":
+            patch = self._custom.patch_namespaced_custom_object
+            self._call(patch, *_at(namespace), action.name, action.body)
         elif action.kind == "PodGroup":
             self._call(self._custom.create_namespaced_custom_object, *_at(namespace), action.body)
         elif action.kind == "Secret":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-from fleet.k8s._job import HOST, PS, WORKER, PaddleJob
+from fleet.k8s._job import HOST, PS, WORKER, PaddleJob, check_list_size
 
 FIRST_PORT = 36000
 PORTS_PER_POD = 20
@@ -64,6 +64,8 @@ def plan_variables(job: PaddleJob, hosts: Mapping[str, Sequence[str]]) -> dict[s
         if job.with_gloo:
             variables["PADDLE_GLOO_RENDEZVOUS"] = HTTP_RENDEZVOUS
             variables["PADDLE_GLOO_HTTP_ENDPOINT"] = _join(servers[:1], port + _GLOO_OFFSET)
+    for role, name in ((WORKER, "PADDLE_TRAINER_ENDPOINTS"), (PS, "PADDLE_PSERVERS_IP_PORT_LIST")):
+        check_list_size(role, len(hosts.get(role, ())), len(variables.get(name, "")))
     return variables
 
 

@@ -25,6 +25,8 @@ RESERVED = (
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _LONGEST_LABEL = 63
 _MAX_REPLICAS = 10000
+_LONGEST_ADDRESS = len("255.255.255.255")
+_VARIABLE_BYTES = 131072 - 100  # MAX_ARG_STRLEN of Linux holds name and value
 _SPEC = ("cleanPodPolicy", "schedulingPolicy", "intranet", "withGloo", "elastic", PS, WORKER, HETER)
 _RESTART = ("Always", "OnFailure", "Never")
 _ROLE = ("replicas", "requests", "limits", "template")
@@ -138,6 +140,7 @@ def _check_together(job: PaddleJob) -> None:
             "spec.elastic is 1 in a job with ps: servers that are started anew have lost their parameters. Leave "
             "elastic out, or leave ps out."
         )
+    _check_sizes(job)
     for role in job.roles:
         scheduler = role.pod_spec.get("schedulerName")
         if job.uses_volcano and scheduler not in (None, VOLCANO):
@@ -150,6 +153,42 @@ def _check_together(job: PaddleJob) -> None:
                 f"spec.{role.name}.template.spec.hostNetwork is true and spec.intranet is "
                 f"{job.intranet or POD_IP!r}. Write intranet: Host."
             )
+
+
+def _check_sizes(job: PaddleJob) -> None:
+    """Checks what follows from the number of pods."""
+    pods = sum(role.replicas for role in job.roles)
+    least = (job.scheduling or {}).get("minAvailable", 1)
+    if least > pods:
+        raise ConfigError(
+            f"spec.schedulingPolicy.minAvailable is {least} and the job has {pods} pods: Volcano would never start "
+            f"them. Write at most {pods}, or leave it out for all."
+        )
+    if job.intranet == SERVICE:
+        check_service_name(job.name, "spec.intranet is Service")
+    for role in job.roles:
+        longest = len(f"{job.name}-{role.name}-{role.replicas - 1}") if job.intranet == SERVICE else _LONGEST_ADDRESS
+        if not job.is_elastic:
+            check_list_size(role.name, role.replicas, role.replicas * (longest + len(":36000,")))
+
+
+def check_service_name(name: str, reason: str) -> None:
+    """Raises ConfigError where ``name`` cannot begin the name of a service, which takes a letter there."""
+    if not name[0].isalpha():
+        raise ConfigError(
+            f"metadata.name is {name!r} and {reason}: the pods get services, whose names begin with a letter. Choose "
+            "such a name."
+        )
+
+
+def check_list_size(role: str, replicas: int, num_bytes: int) -> None:
+    """Raises ConfigError where the addresses of a role do not fit into one variable of a process."""
+    if num_bytes >= _VARIABLE_BYTES:
+        raise ConfigError(
+            f"spec.{role}.replicas is {replicas}: a variable with the addresses of all has about {num_bytes} bytes, "
+            f"and a process takes {_VARIABLE_BYTES} at most in one. Use fewer pods"
+            + (" with more devices each, or a job with elastic: 1, which has no such list." if role == WORKER else ".")
+        )
 
 
 def _role(name: str, value: object) -> Role:
@@ -174,18 +213,45 @@ def _role(name: str, value: object) -> Role:
         for key in ("name", "image"):
             if not isinstance(container.get(key), str) or not container[key]:
                 raise ConfigError(f"{where}.containers[{i}].{key} is {container.get(key)!r}; it takes a text.")
+        _check_lists(container, f"{where}.containers[{i}]")
     _check_variables(containers[0], f"{where}.containers[0].env")
+    _check_place(template, name)
     if pod.get("restartPolicy") not in (None, *_RESTART):
         raise ConfigError(f"{where}.restartPolicy is {pod['restartPolicy']!r}; it takes {', '.join(_RESTART)}.")
     return Role(name=name, replicas=replicas, requests=requests, limits=limits, template=template)
 
 
+def _check_lists(container: Mapping[str, Any], where: str) -> None:
+    """Checks what is added to, or read, when pods are made of the template."""
+    for key in ("env", "envFrom", "ports"):
+        listed = container.get(key) or []
+        if not isinstance(listed, list):
+            raise ConfigError(f"{where}.{key} is {listed!r}; it takes a list.")
+        for i, item in enumerate(listed):
+            name = _mapping(item, f"{where}.{key}[{i}]").get("name")
+            if key == "env" and (not isinstance(name, str) or not name):
+                raise ConfigError(f"{where}.env[{i}].name is {name!r}; it takes the name of a variable.")
+    resources = _mapping(container.get("resources") or {}, f"{where}.resources")
+    _mapping(resources.get("limits") or {}, f"{where}.resources.limits")
+
+
+def _check_place(template: Mapping[str, Any], name: str) -> None:
+    """Checks what says where a pod belongs: its metadata, and the names that the job gives each pod."""
+    where = f"spec.{name}.template"
+    metadata = _mapping(template.get("metadata") or {}, f"{where}.metadata")
+    for key in ("labels", "annotations"):
+        _mapping(metadata.get(key) or {}, f"{where}.metadata.{key}")
+    for key in ("hostname", "subdomain"):
+        if template["spec"].get(key) is not None:
+            raise ConfigError(
+                f"{where}.spec.{key} is {template['spec'][key]!r}, and the job names each pod JOB-{name}-N. Leave it "
+                "out."
+            )
+
+
 def _check_variables(container: Mapping[str, Any], where: str) -> None:
-    listed = container.get("env") or []
-    if not isinstance(listed, list):
-        raise ConfigError(f"{where} is {listed!r}; it takes a list of name and value.")
-    for item in listed:
-        if _mapping(item, where).get("name") in RESERVED:
+    for item in container.get("env") or []:
+        if item["name"] in RESERVED:
             raise ConfigError(
                 f"{where} sets {item['name']}, which the job sets for each pod. Leave it out; spec.intranet chooses "
                 "what pods call each other by, spec.withGloo the exchange of host arrays."

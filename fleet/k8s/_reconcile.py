@@ -198,8 +198,13 @@ def _plan_size(job: PaddleJob, observed: Observed) -> list[Action]:
         return [Action(verb=CREATE, kind="ConfigMap", name=job.name, body=config_map)]
     if (observed.config_map.get("data") or {}).get(ELASTIC_NP) == size:
         return []
+    group = []
+    if observed.pod_group is not None:  # with the old number, Volcano would never start a pod that is made anew
+        body = {"spec": {"minMember": plan_pod_group(job)["spec"]["minMember"]}}
+        group = [Action(verb=PATCH, kind="PodGroup", name=job.name, body=body)]
     return [
         Action(verb=SCALE, kind="etcd", name=elastic_job_id(job), body={"replicas": job.worker.replicas}),
+        *group,
         Action(verb=PATCH, kind="ConfigMap", name=job.name, body={"data": {ELASTIC_NP: size}}),
     ]
 

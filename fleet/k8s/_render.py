@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.k8s._contract import ELASTIC_NP, plan_variables, pod_name
-from fleet.k8s._job import HOST, NEVER, POD_IP, SERVICE, PaddleJob
+from fleet.k8s._job import HOST, NEVER, POD_IP, SERVICE, PaddleJob, check_service_name, is_label
 from fleet.k8s._objects import (
     JOB_SECRET,
     SECRET_FIELD,
@@ -21,7 +21,7 @@ from fleet.k8s._objects import (
     secret_variables,
 )
 from fleet.k8s._render_jobset import plan_jobset
-from fleet.k8s._render_trainjob import plan_trainjob
+from fleet.k8s._render_trainjob import NODE, plan_trainjob
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def render(job: PaddleJob, target: str, etcd_server: str | None = None) -> Rende
     if target not in TARGETS:
         raise ConfigError(f"--to is {target!r}; it takes {', '.join(TARGETS)}.{did_you_mean(target, TARGETS)}")
     _check_clean_pod_policy(job, target)
+    _check_names(job, target)
     documents = TARGETS[target](job, etcd_server)
     return Rendered(tuple(documents), tuple(_notes(job, target)))
 
@@ -64,6 +65,24 @@ def _check_clean_pod_policy(job: PaddleJob, target: str) -> None:
         f"spec.cleanPodPolicy is {job.clean_pod_policy!r} and cannot be translated to {target}: {instead}. Write "
         "Never, or run the job with the operator."
     )
+
+
+def _check_names(job: PaddleJob, target: str) -> None:
+    """Checks the names that the cluster makes from the job's.
+
+    A pod of a JobSet, which a TrainJob is too, is called NAME-ROLE-0-INDEX and five random characters.
+    """
+    check_service_name(job.name, f"--to is {target}")
+    if target == "pods":
+        return
+    for role in job.roles:
+        part = role.name if target == "jobset" else NODE
+        longest = f"{job.name}-{part}-0-{role.replicas - 1}-xxxxx"
+        if not is_label(longest):
+            raise ConfigError(
+                f"metadata.name is {job.name!r}: its pods would be called like {longest!r}, which has {len(longest)} "
+                f"characters, and a {target} takes 63. Choose a name that is {len(longest) - 63} shorter."
+            )
 
 
 def _notes(job: PaddleJob, target: str) -> list[str]:

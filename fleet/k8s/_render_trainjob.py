@@ -10,7 +10,7 @@ from fleet.k8s._job import HOST, PaddleJob
 from fleet.k8s._objects import LABEL_JOB, Document, restart_policy, secret_variables
 
 # Kubeflow's controller finds the trainer by this label and by this name of its container.
-_STEP_LABEL, _NODE = "trainer.kubeflow.org/trainjob-ancestor-step", "node"
+_STEP_LABEL, NODE = "trainer.kubeflow.org/trainjob-ancestor-step", "node"
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 _TORCHRUN = re.compile(r"PET_(NNODES|NPROC_PER_NODE|NODE_RANK|MASTER_ADDR|MASTER_PORT)")
 
@@ -25,13 +25,13 @@ def plan_trainjob(job: PaddleJob, etcd_server: str | None) -> list[Document]:
     worker = job.worker
     template = copy.deepcopy(dict(worker.template))
     container = template["spec"]["containers"][0]
-    container["name"] = _NODE
+    container["name"] = NODE
     container["env"] = [*(container.get("env") or []), *secret_variables(job, container, needed=False)]
     processes = gpus(container) or 1
     template["spec"]["restartPolicy"] = restart_policy(job, worker)
     metadata = {"name": job.name, "namespace": job.namespace, "labels": {**job.labels, LABEL_JOB: job.name}}
     node = {
-        "name": _NODE,
+        "name": NODE,
         "template": {
             "metadata": {"labels": {_STEP_LABEL: "trainer"}},
             "spec": {"backoffLimit": 0, "template": {k: v for k, v in template.items() if k in ("metadata", "spec")}},

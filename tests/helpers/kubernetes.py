@@ -127,14 +127,14 @@ def job_templates(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def golden_text(name: str, target: str) -> str:
     """Returns the translation of an example as text; a refusal is its message."""
-    from fleet.k8s.__main__ import dump
+    from fleet.k8s._yaml import write_documents
 
     try:
         made = render(read_job(example(name)), target)
     except UnsupportedOptionError as error:
         return f"{error}\n"
     notes = "".join(f"# note: {note}\n" for note in made.notes)
-    return notes + dump(made.documents)
+    return notes + write_documents(made.documents)
 
 
 def golden_path(name: str, target: str) -> Path:

@@ -56,6 +56,20 @@ def test_files_that_are_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert message in capsys.readouterr().err
 
 
+def test_which_document_of_several_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(yaml.safe_dump_all([job_document(name="a"), job_document(name="b", elastic=3)]))
+    assert main(["check", str(path)]) == 2
+    assert f"{path}, document 2 of 2: spec.elastic is 3" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"kind: \xff")
+    assert main(["check", str(path)]) == 2
+    assert "cannot be read: it is no text in UTF-8" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "absent.yaml"]) == 2
     assert "absent.yaml cannot be read" in capsys.readouterr().err

@@ -78,8 +78,10 @@ class World:
             self.config_map["data"] |= action.body["data"]
         elif action.kind == "ConfigMap":
             self.config_map = copy.deepcopy(action.body)
+        elif action.kind == "PodGroup" and self.pod_group is not None:
+            self.pod_group["spec"] |= action.body["spec"]
         elif action.kind == "PodGroup":
-            self.pod_group = action.body
+            self.pod_group = copy.deepcopy(action.body)
         elif action.kind == "Secret":
             assert "data" not in action.body
             assert "stringData" not in action.body  # nothing secret goes through a plan, which may be logged

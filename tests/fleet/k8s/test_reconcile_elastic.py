@@ -53,6 +53,18 @@ def test_an_edit_of_replicas_scales_an_elastic_job() -> None:
     assert (world.sizes, list(world.pods), world.phase) == ([3, 1], ["demo-worker-0"], "Running")
 
 
+def test_an_edit_of_replicas_reaches_the_group_of_volcano() -> None:
+    """004-17: with the old number, a pod that is made anew after a job shrank would never start."""
+    world = World(job(3, elastic=1, schedulingPolicy={"queue": "q"}))
+    world.step()
+    world.set(UP)
+    world.settle()
+    world.document["spec"]["worker"]["replicas"] = 2
+    assert world.step()[:3] == ["scale etcd default-demo", "patch PodGroup demo", "patch ConfigMap demo"]
+    assert world.pod_group is not None
+    assert world.pod_group["spec"] == {"minMember": 2, "queue": "q"}
+
+
 def test_what_an_earlier_job_of_this_name_left_on_etcd_is_removed_once() -> None:
     """004-16, 004-17: its record says "complete" for ten minutes, and the new job's launchers would exit with 0."""
     world = World(job(2, elastic=1))

@@ -184,3 +184,19 @@ def test_trainjobs_start_one_process_for_each_gpu() -> None:
     document["spec"]["worker"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = 8
     assert made("trainjob", document).documents[1]["spec"]["trainer"]["numProcPerNode"] == 8
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "said"),
+    [
+        ("1a", "pods", "and --to is pods: the pods get services"),
+        ("1a", "jobset", "and --to is jobset: the pods get services"),
+        ("a" * 50, "jobset", "has 67 characters, and a jobset takes 63. Choose a name that is 4 shorter"),
+        ("a" * 50, "trainjob", "has 65 characters, and a trainjob takes 63. Choose a name that is 2 shorter"),
+    ],
+)
+def test_names_that_the_target_would_refuse_later(name: str, target: str, said: str) -> None:
+    """000-25: JobSet makes host names of job, role, index and five random characters; services begin with a letter."""
+    with pytest.raises(ConfigError, match=said):
+        made(target, name=name)
+    assert made("pods", name="a" * 50).documents

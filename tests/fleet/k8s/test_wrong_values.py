@@ -53,6 +53,17 @@ def place(document: dict[str, Any], where: str) -> dict[str, Any]:
         (CONTAINER, "image", None),
         (CONTAINER, "env", 3),
         (CONTAINER, "env", [{"name": "PADDLE_TRAINER_ID", "value": "1"}]),
+        (CONTAINER, "env", [{"value": "1"}]),
+        (CONTAINER, "env", ["A=1"]),
+        (CONTAINER, "envFrom", {"configMapRef": {"name": "x"}}),
+        (CONTAINER, "ports", "80"),
+        (CONTAINER, "resources", "2"),
+        (CONTAINER, "resources", {"limits": ["x"]}),
+        (POD, "hostname", "a"),
+        (POD, "subdomain", "a"),
+        (f"{ROLE}.template", "metadata", "x"),
+        (f"{ROLE}.template", "metadata", {"labels": ["x"]}),
+        (f"{ROLE}.template", "metadata", {"annotations": "x"}),
     ],
 )
 def test_a_field(where: str, name: str, value: object) -> None:
@@ -64,11 +75,34 @@ def test_a_field(where: str, name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("minAvailable", 0), ("queue", 3), ("priorityClass", 3), ("minResources", 3), ("minMember", 3)]
+    ("name", "value"),
+    [
+        ("minAvailable", 0),
+        ("minAvailable", 3),
+        ("queue", 3),
+        ("priorityClass", 3),
+        ("minResources", 3),
+        ("minMember", 3),
+    ],
 )
 def test_a_field_of_the_scheduling_policy(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"spec\.schedulingPolicy\.{name}"):
         read_job(job_document(schedulingPolicy={name: value}))
+
+
+@pytest.mark.parametrize("fields", [{"intranet": "Service"}, {"intranet": "PodIP"}])
+def test_more_pods_than_a_variable_can_name(fields: dict[str, Any]) -> None:
+    """Linux takes 128 KiB in one variable of a process; the containers of such a job would never start."""
+    with pytest.raises(ConfigError, match=r"spec\.worker\.replicas is 7000: .* a process takes 130972 at most"):
+        read_job(job_document(7000, **fields))
+    assert read_job(job_document(5000, **fields)).worker.replicas == 5000
+    assert read_job(job_document(7000, elastic=1)).worker.replicas == 7000
+
+
+def test_services_begin_with_a_letter() -> None:
+    assert read_job(job_document(name="1a")).name == "1a"
+    with pytest.raises(ConfigError, match=r"metadata\.name is '1a' and spec\.intranet is Service"):
+        read_job(job_document(name="1a", intranet="Service"))
 
 
 @pytest.mark.parametrize(
