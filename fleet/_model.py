@@ -61,6 +61,7 @@ class FleetModel(nn.Module):
         object.__setattr__(self, "_redirected", False)
         object.__setattr__(self, "_observer", observer)
         self._modules["module"] = module
+        self.register_load_state_dict_pre_hook(_enter_module)
         self.rewrap(chain)
 
     def rewrap(self, chain: nn.Module) -> None:
@@ -300,3 +301,9 @@ def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _enter_module(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Leads a state that a module around ``model`` loads, under the user's names, to the user's module."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.elastic._faults import Faults
-from fleet.elastic._folder import remove_leftovers, worker_part
+from fleet.elastic._folder import candidates, read_entry, remove_leftovers, worker_part
 from fleet.elastic._restore import Found, Restore
 from fleet.elastic._running import running_session
 from fleet.elastic._sampler import ElasticSampler
 from fleet.elastic._state import (
     from_bytes,
     has_own_state,
+    kinds_of,
     optimizer_state,
     take_model,
     take_optimizer,
@@ -92,6 +94,11 @@ class Checkpoint:
         _check_arguments(path, model, optimizer, scheduler, data, keep, every, epoch)
         _check_switch("Checkpoint", "asynchronous", asynchronous)
         self.path = Path(os.path.abspath(path))
+        if any(other.path == self.path for other in session.checkpoints):
+            raise ConfigError(
+                f"Checkpoint(path={os.fspath(path)!r}): another Checkpoint of this program is open on this folder, and "
+                "each would remove the other's checkpoints. Give each a folder, or close() the other one first."
+            )
         self.epoch, self.keep, self.every = epoch, keep, every
         self.extra: dict[str, Any] = {}
         self._session = session
@@ -99,7 +106,7 @@ class Checkpoint:
         self._asynchronous, self._background = asynchronous, Background()
         self._counted_from = session.num_steps
         self._saved_at = 0
-        self._has_written = False
+        self._has_written = self._has_resumed = False
         environment = Environment()
         self._faults = Faults.read(
             environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
@@ -130,7 +137,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: it could not be written, or with ``asynchronous`` the one before; on every worker.
-            ConfigError: the workers are at different steps or positions, or a state holds more than plain data.
+            ConfigError: the workers are at different steps or positions, or the folder holds checkpoints and
+                ``resume`` was not called, so that they are those of another training.
         """
         if epoch is not None:
             _check_number("Checkpoint.save", "epoch", epoch, 0)
@@ -160,6 +168,7 @@ class Checkpoint:
         self._raise_on_all(self._background.finish())
         restore = Restore(self._session, self.path)
         found = restore.find()
+        self._has_resumed = True
         if found is not None:
             self._load(restore, found)
         self._session.beat()
@@ -189,6 +198,7 @@ class Checkpoint:
         chain = self._chain
         report = {
             "error": error,
+            "stranger": self._stranger(),
             "step": self.step,
             "own": chain is not None and has_own_state(chain) and self._session.world_size > 1,
             "token": secrets.token_hex(6),
@@ -197,11 +207,22 @@ class Checkpoint:
         }
         reports = [from_bytes(data) for data in self._session.util.all_gather(to_bytes(report))]
         _raise_first([found["error"] for found in reports], "the checkpoint before was not written")
+        _check_stranger(self.path, reports[0]["stranger"])
         _check_same("step", [found["step"] for found in reports])
         if isinstance(self._data, ElasticSampler):
             for name in ("epoch", "done"):
                 _check_same(f"data position ({name})", [found["data"][name] for found in reports])
         return reports
+
+    def _stranger(self) -> str:
+        """Returns, on worker 0, the name of a checkpoint in the folder that this training does not continue."""
+        if self._session.global_rank or self._has_written or self._has_resumed:
+            return ""
+        with contextlib.suppress(CheckpointError):  # a folder that cannot be read is reported where it is written
+            for path in candidates(self.path):
+                with contextlib.suppress(CheckpointError):
+                    return read_entry(path).path.name
+        return ""
 
     def _plan(self, reports: Sequence[dict[str, Any]]) -> Write:
         """Takes the state; a collective call."""
@@ -246,6 +267,7 @@ class Checkpoint:
             "world_size": self._session.world_size,
             "k_steps": max((window["k_steps"] for window in windows(state).values()), default=1),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "kinds": kinds_of(self._chain, self._scheduler),
             "extra": dict(self.extra),
             "workers": [{"data": found["data"], "random": found["random"]} for found in reports],
         }
@@ -270,6 +292,14 @@ def _raise_first(errors: Sequence[str], what: str) -> None:
     for rank, error in enumerate(errors):
         if error.strip():
             raise CheckpointError(f"Checkpoint: {what}; worker {rank}: {error}")
+
+
+def _check_stranger(folder: Path, name: str) -> None:
+    if name:
+        raise ConfigError(
+            f"Checkpoint.save(): {str(folder)!r} holds {name} of an earlier training, and resume() was not called; a "
+            "restart would load that one. Call resume() before the first step, or name another folder."
+        )
 
 
 def _check_same(name: str, values: Sequence[Any]) -> None:

@@ -223,10 +223,15 @@ def parse_part(file: BinaryIO, label: str) -> Any:
         raise CheckpointError(f"{label} cannot be read ({f'{error}'.splitlines()[0][:200]})") from error
 
 
-def prune(folder: Path, keep: int, meet: Callable[[str], None]) -> None:
-    """Removes the oldest checkpoints beyond the ``keep`` newest whole ones; damaged ones stay for a person to see."""
+def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -> None:
+    """Removes the oldest checkpoints beyond the ``keep`` newest whole ones; damaged ones stay for a person to see.
+
+    They are counted from ``written``, the one just published. A later one is damaged in a way that only its sum would
+    tell, for training did not continue from it; it does not push out the ones that are whole.
+    """
     whole = []
-    for path in candidates(folder):
+    found = candidates(folder)
+    for path in found[found.index(written) :] if written in found else ():
         try:
             whole.append(read_entry(path).path)
         except CheckpointError:

@@ -20,6 +20,7 @@ from fleet.elastic._folder import Entry, candidates, open_part, parse_part, read
 from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
 from fleet.elastic._state import (
     Mean,
+    kinds_of,
     module_of,
     optimizer_state,
     put_model,
@@ -89,6 +90,7 @@ class Restore:
     def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
         """Puts model, optimizer and scheduler back; returns the rest. Raises CheckpointError when they do not fit."""
         declared = declared_scales(optimizer)
+        self._check_kinds(found, kinds_of(optimizer, scheduler))
         try:
             if found.part is not None:
                 put_model(model, found.part["model"])
@@ -111,6 +113,15 @@ class Restore:
             now = max((w["k_steps"] for w in windows(optimizer_state(optimizer)).values()), default=1)
             warn_of_resize(found.rest, self._session.world_size, now, declared)
         return found.rest
+
+    def _check_kinds(self, found: Found, now: dict[str, str]) -> None:
+        """Raises CheckpointError where the state of one class would be loaded into another, before anything is."""
+        for role, saved in found.rest.get("kinds", {}).items():
+            if now.get(role, saved) != saved:
+                raise CheckpointError(
+                    f"Checkpoint.resume(): {str(self._folder)}/{found.name} was saved with the {role} {saved}, and "
+                    f"this job has {now[role]}. Continue with {saved}, or start in a folder of its own."
+                )
 
     def data_of(self, rest: dict[str, Any], is_shared: bool) -> Any:
         """Returns the position in the data for this worker; raises CheckpointError when nobody can tell it."""

@@ -61,6 +61,12 @@ def is_synchronised(optimizer: Optimizer) -> bool:
     return True
 
 
+def kinds_of(optimizer: Optimizer | None, scheduler: Any) -> dict[str, str]:
+    """Returns the names of the classes whose states a checkpoint holds; those that are not there have none."""
+    found = {"scheduler": scheduler, "optimizer": getattr(optimizer, "user_optimizer", optimizer)}
+    return {role: type(obj).__name__ for role, obj in found.items() if obj is not None}
+
+
 def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Returns the windows of an optimizer's state in which gradients of several batches are added up, by option."""
     return {k: v for k, v in state.items() if isinstance(v, Mapping) and {"batch", "sums", "k_steps"} <= set(v)}

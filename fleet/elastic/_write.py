@@ -64,9 +64,9 @@ class Write:
         write_manifest(self.staging, self.values, parts)
         self._meet("save.manifest")
         self._meet("save.rename")
-        publish(self.staging, self.folder, self.step)
+        written = publish(self.staging, self.folder, self.step)
         self._meet("save.renamed")
-        prune(self.folder, self.keep, self._meet)
+        prune(self.folder, self.keep, written, self._meet)
 
     def _write_own(self) -> None:
         deadline = time.monotonic() + _VISIBLE_S

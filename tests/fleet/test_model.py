@@ -93,6 +93,17 @@ def test_set_state_dict_ignores_entries_that_are_not_the_modules(net: Net, model
         model.load_state_dict(state)
 
 
+def test_a_module_around_it_loads_what_it_saved(net: Net, model: FleetModel) -> None:
+    """004-08: the state of a ModuleDict of it has the user's names, and they are found again."""
+    outer = nn.ModuleDict({"a": model, "b": nn.Linear(2, 2)})
+    state = {name: torch.full_like(value, 2.0) for name, value in outer.state_dict().items()}
+    assert "a.fc.weight" in state
+    outer.load_state_dict(state)
+    assert net.fc.weight.eq(2.0).all()
+    with pytest.raises(RuntimeError, match="fd"):
+        outer.load_state_dict({**state, "a.fd.weight": torch.zeros(1)})
+
+
 def test_attributes_reach_the_users_module(net: Net, model: FleetModel) -> None:
     """Reading, assigning, deleting attributes and calling methods act on the user's module."""
     assert model.width == 2

@@ -148,6 +148,65 @@ def test_only_the_newest_stay_and_leftovers_go(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["my notes", "step-0000000012", "step-0000000012.1"]
 
 
+def test_a_damaged_later_checkpoint_does_not_push_out_what_is_written_after_it(tmp_path: Path) -> None:
+    """004-08: its length is right, so only its sum tells; with it counted, keep=1 removed every new checkpoint."""
+    Training(tmp_path, keep=1).run(1, stop_at=7)
+    spoil(tmp_path / "step-0000000007", "flipped")
+    again = Training(tmp_path, keep=1, every=1)
+    with pytest.warns(UserWarning, match="step-0000000007"):
+        assert not again.checkpoint.resume()
+    again.run(1, stop_at=3)
+    assert saved(tmp_path) == ["step-0000000003", "step-0000000007"]
+
+
+def test_a_new_training_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
+    """Its checkpoints would be older than those that are there, so they would be removed, or never loaded."""
+    Training(tmp_path).run(1, stop_at=7)
+    with pytest.raises(
+        ConfigError, match=r"holds step-0000000007 of an earlier training, and resume\(\) was not called"
+    ):
+        Training(tmp_path).run(1, stop_at=2)
+    assert saved(tmp_path) == ["step-0000000007"]
+
+
+def test_two_checkpoints_of_one_program_take_two_folders(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with pytest.raises(ConfigError, match="another Checkpoint of this program is open on this folder"):
+        fleet.elastic.Checkpoint(f"{tmp_path}/.", training.model)
+    training.checkpoint.close()
+    fleet.elastic.Checkpoint(tmp_path, training.model).close()
+
+
+@pytest.mark.parametrize("role", ["optimizer", "scheduler"])
+def test_the_state_of_another_class_is_refused(role: str, tmp_path: Path) -> None:
+    """StepLR's entries in a OneCycleLR would change nothing but its counters; Adam cannot go on from SGD."""
+    Training(tmp_path).run(1, stop_at=2)
+    again = Training(tmp_path / "other")
+    optimizer = torch.optim.Adam(again.model.parameters()) if role == "optimizer" else again.optimizer
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(again.optimizer, 0.9)
+    checkpoint = fleet.elastic.Checkpoint(tmp_path, again.model, optimizer, scheduler if role == "scheduler" else None)
+    before = again.numbers()
+    saved_with = {"optimizer": "SGD, and this job has Adam", "scheduler": "MultiStepLR, and this job has ExponentialLR"}
+    with pytest.raises(CheckpointError, match=f"was saved with the {role} {saved_with[role]}"):
+        checkpoint.resume()
+    assert equal(again.numbers(), before)
+
+
+def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
+    """A model and its moving average, the model as distributed_model returned it."""
+    training = Training(tmp_path / "unused")
+    both = torch.nn.ModuleDict({"net": training.model, "mean": torch.optim.swa_utils.AveragedModel(training.model)})
+    checkpoint = fleet.elastic.Checkpoint(tmp_path / "both", both, training.optimizer)
+    training.step(torch.ones(2))
+    checkpoint.save(epoch=1)
+    wanted = {name: value.clone() for name, value in both.state_dict().items()}
+    with torch.no_grad():
+        for parameter in both.parameters():
+            parameter.zero_()
+    assert checkpoint.resume()
+    assert all(torch.equal(value, wanted[name]) for name, value in both.state_dict().items())
+
+
 def test_the_newest_of_one_step_is_the_last_one(tmp_path: Path) -> None:
     training = Training(tmp_path).run(1, stop_at=2)
     training.checkpoint.extra["best"] = 0.75
