@@ -61,7 +61,7 @@ class FleetModel(nn.Module):
         object.__setattr__(self, "_redirected", False)
         object.__setattr__(self, "_observer", observer)
         self._modules["module"] = module
-        self.register_load_state_dict_pre_hook(_enter_module)
+        self.register_load_state_dict_pre_hook(_enter_module)  # type: ignore[no-untyped-call]
         self.rewrap(chain)
 
     def rewrap(self, chain: nn.Module) -> None:
