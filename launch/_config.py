@@ -30,6 +30,7 @@ from fleet.launch._script import read_script
 from fleet.launch._settings import Settings, launcher_environment, read_settings
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_LONGEST_NAME = 200
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _SECRET_BYTES = 32
 PROGRAM = "python -m fleet.launch"
@@ -153,6 +154,11 @@ def check_name(name: str, source: str) -> str:
         raise ConfigError(
             f"{source} is {name!r}; it takes letters, digits, '.', '_' and '-' only, because it names "
             "log files and keys."
+        )
+    if len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"{source} is {name!r}, of {len(name)} characters; it takes {_LONGEST_NAME} at most, because it names "
+            "log files."
         )
     return name
 

@@ -108,6 +108,12 @@ def _run(arguments: argparse.Namespace, environment: Environment) -> int:
     return 0
 
 
+def _state_word(world: _world.World) -> str:
+    """Returns the state of the job; "over" is a job that will not start again, not one whose nodes still come."""
+    starts_again = world.state == _world.OVER and (world.reason is None or world.reason.restart)
+    return "waiting for nodes" if starts_again else world.state
+
+
 def read_np(text: str) -> tuple[int, int]:
     """Returns MIN and MAX of ``N`` or ``MIN:MAX``; raises ConfigError for anything else.
 
@@ -176,8 +182,8 @@ class ElasticJob:
         view = self._store.read(self._prefix)
         world, nodes = self._world(view), _world.read_nodes(view)
         lines = [
-            f"job {self._job_id}: {world.state}, generation {world.generation}, wants {wanted_text(world)} nodes, "
-            f"{world.restarts} restarts"
+            f"job {self._job_id}: {_state_word(world)}, generation {world.generation}, "
+            f"wants {wanted_text(world)} nodes, {world.restarts} restarts"
         ]
         if world.reason is not None:
             lines.append(f"last end: {world.reason.kind}: {world.reason.text}")

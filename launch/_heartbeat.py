@@ -126,7 +126,8 @@ class Heartbeats:
                 self._log.file_only("\n".join([f"All threads of rank {pulse.rank}:", *lines]))
         chosen.process.kill_reason = (
             f"The launcher killed it: it had not finished step {chosen.step + 1} for "
-            f"{late[chosen.rank]:.0f} s, and --heartbeat_timeout is {self._limit_s:g} s."
+            f"{late[chosen.rank]:.0f} s, and --heartbeat_timeout is {self._limit_s:g} s. If it was "
+            "busy rather than stuck, let it call fleet.heartbeat() in what takes long, or heartbeat(pause=True) before it."
         )
 
     def _report_slow(self) -> None:

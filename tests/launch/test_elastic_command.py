@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from fleet.errors import ConfigError
 from fleet.launch._elastic_command import main, read_np
 from fleet.launch._elastic_world import ElasticRules, first_world
 from fleet.launch._etcd_address import EtcdAddress
-from fleet.launch._world import COMPLETE, FIXED, RUNNING, Node, World, to_json
+from fleet.launch._world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 
@@ -90,6 +91,14 @@ def test_scale_status_and_clean(command: Command) -> None:
     assert "is over (complete)" in command("--np=4", "scale")[1]
     command.put("world", first_world(ElasticRules(min_nodes=1, max_nodes=1)))
     assert command("--np=4", "scale")[0] == 0, "a job that waits for its nodes exists"
+    assert "job J: waiting for nodes, generation 0" in command("status")[1]
+    scaled = Reason(kind="scaled", code=0, node="a", text="3 nodes", restart=True)
+    command.put("world", World(**{**vars(RUNS), "state": OVER, "reason": scaled}))
+    assert "job J: waiting for nodes, generation 3" in command("status")[1]
+    command.put(
+        "world", World(**{**vars(RUNS), "state": OVER, "reason": replace(scaled, kind="failed", restart=False)})
+    )
+    assert "job J: over, generation 3" in command("status")[1]
 
 
 @pytest.mark.parametrize(

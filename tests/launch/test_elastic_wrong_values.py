@@ -30,6 +30,7 @@ def flags(given: dict[str, str]) -> list[str]:
         (OLDER, "np", "4:2", "MIN <= MAX"),
         (OLDER, "np", "2.5", "whole numbers"),
         (OLDER, "job_id", "a/b", "takes letters, digits"),
+        (OLDER, "job_id", "a" * 201, "takes 200 at most"),
         (OLDER, "scale", "x", "whole number"),
         (OLDER, "scale", "-1", "from 0"),
         (OLDER, "force", "maybe", "true or false"),

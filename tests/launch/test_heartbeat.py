@@ -70,6 +70,9 @@ def test_the_rank_that_the_others_wait_for_is_named(
     assert "rank 1 has not finished step 120 for 30 s; it is at /code/train.py:33 in load" in said
     assert "rank 0 waits for other ranks in step 120; it is at /code/train.py:33 in load (inside" in said
     assert said.count("Stack of rank") == 3
+    reason = watched.beats._pulses[1].process.kill_reason
+    assert "step 120 for 30 s, and --heartbeat_timeout is" in reason
+    assert "let it call fleet.heartbeat()" in reason
 
 
 def test_the_rank_that_is_a_step_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
