@@ -127,7 +127,7 @@ class Heartbeats:
         chosen.process.kill_reason = (
             f"The launcher killed it: it had not finished step {chosen.step + 1} for "
             f"{late[chosen.rank]:.0f} s, and --heartbeat_timeout is {self._limit_s:g} s. If it was "
-            "busy rather than stuck, let it call fleet.heartbeat() in what takes long, or heartbeat(pause=True) before it."
+            "busy rather than stuck, let it call fleet.heartbeat() in what takes long, or with pause=True before it."
         )
 
     def _report_slow(self) -> None:

@@ -19,6 +19,7 @@ from fleet.k8s._status import (
     SCALING,
     TERMINATING,
     derive_phase,
+    end_of_pods,
     next_status,
     role_statuses,
 )
@@ -77,7 +78,12 @@ def plan_reconcile(
         if old.get("phase") in FINAL:
             return Plan((), None)
         if observed.pods:  # a running job was edited: it goes on as it is
-            return _with_status([], document, {**old, "message": f"{error} The job goes on as it was."})
+            phase = end_of_pods(observed.pods, is_elastic=document["spec"].get("elastic") == 1)
+            if phase is None:
+                return _with_status([], document, {**old, "message": f"{error} The job goes on as it was."})
+            ended = {"phase": phase, "completionTime": now}
+            message = f"{_end_message(phase, observed.pods)} {error}".strip()
+            return _with_status([], document, {**old, **ended, "message": message})
         ended = {"completionTime": old.get("completionTime") or now}
         return _with_status([], document, {**old, **ended, "phase": FAILED, "message": f"{error}"})
     if old.get("phase") in FINAL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def write_size(server: str | None, job_id: str, replicas: int) -> None:
-    """Sets the number of nodes of the job ``job_id``; a job whose launchers have not started yet has none to set.
+    """Sets the number of nodes of the job ``job_id``.
+
+    A job whose launchers have not met yet gets its record here. Else pods that started before the edit would write the
+    old number into it, and refuse those that were made after it; so their launchers are refused, and their containers
+    start again with the new one.
 
     Args:
         server: host:port of etcd.
@@ -31,10 +36,13 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
             "with --etcd-server host:port."
         )
     from fleet.launch._elastic_job import job_prefix
-    from fleet.launch._world import read_world
+    from fleet.launch._elastic_world import ElasticRules, first_world
+    from fleet.launch._world import WORLD_KEY, read_world, to_json
 
     with _opened(server, job_id) as (store, job):
-        if read_world(store.read(job_prefix(job_id))) is not None:
+        first = json.dumps(to_json(first_world(ElasticRules(min_nodes=replicas, max_nodes=replicas))), sort_keys=True)
+        prefix = job_prefix(job_id)
+        if read_world(store.read(prefix)) is not None or not store.swap(prefix + WORLD_KEY, None, first):
             job.scale(replicas, replicas)
 
 

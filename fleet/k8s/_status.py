@@ -80,6 +80,14 @@ def derive_phase(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]], prev
     return previous or PENDING
 
 
+def end_of_pods(pods: Sequence[Mapping[str, Any]], *, is_elastic: bool) -> str | None:
+    """Returns the phase in which a job has ended whose document is wrong by now; None while it runs."""
+    states = [pod_state(pod) for pod in pods]
+    if "failed" in states and not is_elastic:
+        return FAILED
+    return COMPLETED if states and set(states) == {"succeeded"} else None
+
+
 def _missing(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]]) -> Iterable[bool]:
     return (len(statuses[role.name]["refs"]) != role.replicas for role in job.roles)
 

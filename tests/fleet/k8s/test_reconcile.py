@@ -284,6 +284,25 @@ def test_a_job_that_cannot_be_read_ends_with_the_reason() -> None:
     assert running.step() == []
     assert running.phase == "Running"
     assert "withGloo is 9" in running.document["status"]["message"]
+    running.set(DONE, "demo-worker-0")
+    assert running.step() == []
+    assert running.phase == "Running"
+    running.set(DONE)
+    assert running.step() == []
+    assert running.phase == "Completed"
+    assert running.document["status"]["completionTime"] == NOW
+
+
+def test_a_running_job_that_was_edited_to_something_wrong_can_fail() -> None:
+    world = World(job())
+    world.step()
+    world.set(UP)
+    world.settle()
+    world.document["spec"]["schedulingPolicy"] = {"minAvailable": 7}
+    world.set({"phase": "Failed", "message": "gone"}, "demo-worker-1")
+    world.step()
+    assert world.phase == "Failed"
+    assert world.document["status"]["message"].startswith("The pod demo-worker-1 failed: gone. spec.schedulingPolicy")
 
 
 def test_volcano_gets_a_group_before_the_pods() -> None:

@@ -22,11 +22,19 @@ def test_without_an_address_the_edit_is_refused() -> None:
 
 
 @pytest.mark.skipif(bool(etcd.missing()), reason=etcd.missing() or "no reason")
-def test_a_job_that_has_not_started_has_no_size_to_set(tmp_path: Path) -> None:
-    """004-17: its launchers come with the new size; a job that runs is in test_operator."""
+def test_a_job_that_has_not_started_gets_its_size(tmp_path: Path) -> None:
+    """004-17: pods that started before the edit come with the old one; a job that runs is in test_operator."""
+    from fleet.launch._etcd import EtcdStore
+    from fleet.launch._etcd_address import read_etcd_address
+
     with etcd.Etcd(tmp_path / "etcd") as server:
-        write_size(server.endpoint, "default-demo", 3)
         address = server.endpoint
+        store = EtcdStore(read_etcd_address(address, Environment({})), timeout_s=5.0)
+        for size in (3, 4):
+            write_size(address, "default-demo", size)
+            world = store.read("/paddle/default-demo/").values["world"]
+            assert (world["min_nodes"], world["max_nodes"], world["generation"], world["nodes"]) == (size, size, 0, [])
+        store.close()
     with pytest.raises(LaunchError):
         write_size(address, "default-demo", 3)
 
