@@ -212,10 +212,13 @@ class Session:
         if self.health is not None:
             self.health.after_step(self.num_steps)
 
-    def after_batch(self) -> None:
-        """Writes the checkpoints that are due, and leaves when asked to; called where the loop begins a batch."""
+    def after_batch(self, sampler: object = None) -> None:
+        """Writes the checkpoints that are due, and leaves when asked to; called where a loop begins a batch.
+
+        ``sampler`` is the one whose loop it is, where that is known.
+        """
         for checkpoint in self.checkpoints:
-            checkpoint.save_when_due()
+            checkpoint.save_when_due(sampler)
         if self.health is not None:
             self.health.leave_when_preempted()
 

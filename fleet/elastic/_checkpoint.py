@@ -180,9 +180,14 @@ class Checkpoint:
             self._session.checkpoints.remove(self)
         self._raise_on_all(self._background.finish())
 
-    def save_when_due(self) -> None:
-        """Saves when ``every`` steps have passed since the last one; called between two batches."""
-        if self.every and self.step - self._saved_at >= self.every:
+    def save_when_due(self, sampler: object = None) -> None:
+        """Saves when ``every`` steps have passed since the last one; called between two batches.
+
+        Not in the loop over another sampler than ``data``: a resumed training would begin that evaluation again, with
+        random numbers that it has drawn before.
+        """
+        is_other = isinstance(self._data, ElasticSampler) and sampler is not None and sampler is not self._data
+        if self.every and not is_other and self.step - self._saved_at >= self.every:
             self.save()
 
     @property

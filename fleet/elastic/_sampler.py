@@ -142,11 +142,11 @@ class ElasticSampler(Sampler[int]):
             return
         session.num_loops += 1
         try:
-            session.after_batch()
+            session.after_batch(self)
             for batch in iterator:
                 self.record(batch_size)
                 yield batch
-                session.after_batch()
+                session.after_batch(self)
         finally:
             session.num_loops -= 1
 

@@ -192,6 +192,17 @@ def test_the_state_of_another_class_is_refused(role: str, tmp_path: Path) -> Non
     assert equal(again.numbers(), before)
 
 
+def test_none_is_written_in_the_loop_of_an_evaluation(tmp_path: Path) -> None:
+    """A resumed training would begin the evaluation again, and draw its random numbers twice."""
+    training = Training(tmp_path, every=1)
+    training.step(torch.ones(2))
+    sampler = fleet.elastic.ElasticSampler(range(4))
+    assert len(list(sampler.batches(torch.utils.data.DataLoader(range(4), sampler=sampler)))) == 4
+    assert not list(tmp_path.iterdir())
+    next(training.sampler.batches(training.loader))
+    assert saved(tmp_path) == ["step-0000000001"]
+
+
 def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
     """A model and its moving average, the model as distributed_model returned it."""
     training = Training(tmp_path / "unused")
