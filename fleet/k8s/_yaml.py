@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -69,11 +69,20 @@ _Dumper.add_representer(str, _represent_text)
 def read_documents(text: str, label: str) -> list[Any]:
     """Returns the documents of ``text`` that hold anything; raises ConfigError that begins with ``label``."""
     try:
-        documents = [document for document in yaml.load_all(text, _Loader) if document is not None]  # noqa: S506
+        documents = [document for document in _documents(text) if document is not None]
         json.dumps(documents, default=str, skipkeys=True)  # raises ValueError where an anchor holds its own alias
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{label} is not YAML: {error}") from error
     return documents
+
+
+def _documents(text: str) -> Iterator[Any]:
+    loader: Any = _Loader(text)
+    try:
+        while loader.check_data():
+            yield loader.get_data()
+    finally:
+        loader.dispose()
 
 
 def write_documents(documents: Iterable[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,6 +108,33 @@ def test_services_groups_and_sizes(
     assert (sizes, forgotten) == ([("default-grow", 3)], ["default-grow"])
     assert api.get("ConfigMap", "grow")["data"] == {"PADDLE_ELASTIC_NP": "3"}
     assert [name for name in api.names("Pod") if name.startswith("grow")] == [f"grow-worker-{i}" for i in range(3)]
+
+
+def test_an_edit_reaches_the_group_of_volcano(api: ApiServer, controller: Controller) -> None:
+    """004-17: over HTTP, as a merge patch, which is what custom resources take."""
+    definition = copy.deepcopy(crd())
+    definition["metadata"]["name"] = "podgroups.scheduling.volcano.sh"
+    names = {
+        "kind": "PodGroup",
+        "listKind": "PodGroupList",
+        "plural": "podgroups",
+        "singular": "podgroup",
+        "shortNames": [],
+    }
+    open_ended = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    text = {"type": "string"}
+    fields = {"apiVersion": text, "kind": text, "metadata": open_ended, "spec": open_ended}
+    schema = {"type": "object", "properties": fields}
+    version = {"name": "v1beta1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    definition["spec"] |= {"group": "scheduling.volcano.sh", "names": names, "versions": [version]}
+    api.create(definition)
+    api.create(job_document(3, elastic=1, schedulingPolicy={"queue": "q"}))
+    controller.reconcile("default", "demo")
+    assert api.get("PodGroup", "demo")["spec"] == {"minMember": 3, "queue": "q"}
+    change = {"spec": {"worker": {"replicas": 2}}}
+    api.store.patch(api.resource("PaddleJob"), "default", "demo", change, "")
+    controller.reconcile("default", "demo")
+    assert api.get("PodGroup", "demo")["spec"] == {"minMember": 2, "queue": "q"}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "volcano" not in name])
