@@ -54,6 +54,18 @@ def test_the_strategy_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not same.gradient_merge
 
 
+def test_a_strategy_that_init_has_copied_is_warned_of() -> None:
+    strategy = fleet.DistributedStrategy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keep_global_batch(strategy, workers=1) == 1
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    with pytest.warns(
+        OptionWarning, match=r"fleet\.init\(\) has copied its strategy, so k_steps 2 has no effect there"
+    ):
+        assert keep_global_batch(strategy, workers=2) == 2
+
+
 def test_a_sum_instead_of_an_average_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     workers(monkeypatch, 2)
     strategy = fleet.DistributedStrategy()
