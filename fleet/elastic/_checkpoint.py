@@ -94,11 +94,6 @@ class Checkpoint:
         _check_arguments(path, model, optimizer, scheduler, data, keep, every, epoch)
         _check_switch("Checkpoint", "asynchronous", asynchronous)
         self.path = Path(os.path.abspath(path))
-        if any(other.path == self.path for other in session.checkpoints):
-            raise ConfigError(
-                f"Checkpoint(path={os.fspath(path)!r}): another Checkpoint of this program is open on this folder, and "
-                "each would remove the other's checkpoints. Give each a folder, or close() the other one first."
-            )
         self.epoch, self.keep, self.every = epoch, keep, every
         self.extra: dict[str, Any] = {}
         self._session = session
@@ -106,7 +101,7 @@ class Checkpoint:
         self._asynchronous, self._background = asynchronous, Background()
         self._counted_from = session.num_steps
         self._saved_at = 0
-        self._has_written = self._has_resumed = False
+        self._has_written = self._has_resumed = self._is_superseded = False
         environment = Environment()
         self._faults = Faults.read(
             environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
@@ -137,12 +132,13 @@ class Checkpoint:
 
         Raises:
             CheckpointError: it could not be written, or with ``asynchronous`` the one before; on every worker.
-            ConfigError: the workers are at different steps or positions, or the folder holds checkpoints and
-                ``resume`` was not called, so that they are those of another training.
+            ConfigError: the workers are at different steps or positions, or the folder holds checkpoints that this
+                training does not continue: ``resume`` was not called, or another ``Checkpoint`` has saved since.
         """
         if epoch is not None:
             _check_number("Checkpoint.save", "epoch", epoch, 0)
         _check_switch("Checkpoint.save", "wait", wait)
+        self._take_folder()
         self.epoch = epoch if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
         self._session.beat(pause=True)  # writing may take longer than a step
         reports = self._agree(self._background.finish())
@@ -168,7 +164,7 @@ class Checkpoint:
         self._raise_on_all(self._background.finish())
         restore = Restore(self._session, self.path)
         found = restore.find()
-        self._has_resumed = True
+        self._has_resumed, self._is_superseded = True, False
         if found is not None:
             self._load(restore, found)
         self._session.beat()
@@ -218,6 +214,18 @@ class Checkpoint:
             for name in ("epoch", "done"):
                 _check_same(f"data position ({name})", [found["data"][name] for found in reports])
         return reports
+
+    def _take_folder(self) -> None:
+        """Makes this the one Checkpoint of the program that saves in its folder, until another one resumes there."""
+        if self._is_superseded:
+            raise ConfigError(
+                f"Checkpoint.save(): another Checkpoint of this program has saved in {str(self.path)!r} since, and "
+                "each would remove the other's checkpoints. Give each a folder, or call resume() to continue from what "
+                "is there."
+            )
+        for other in self._session.checkpoints:
+            if other is not self and other.path == self.path:
+                other._is_superseded = True
 
     def _stranger(self) -> str:
         """Returns, on worker 0, the name of a checkpoint in the folder that this training does not continue."""

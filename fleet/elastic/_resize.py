@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.elastic._running import running_session
+from fleet.elastic._running import is_copied
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 
@@ -43,9 +43,9 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
     """Makes an update of the same number of samples as ``workers`` workers make, and returns ``k_steps``.
 
     ``gradient_merge_configs['k_steps']`` of ``strategy`` is read as that of ``workers`` workers, and set to that of
-    the workers there are now. Call it before ``fleet.init(strategy=strategy)``, which copies the strategy, in every
-    start of the job with the same ``workers``; a warning says when it is later. The batch of one worker, and so its
-    memory, stays as it is.
+    the workers there are now. Call it before ``fleet.init`` or ``fleet.distributed_optimizer`` is given the strategy,
+    which they copy, in every start of the job with the same ``workers``; a warning says when it is later. The batch of
+    one worker, and so its memory, stays as it is.
 
     Args:
         strategy: changed in place.
@@ -74,21 +74,20 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
             f"sum over {k_steps} batches instead of {merged} would change the size of every update."
         )
     if k_steps != merged:
-        _warn_when_late(k_steps)
+        if is_copied(strategy):
+            _warn_that_it_is_late(k_steps)
         strategy.gradient_merge = True
         strategy.gradient_merge_configs = {"k_steps": k_steps}
     return k_steps
 
 
-def _warn_when_late(k_steps: int) -> None:
-    if running_session() is not None:
-        warnings.warn(
-            f"keep_global_batch(): fleet.init() has copied its strategy, so k_steps {k_steps} has no effect there. "
-            "Call it before fleet.init(strategy=strategy), or hand the strategy to "
-            "fleet.distributed_optimizer(strategy=...).",
-            OptionWarning,
-            stacklevel=3,
-        )
+def _warn_that_it_is_late(k_steps: int) -> None:
+    warnings.warn(
+        f"keep_global_batch(): fleet.init() or fleet.distributed_optimizer() has copied this strategy, so k_steps "
+        f"{k_steps} has no effect there. Call keep_global_batch() before.",
+        OptionWarning,
+        stacklevel=3,
+    )
 
 
 def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:

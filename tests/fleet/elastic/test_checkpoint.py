@@ -169,12 +169,21 @@ def test_a_new_training_in_the_folder_of_another_is_refused(tmp_path: Path) -> N
     assert saved(tmp_path) == ["step-0000000007"]
 
 
-def test_two_checkpoints_of_one_program_take_two_folders(tmp_path: Path) -> None:
+def test_two_checkpoints_of_one_program_do_not_save_in_one_folder(tmp_path: Path) -> None:
+    """Each would remove the other's; to load what the other has saved, and to go on from there, is no mistake."""
     training = Training(tmp_path)
-    with pytest.raises(ConfigError, match="another Checkpoint of this program is open on this folder"):
-        fleet.elastic.Checkpoint(f"{tmp_path}/.", training.model)
-    training.checkpoint.close()
-    fleet.elastic.Checkpoint(tmp_path, training.model).close()
+    other = fleet.elastic.Checkpoint(f"{tmp_path}/.", training.model)
+    training.checkpoint.save()
+    with pytest.raises(ConfigError, match="another Checkpoint of this program has saved in .* since"):
+        other.save()
+    assert other.resume()
+    training.step(torch.ones(2))
+    training.checkpoint.save()
+    assert other.resume()
+    training.step(torch.ones(2))
+    other.save()
+    with pytest.raises(ConfigError, match=r"Give each a folder, or call resume\(\)"):
+        training.checkpoint.save()
 
 
 @pytest.mark.parametrize("role", ["optimizer", "scheduler"])

@@ -60,10 +60,19 @@ def test_a_strategy_that_init_has_copied_is_warned_of() -> None:
         warnings.simplefilter("error")
         assert keep_global_batch(strategy, workers=1) == 1
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-    with pytest.warns(
-        OptionWarning, match=r"fleet\.init\(\) has copied its strategy, so k_steps 2 has no effect there"
-    ):
+    with pytest.warns(OptionWarning, match="has copied this strategy, so k_steps 2 has no effect there"):
         assert keep_global_batch(strategy, workers=2) == 2
+
+
+def test_a_strategy_for_the_optimizer_is_still_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, strategy = torch.nn.Linear(1, 1), fleet.DistributedStrategy()
+    fleet.init(is_collective=True, log_level="ERROR")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keep_global_batch(strategy, workers=2) == 2
+    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1), strategy)
+    with pytest.warns(OptionWarning, match="has copied this strategy"):
+        assert keep_global_batch(strategy, workers=2) == 4
 
 
 def test_a_sum_instead_of_an_average_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
