@@ -165,7 +165,11 @@ class ServerCalls:
 
         Args:
             threshold: the least score of a row that stays (of tables without accessor: the least number of pushes);
-                ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor.
+                ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor, and
+                leaves tables without one alone. The rows of ``nn.Embedding`` stay unless their table has an accessor.
+
+        Raises:
+            ConfigError: no table has rows to delete in this way; said on every worker, and nothing is deleted.
         """
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
         if threshold is not None and not (number and math.isfinite(threshold) and threshold >= 0):

@@ -159,6 +159,32 @@ class TablePlan:
                         "fleet.init_worker(), or give it a group of its own and set its learning rate to 0."
                     )
 
+    def shrinking(self, threshold: float | None) -> list[SparsePart]:
+        """Returns the tables that a shrink acts on: those whose rows may go, and that have something to decide by.
+
+        Without an accessor rows are kept or not by the number of their pushes, where there is a threshold; those of
+        ``nn.Embedding`` stay, for they began with weights that nobody could make again.
+
+        Raises:
+            ConfigError: there is no such table.
+        """
+        found = [
+            part
+            for part in self.sparse
+            if part.config.accessor is not None
+            or (threshold is not None and not any(isinstance(m, ServedEmbedding) for m in part.modules))
+        ]
+        if found:
+            return found
+        names = [part.config.name for part in self.sparse]
+        rule = (
+            "None takes what the accessors of the tables say, and no table has one. Give the least number of pushes of "
+            "a row that stays, or fleet.SparseEmbedding(accessor=fleet.ps.Accessor())."
+            if threshold is None
+            else "It deletes rows of fleet.SparseEmbedding, and of tables with an accessor; there is none."
+        )
+        raise ConfigError(f"fleet.shrink(threshold={threshold!r}): the sparse tables are {names}. {rule}")
+
     def _check_groups(self) -> None:
         for number, planned in self.planned.items():
             now = _hyper_parameters(GroupPlace(self.optimizer, number)) if self.optimizer is not None else planned

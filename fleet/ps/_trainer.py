@@ -247,12 +247,12 @@ class Trainer:
         self._exchange = self._start_exchange(client)
 
     def shrink(self, threshold: float | None) -> int:
-        """Makes the servers delete rows of every sparse table, once every worker has come here."""
-        client, rows = self.client, 0
+        """Makes the servers delete rows of the tables that say which, once every worker has come here."""
+        client, parts, rows = self.client, self.plan.shrinking(threshold), 0
         self._come_to_save()
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
-            rows = sum(client.alter(part.table_id, "shrink", **fields) for part in self.plan.sparse)
+            rows = sum(client.alter(part.table_id, "shrink", **fields) for part in parts)
         client.barrier(SAVE)
         return rows
 
