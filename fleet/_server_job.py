@@ -38,7 +38,7 @@ from fleet.ps._table_configs import configure_table
 from fleet.ps._table_plan import TablePlan, plan_tables
 from fleet.ps._trainer import Trainer, TrainerConfig
 from fleet.ps._transport import SocketTransport
-from fleet.strategies.a_sync import ASync
+from fleet.strategies.a_sync import ASync, check_hooks
 
 if TYPE_CHECKING:
     from fleet._session import Session
@@ -162,6 +162,7 @@ class ServerJob:
             configure=lambda config: configure_table(config, tables.get(config.name)),
         )
         plan.ids_of(list(tables))  # settings of a table that does not exist are a mistake
+        check_hooks(strategy.served.optimizer, any(part.place is not None for part in plan.sparse))
         return plan
 
     # -- server --------------------------------------------------------------------------------------------------

@@ -139,29 +139,32 @@ class Session:
     def become_served(self) -> None:
         """Makes a single process that trains alone one whose updates happen on servers.
 
+        What works in both kinds of job (amp, recompute and the like) stays around the models as it is.
+
         Raises ConfigError when options are on that belong to collective training, which has begun already.
         """
-        if [step.name for step in self.plan.steps if step.name != "check_nan_inf"]:  # a worker of servers checks itself
+        if strange := [step.name for step in self.plan.steps if not step.in_ps_job]:
             raise ConfigError(
-                f"fleet.init_worker(): the job has no servers and trains with {self.plan}, which parameter servers do "
-                "not offer. Turn these options off, or leave init_worker() away."
+                f"fleet.init_worker(): the job has no servers and trains with {', '.join(strange)}, which parameter "
+                "servers do not offer. Turn these options off, or leave init_worker() away."
             )
         made = plan(self.options, self.world_size, collective=False)
-        self.collective, self.plan = False, made
-        for note in made.notes:
-            self.say(note)
-        self._make_strategies()
-        for strategy in self.strategies:
+        known = {type(strategy): strategy for strategy in self.strategies}
+        strategies = [known.get(step) or step(_config_of(step, self.options), self) for step in made.steps]
+        fresh = [strategy for strategy in strategies if type(strategy) not in known]
+        for strategy in fresh:
             for model in self.models:
                 strategy.check_model(model.module)
             for optimizer in self.optimizers:
                 strategy.check_optimizer(optimizer.user_optimizer)
+        self.collective, self.plan, self.strategies = False, made, strategies
+        for note in made.notes:
+            self.say(note)
         for optimizer in self.optimizers:
             optimizer.optimizer = self._stepped(optimizer.user_optimizer)
-        for model in self.models:
-            module, chain = self._wrapped(model.module)
-            model.replace_module(module)
-            model.rewrap(chain)
+        for strategy in fresh:  # a_sync, which changes embeddings in place and puts nothing around a model
+            for model in self.models:
+                strategy.prepare_model(model.module)
 
     def wrap_model(self, module: nn.Module) -> FleetModel:
         """Returns ``module`` with every strategy of the plan around it; nothing changes when one refuses it."""

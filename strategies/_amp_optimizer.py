@@ -89,6 +89,7 @@ class AmpOptimizer(OptimizerWrapper):
 
     @grad_scale.setter
     def grad_scale(self, value: Any) -> None:
+        self.check_scaler()
         self._grad_scale = value
 
     @grad_scale.deleter
@@ -104,6 +105,7 @@ class AmpOptimizer(OptimizerWrapper):
 
     @found_inf.setter
     def found_inf(self, value: Any) -> None:
+        self.check_scaler()
         self._found_inf = value
 
     @found_inf.deleter

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fleet.errors import CheckpointError
+from fleet.strategies._base import Values
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -85,3 +86,11 @@ class LossScale:
         if not 0 < scale <= _LARGEST:
             raise CheckpointError(f"The optimizer state holds the loss scale {scale!r}; it must be above 0 and finite.")
         self.scale, self.good, self.bad = scale, good, bad
+
+
+def scales_gradients(options: Values, device_type: str) -> bool:
+    """Returns whether amp may scale the backward signal on such a device: whether it computes in float16."""
+    config = options["amp_configs"]
+    if not options["amp"] or config.use_pure_bf16 or config.dtype == "bfloat16":
+        return False
+    return bool(config.use_pure_fp16 or config.dtype == "float16" or device_type == "cuda")

@@ -79,6 +79,11 @@ class OptimizerWrapper(Optimizer):
     def found_inf(self) -> None:
         del self.optimizer.found_inf  # type: ignore[attr-defined]
 
+    def check_scaler(self) -> None:
+        """Raises UnsupportedOptionError where an explicit GradScaler cannot unscale all gradients of a step."""
+        if isinstance(self.optimizer, OptimizerWrapper):
+            self.optimizer.check_scaler()
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Steps the optimizer inside."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)

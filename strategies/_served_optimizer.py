@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from fleet.errors import CheckpointError, NotInitializedError
+from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
 from fleet.strategies._optimizer import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -62,6 +62,32 @@ class ServedOptimizer(OptimizerWrapper):
             self._run_hooks("_optimizer_step_post_hooks")
         self.note_step()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A GradScaler that gets a yes says what it has done by grad_scale, before it steps.
+        return self._trains_rows()
+
+    @property
+    def grad_scale(self) -> Any:
+        """What a GradScaler has said before it steps; it never gets so far beside rows."""
+        raise AttributeError("grad_scale")
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        self.check_scaler()
+
+    def check_scaler(self) -> None:
+        """Raises UnsupportedOptionError where rows are trained: a GradScaler unscales parameters only."""
+        if self._trains_rows():
+            raise UnsupportedOptionError(
+                "scaler.step(optimizer): a GradScaler unscales the gradients of parameters, and those of rows on the "
+                "servers would arrive scaled. Compute in bfloat16, which needs no scaler "
+                "(strategy.amp_configs = {'dtype': 'bfloat16'}), or make the scaler with enabled=False."
+            )
+
+    def _trains_rows(self) -> bool:
+        return self.trainer is not None and any(part.group is not None for part in self.trainer.plan.sparse)
 
     def train_here(self) -> None:
         """Steps the user's optimizer on this worker's parameters (geo)."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.strategies._amp_scale import scales_gradients
 from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._served_optimizer import ServedOptimizer
@@ -236,13 +237,19 @@ class ASync(Strategy):
         for group in optimizer.param_groups:
             if not self.hybrid or _rows_among(group["params"]):
                 rule_of_group(optimizer, group)
-        _check_hooks(optimizer)
+        check_hooks(optimizer, any(_rows_among(group["params"]) for group in optimizer.param_groups))
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises ConfigError when an embedding with sparse gradients cannot be served."""
-        from fleet.ps._served_embedding import check_embeddings
+        """Raises ConfigError when an embedding cannot be served, or its rows would get scaled gradients."""
+        from fleet.ps._served_embedding import check_embeddings, has_rows
 
         check_embeddings(model)
+        if scales_gradients(self.session.options, self.session.device.type) and has_rows(model):
+            raise UnsupportedOptionError(
+                "amp computes in float16 here and scales the backward signal; it unscales the gradients of parameters, "
+                "and those of rows on the servers would arrive scaled. bfloat16 needs no scale: set "
+                "strategy.amp_configs = {'dtype': 'bfloat16'}."
+            )
 
     def prepare_model(self, model: nn.Module) -> None:
         """Makes every ``nn.Embedding(sparse=True)`` one that can read its rows from the servers."""
@@ -271,10 +278,12 @@ class ASync(Strategy):
             self.served.trainer.abandon()
 
 
-def _check_hooks(optimizer: Optimizer) -> None:
-    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
-    hooks: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    if hooks and any(_rows_among(group["params"]) for group in optimizer.param_groups):
+def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
+    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only.
+
+    Whether an ``nn.Embedding`` is among what the optimizer trains is known once it has met the model.
+    """
+    if trains_rows and getattr(optimizer, "_optimizer_step_pre_hooks", None):
         raise UnsupportedOptionError(
             "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
             "and the gradients of rows on the servers would stay out. Leave it away, or use nn.Embedding(sparse=False)."

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from fleet.env import Environment
 from fleet.errors import NanInfError
 from fleet.strategies._alarm import Alarm
+from fleet.strategies._amp_scale import scales_gradients
 from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._finite import Place, Sightings, described, tensors_in
 from fleet.strategies._optimizer import OptimizerWrapper
@@ -116,14 +117,6 @@ class CheckNanInf(Strategy):
             hooks.remove()
         self._hooks.clear()
         self.watch.close()
-
-
-def scales_gradients(options: Values, device_type: str) -> bool:
-    """Returns whether the backward signal may be scaled; see [Note: Scaled gradients]."""
-    config = options["amp_configs"]
-    if not options["amp"] or config.use_pure_bf16 or config.dtype == "bfloat16":
-        return False
-    return bool(config.use_pure_fp16 or config.dtype == "float16" or device_type == "cuda")
 
 
 class Watch:

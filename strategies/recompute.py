@@ -89,11 +89,17 @@ class RecomputedForward:
     """The forward of a module, run as a segment; everything else of the module stays as it is."""
 
     def __init__(self, module: nn.Module, offload: bool) -> None:
-        self._forward, self._norms, self._offload = module.forward, norm_modules(module), offload
+        self._module, self._inner = module, module.__dict__.get("forward")
+        self._norms, self._offload = norm_modules(module), offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward as a segment."""
-        return run_segment(self._forward, args, kwargs, self._norms, None if self._offload else set())
+        return run_segment(self._own_forward, args, kwargs, self._norms, None if self._offload else set())
+
+    def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inner is not None:
+            return self._inner(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)  # it may have become an embedding on servers
 
 
 def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:

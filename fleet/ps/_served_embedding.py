@@ -18,7 +18,7 @@ from fleet.ps._layout import SparseTableConfig
 from fleet.ps._lookup import RowLookup
 from fleet.ps._rules import Rule
 
-__all__ = ["ServedEmbedding", "check_embeddings", "serve_embeddings"]
+__all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
 
 ROWS_AT_ONCE = 1 << 16
 
@@ -124,6 +124,11 @@ def serve_embeddings(model: nn.Module) -> None:
             module.__class__ = ServedEmbedding
             served: ServedEmbedding = module  # type: ignore[assignment]
             served.lookup = RowLookup(f"nn.Embedding {name!r}", skipped=module.padding_idx)
+
+
+def has_rows(model: nn.Module) -> bool:
+    """Returns whether ``model`` has embeddings whose rows are on servers once it trains with them."""
+    return any(_is_sparse(m) or isinstance(getattr(m, "lookup", None), RowLookup) for m in model.modules())
 
 
 def _is_sparse(module: nn.Module) -> bool:

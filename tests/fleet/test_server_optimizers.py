@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fleet
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.facade import Fleet
+from tests.fleet.test_server_job import strategy
 
 IDS, WORDS, BASE = 12, 10, 10**13
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -169,3 +170,15 @@ def test_bounds_leave_the_schedule_in_force(own: Fleet) -> None:
     assert moved() == pytest.approx(1.0, abs=1e-6)
     served.param_groups[0]["lr"] = 0.25
     assert moved() == pytest.approx(0.25, abs=1e-6)
+
+
+def test_hooks_are_refused_beside_rows_of_an_embedding_too() -> None:
+    """B.3: grad_clip would see the dense half alone; whether nn.Embedding is served is known when training starts."""
+    net, own = nn.Sequential(nn.Embedding(5, 1, sparse=True)), Fleet()
+    own.init(strategy=strategy("sync"), log_level="WARNING")
+    clip = fleet.ClipGradByGlobalNorm(1.0)
+    own.distributed_optimizer(fleet.optimizer.SGD(0.1, net.parameters(), grad_clip=clip))
+    own.distributed_model(net)
+    with pytest.raises(UnsupportedOptionError, match="grad_clip"):
+        own.init_worker()
+    own.session.close()
