@@ -169,7 +169,10 @@ def _util_of(util: UtilBase | None, scope: object) -> UtilBase:
 
 
 def _host(value: Any) -> Any:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()  # numpy has no bfloat16
 
 
 def _flat(value: Any, name: str) -> Array:

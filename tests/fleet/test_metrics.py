@@ -169,3 +169,12 @@ def test_without_util_the_running_fleet_is_asked(monkeypatch: pytest.MonkeyPatch
 def test_the_module_is_importable_alone() -> None:
     code = "import fleet.metrics, sys; sys.exit('fleet.facade' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_values_of_a_bfloat16_model_are_taken() -> None:
+    """B.6: numpy has no bfloat16; the functions take such tensors all the same."""
+    util = alone()
+    assert metrics.mse(torch.tensor(8.0, dtype=torch.bfloat16), 4, util=util) == 2.0
+    stat = metrics.StatAuc(16)
+    stat.update(torch.tensor([0.75, 0.25], dtype=torch.bfloat16), torch.tensor([1.0, 0.0], dtype=torch.bfloat16))
+    assert stat.value(util) == 1.0
