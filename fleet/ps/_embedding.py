@@ -152,7 +152,7 @@ class SparseEmbedding(nn.Module):
 
         Args:
             ids: int64 tensor, or a list of one list or tensor of ids per sample (and slot).
-            offsets: where each sample (and slot) begins in flat ids.
+            offsets: where each sample (and slot) begins in flat ids; of a dataset's batch ``offsets[:-1]``.
             show, click: one number per sample, which the rows of an accessor add up; needed with ShowClickEntry.
         """
         bags, keys = self._bags(ids, offsets)
@@ -267,12 +267,12 @@ class SparseEmbedding(nn.Module):
     def _counts(self, bags: Bags, show: Tensor | None, click: Tensor | None) -> tuple[Any, Any]:
         if isinstance(self.entry, ShowClickEntry) and (show is None or click is None):
             raise ConfigError(
-                f"SparseEmbedding {self.name!r} has {self.entry.to_attr()!r}; call it with show= and click=, one "
+                f"{self.lookup.label} has {self.entry.to_attr()!r}; call it with show= and click=, one "
                 "number per sample."
             )
         if (show is not None or click is not None) and self._accessor is None:
             raise ConfigError(
-                f"SparseEmbedding {self.name!r} was called with show= or click=, and its rows keep neither. Give it "
+                f"{self.lookup.label} was called with show= or click=, and its rows keep neither. Give it "
                 "an accessor or a ShowClickEntry."
             )
         return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]
