@@ -148,6 +148,10 @@ _REMOVED = {
     "startup_program": "torch has no programs: modules are initialised when they are made "
     "(Fleet: paddle.static.default_startup_program())",
     "Distributedstrategy": "write DistributedStrategy",
+    **dict.fromkeys(
+        ("BoxPSDataset", "FileInstantDataset", "TreeIndex"),
+        "it is not offered, and fleet.dataset has the reason under this name; use InMemoryDataset or QueueDataset",
+    ),
 }
 
 fleet = sys.modules[__name__]

@@ -38,6 +38,9 @@ class ModelObserver(Protocol):
     def after_clear(self) -> None:
         """Called after gradients were cleared through the model."""
 
+    def before_load(self) -> None:
+        """Called before a state is taken over."""
+
     def before_save(self) -> None:
         """Called before a state is handed out."""
 
@@ -176,6 +179,8 @@ class FleetModel(nn.Module):
 
         Raises CheckpointError for the part of another worker, and ConfigError for ``assign`` with divided parameters.
         """
+        if self._observer is not None:
+            self._observer.before_load()
         own = self.module.state_dict()
         if has_parts(own):
             if assign:

@@ -272,6 +272,11 @@ class Session:
             model.release_group()
         self.process_group = self._host_group = self.mesh = None
 
+    def before_load(self) -> None:
+        """Warns when what a model takes over now would not last."""
+        for strategy in self.strategies:
+            strategy.before_load()
+
     def before_save(self) -> None:
         """Warns when what is saved now is not what every worker has."""
         for strategy in self.strategies:

@@ -80,7 +80,7 @@ class DataGenerator:
     def _run(self, lines: Iterable[str | None]) -> None:
         waiting: list[Sample] = []
         for line in lines:
-            for sample in self.generate_sample(line)():
+            for sample in _called(self, "generate_sample", self.generate_sample(line)):
                 if sample is None:
                     continue
                 waiting.append(sample)
@@ -91,7 +91,7 @@ class DataGenerator:
             self._write(waiting)
 
     def _write(self, samples: list[Sample]) -> None:
-        for sample in self.generate_batch(samples)():
+        for sample in _called(self, "generate_batch", self.generate_batch(samples)):
             sys.stdout.write(self._gen_str(sample))
 
     def _gen_str(self, line: Sample) -> str:
@@ -154,6 +154,18 @@ class MultiSlotDataGenerator(DataGenerator):
             for (name, values), (_, kind) in zip(slots, known, strict=True)
         ]
         return " ".join(f"{len(values)} {' '.join(map(str, values))}" for _, values in slots) + "\n"
+
+
+def _called(generator: DataGenerator, method: str, made: object) -> Iterable[Sample]:
+    """Returns what the function yields that ``generate_sample`` or ``generate_batch`` has made."""
+    found = made() if callable(made) else made
+    if not callable(made) or not isinstance(found, Iterable):
+        what = f"the function returned {found!r}" if callable(made) else f"got {made!r}"
+        raise ConfigError(
+            f"{type(generator).__name__}.{method} returns a function without arguments that yields samples such as "
+            f"{_EXAMPLE}; {what}."
+        )
+    return found
 
 
 def _slots_of(generator: DataGenerator, line: Sample) -> Sequence[tuple[str, Any]]:

@@ -223,6 +223,9 @@ class Strategy:
     def note_clear(self) -> None:
         """Takes note that gradients were cleared through the model."""
 
+    def before_load(self) -> None:
+        """Comes before the model takes a state over; warns where the state would not last."""
+
     def before_save(self) -> None:
         """Brings up to date what the user's module shows; its state is about to be handed out."""
 

@@ -9,6 +9,7 @@ parameters stay with the workers, who average their gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.strategies._amp_scale import scales_gradients
 from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
@@ -267,6 +268,17 @@ class ASync(Strategy):
         if self.served is not None:
             self.served.drop_row_gradients()
 
+    def before_load(self) -> None:
+        """Warns that the servers hold the parameters, once they are connected."""
+        served = self.served
+        if served is not None and not served.hybrid and served.trainer is not None and not served.trainer.stopped:
+            warnings.warn(
+                "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "
+                "Load a state before fleet.init_worker(), or a save of the servers with fleet.load_model(dirname).",
+                OptionWarning,
+                stacklevel=4,
+            )
+
     def before_save(self) -> None:
         """Brings the weights of ``nn.Embedding`` modules up to date."""
         if self.served is not None and self.served.trainer is not None:
@@ -279,10 +291,7 @@ class ASync(Strategy):
 
 
 def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
-    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only.
-
-    Whether an ``nn.Embedding`` is among what the optimizer trains is known once it has met the model.
-    """
+    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
     if trains_rows and getattr(optimizer, "_optimizer_step_pre_hooks", None):
         raise UnsupportedOptionError(
             "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "

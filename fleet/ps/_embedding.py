@@ -203,7 +203,10 @@ class SparseEmbedding(nn.Module):
         from fleet.ps._manifest import read_parts, table_folder
 
         table = self.name or name or "embedding"
-        config = config_of_spec({**read_parts(table_folder(dirname, table))[0].config, "kind": "sparse"})
+        part = read_parts(table_folder(dirname, table))[0]
+        if part.kind != "sparse":
+            raise CheckpointError(f"table {table!r} in {dirname} is {part.kind}; name one of a SparseEmbedding.")
+        config = config_of_spec({**part.config, "kind": "sparse"})
         if not isinstance(config, SparseTableConfig) or config.dim != self.dim:
             raise CheckpointError(f"table {table!r} in {dirname} does not hold rows of dim {self.dim}: {config}.")
         self.use_table(config)

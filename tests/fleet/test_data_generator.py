@@ -180,3 +180,21 @@ def test_import_shapes() -> None:
     code += "fleet.MultiSlotDataGenerator is dg.MultiSlotDataGenerator, dg.MultiSlotStringDataGenerator.__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["True", "True", "MultiSlotStringDataGenerator"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "rule"),
+    [
+        ([[("words", [1])]], "generate_sample returns a function.*got \\[\\["),
+        (lambda: None, "generate_sample returns a function.*the function returned None"),
+    ],
+)
+def test_what_generate_sample_returns_is_checked(made: Any, rule: str) -> None:
+    """B.7: samples in place of a function that yields them, and a function without a yield."""
+
+    class Wrong(MultiSlotDataGenerator):
+        def generate_sample(self, line: str | None) -> Any:
+            return made
+
+    with pytest.raises(ConfigError, match=rule):
+        Wrong().run_from_memory()

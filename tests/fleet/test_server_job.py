@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.errors import ConfigError, NanInfError, NotInitializedError
+from fleet.errors import CheckpointError, ConfigError, NanInfError, NotInitializedError
 from fleet.facade import Fleet
 from tests.helpers.served import WideAndDeep, batches, run_job, train
 
@@ -254,6 +254,8 @@ def test_saved_tables_start_a_server_again_and_predict_alone(tmp_path: Any) -> N
     assert run_job(again, num_servers=1, serve=serve, strategy=strategy("sync"))[0] == losses
     net = WideAndDeep()
     assert net.ads.load(folder, "ads") > 0
+    with pytest.raises(CheckpointError, match=r"'dense\.0' in .* is dense"):
+        net.ads.load(folder, "dense.0")
     net.load_state_dict(fleet.load(f"{folder}/model.pt"))
     assert torch.equal(net.ads.lookup_rows(torch.arange(40) * 10**12), at_save)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fleet
-from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
 from tests.fleet.test_server_job import strategy
 
@@ -170,6 +170,25 @@ def test_bounds_leave_the_schedule_in_force(own: Fleet) -> None:
     assert moved() == pytest.approx(1.0, abs=1e-6)
     served.param_groups[0]["lr"] = 0.25
     assert moved() == pytest.approx(0.25, abs=1e-6)
+
+
+def test_a_model_state_loaded_while_servers_hold_the_parameters_is_warned_of() -> None:
+    """B.2: it would be gone with the next step; before init_worker it is what training starts from."""
+    torch.manual_seed(0)
+    net, own = nn.Sequential(nn.Embedding(5, 1, sparse=True)), Fleet()
+    own.init(strategy=strategy("sync"), log_level="WARNING")
+    own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = own.distributed_model(net)
+    state = {"0.weight": torch.arange(5.0)[:, None]}
+    model.load_state_dict(state)
+    own.init_worker()
+    assert torch.equal(model.state_dict()["0.weight"], state["0.weight"])
+    with pytest.warns(OptionWarning, match=r"before fleet.init_worker\(\), or .*fleet.load_model"):
+        model.load_state_dict({"0.weight": torch.zeros(5, 1)})
+    assert torch.equal(model.state_dict()["0.weight"], state["0.weight"])
+    own.stop_worker()
+    model.load_state_dict(state)  # nobody takes it back
+    own.session.close()
 
 
 def test_hooks_are_refused_beside_rows_of_an_embedding_too() -> None:
