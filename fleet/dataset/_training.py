@@ -139,4 +139,12 @@ def _dump_of(session: Session | None) -> Dump:
             f"trainer_desc_configs['dump_param'] names {unknown[0]!r}; the parameters are {sorted(parameters)}."
         )
     chosen = {name: parameters[name] for name in wanted.dump_param}
+    trainer = session.server_job.trainer if session.server_job is not None else None
+    rows = {id(m.weight) for part in trainer.plan.sparse for m in part.modules} if trainer is not None else set()
+    served = [name for name, parameter in chosen.items() if id(parameter) in rows]
+    if served:
+        raise ConfigError(
+            f"trainer_desc_configs['dump_param'] names {served[0]!r}, whose rows are on the parameter servers; "
+            "fleet.save_persistables() writes those. Name dense parameters."
+        )
     return Dump(wanted.dump_fields_path, wanted.dump_fields, chosen, session.global_rank)

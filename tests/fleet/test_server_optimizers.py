@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fleet
+from fleet.dataset import _training as training
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
 from tests.fleet.test_server_job import strategy
@@ -188,6 +190,22 @@ def test_a_model_state_loaded_while_servers_hold_the_parameters_is_warned_of() -
     assert torch.equal(model.state_dict()["0.weight"], state["0.weight"])
     own.stop_worker()
     model.load_state_dict(state)  # nobody takes it back
+    own.session.close()
+
+
+@pytest.mark.parametrize("name", ["ads.weight", "words.weight"])
+def test_rows_cannot_be_dumped_batch_by_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B.7: the worker has no rows to write, or those of before training."""
+    made, own, net = strategy("sync"), Fleet(), Net()
+    made.trainer_desc_configs = {"dump_fields_path": str(tmp_path), "dump_param": [name]}
+    own.init(strategy=made, log_level="WARNING")
+    own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    own.distributed_model(net)
+    own.init_worker()
+    monkeypatch.setattr(training, "_session", lambda: own.session)
+    with pytest.raises(ConfigError, match=f"'{name}', whose rows are on the parameter servers"):
+        fleet.train_from_dataset(lambda batch: None, [])
+    own.stop_worker()
     own.session.close()
 
 
