@@ -348,13 +348,14 @@ class temporary_file:
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
+        try:
+            with self._file:  # closing writes what is left in the buffer, which a full disk refuses once more
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
             if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if kind is None:
-            publish(self._at, self._path)
-        else:
+                publish(self._at, self._path)
+        finally:
             self._at.unlink(missing_ok=True)
 
 

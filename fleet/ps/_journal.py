@@ -10,6 +10,7 @@ A record whose end is missing (the process died while writing) is found by its c
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import threading
@@ -97,7 +98,7 @@ class Journal:
         self.bytes_written = 0
         self._folder, self._sync_interval_s = folder, sync_interval_s
         self._fd = -1
-        self._position = 0
+        self._first = self._position = 0  # of the segment that is written: its first record, and its length
         self._failed: str | None = None
         self._durable_lsn = last_lsn
         self._closing = threading.Event()
@@ -157,24 +158,36 @@ class Journal:
         return lsn
 
     def rotate(self) -> int:
-        """Starts a new segment and returns the LSN of the last record before it; the caller holds :attr:`lock`."""
-        if self.level:
+        """Starts a new segment and returns the LSN of the last record before it; the caller holds :attr:`lock`.
+
+        Raises:
+            OSError: the disk refused; the segment before is written on.
+        """
+        if self.level and (self._first != self.last_lsn + 1 or self._is_unlinked()):
             if self.level == 2:
                 self._sync_fd()
-            os.close(self._fd)
             self._open_segment()
         self.bytes_written = 0
         return self.last_lsn
 
+    def is_lost(self) -> bool:
+        """Returns whether somebody has removed the file that records go to."""
+        with self.lock:
+            return self._is_unlinked()
+
+    def _is_unlinked(self) -> bool:
+        return self._fd >= 0 and not os.fstat(self._fd).st_nlink
+
     def snapshot_done(self, lsn: int) -> None:
         """Removes the segments in which every record is at most ``lsn``: a snapshot holds them."""
-        self._durable_lsn = max(self._durable_lsn, lsn)
+        with self.lock:
+            self._durable_lsn = max(self._durable_lsn, lsn)
         if self._folder is None:
             return
         segments = _segments(self._folder)
         for (_, path), (following, _) in zip(segments, segments[1:], strict=False):
             if following <= lsn + 1:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Makes every record so far durable on the machine."""
@@ -195,17 +208,29 @@ class Journal:
 
     def _open_segment(self) -> None:
         assert self._folder is not None
-        path = self._folder / f"journal-{self.last_lsn + 1:020d}.log"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path, before = self._folder / f"journal-{self.last_lsn + 1:020d}.log", (self._fd, self._position)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
-        self._position = 0
-        self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
-        if self.level == 2:
-            _fsync(self._folder)  # or the new name may be lost with the machine
+        self._fd, self._position = os.open(path, flags, 0o600), 0
+        try:
+            self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
+            if self.level == 2:
+                _fsync(self._folder)  # or the new name may be lost with the machine
+        except OSError:  # the records that come belong to the segment before, which is whole
+            os.close(self._fd)
+            self._fd, self._position = before
+            path.unlink(missing_ok=True)
+            raise
+        self._first = self.last_lsn + 1
+        if before[0] >= 0:
+            os.close(before[0])
 
     def _write(self, buffers: Sequence[Buffer]) -> None:
         if self._failed:
-            raise PSError(f"the journal is closed after an earlier failure: {self._failed}")
+            raise PSError(
+                f"the journal in {self._folder} is closed after an earlier failure: {self._failed}. Mend the disk and "
+                "restart the server; workers send again what it lacks."
+            )
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         written, total = 0, sum(map(len, views))
         try:
@@ -227,25 +252,46 @@ class Journal:
 
     def _sync_fd(self) -> None:
         if self._fd >= 0 and self.level:
-            os.fdatasync(self._fd)
-            if self.level == 2:
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                self._failed = _refused(error)
+                raise
+            if self.level == 2 and not self._failed:
                 self._durable_lsn = max(self._durable_lsn, self.last_lsn)
 
     def _sync_loop(self) -> None:
         while not self._closing.is_set():
             self._dirty.wait()
             self._dirty.clear()
-            with self.lock:
-                if self._fd < 0:
-                    return
-                fd, lsn = os.dup(self._fd), self.last_lsn
             try:
-                with contextlib.suppress(OSError):  # not durable then; the next round tries again
-                    os.fdatasync(fd)
-                    self._durable_lsn = max(self._durable_lsn, lsn)
-            finally:
-                os.close(fd)
+                if not self._sync_once():
+                    return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._dirty.set()  # no file descriptor left just now
+                else:
+                    self._failed = _refused(error)
             self._closing.wait(self._sync_interval_s)
+
+    def _sync_once(self) -> bool:
+        with self.lock:
+            if self._fd < 0:
+                return False
+            fd, lsn = os.dup(self._fd), self.last_lsn
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        with self.lock:
+            if not self._failed:
+                self._durable_lsn = max(self._durable_lsn, lsn)
+        return True
+
+
+def _refused(error: OSError) -> str:
+    # The kernel may have dropped what it could not write, and the next fdatasync would not say so any more.
+    return f"the disk did not take records: {error}"
 
 
 def _fsync(path: Path) -> None:

@@ -139,11 +139,14 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
 def write_atomically(path: Path, data: bytes) -> None:
     """Puts ``data`` at ``path``: readers and crashes see the old file or the new one, nothing between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -19,6 +19,7 @@ from fleet.ps._geo_recorder import GeoRecorder
 __all__ = ["Channel", "Fenced", "Held", "Refused", "Session", "Worker"]
 
 _KEPT_FENCED = 64
+_KEPT_MARKS = 4096
 
 
 class Refused(PSError):
@@ -46,6 +47,8 @@ class Channel:
         """Notes that change ``seq`` is record ``lsn``."""
         self.last = seq
         self.marks.append((lsn, seq))
+        if len(self.marks) > _KEPT_MARKS:  # level 0 makes nothing durable; of a slow disk every other mark tells enough
+            self.marks = deque(list(self.marks)[::-2][::-1])
 
     def durable_seq(self, durable_lsn: int) -> int:
         """Returns the last change that a restart of the server keeps."""

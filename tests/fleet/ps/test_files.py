@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from fleet.ps import (
     save_table,
     servers_of_keys,
 )
-from fleet.ps._files import check_save_mode
+from fleet.ps._files import check_save_mode, temporary_file
 from fleet.ps._partition import range_bounds
 from tests.fleet.ps._tables import rows_of
 
@@ -318,3 +319,12 @@ def test_dense_on_another_number_of_servers(rule: str, tmp_path: Path) -> None:
     data.write_bytes(content)
     with pytest.raises(CheckpointError, match=data.name):
         load_dense(after[0][1], tmp_path, total=size)
+
+
+def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path):
+    """PS design 3: a full disk refuses the end of the buffer once more when the file is closed."""
+    with pytest.raises(OSError), open(os.devnull, "rb") as unwritable, temporary_file(tmp_path / "x.rows") as file:  # noqa: PT011, PT012
+        file.write(b"rows")
+        os.dup2(unwritable.fileno(), file.fileno())
+        file.flush()
+    assert not list(tmp_path.iterdir())

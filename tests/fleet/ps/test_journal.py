@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -163,3 +165,50 @@ def test_wrong_levels_are_refused(tmp_path):
         Journal(tmp_path, 3)
     with pytest.raises(ConfigError, match="folder"):
         Journal(None, 1)
+
+
+@pytest.mark.parametrize("call", ["open", "writev"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_segment_that_cannot_be_started_leaves_the_one_before(tmp_path, monkeypatch, call, level):
+    """PS design 3: no acknowledged record goes to a file without a head, or to whatever has the descriptor now."""
+    journal = Journal(tmp_path, level)
+    journal.open()
+    with journal.lock:
+        journal.append(Record(RecordKind.PUSH, body=b"before"))
+
+        def refuse(*_args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, call, refuse)
+        with pytest.raises(OSError, match="No space"):
+            journal.rotate()
+        monkeypatch.undo()
+        journal.append(Record(RecordKind.PUSH, body=b"after"))
+    journal.close()
+    assert bodies_of(tmp_path) == [b"before", b"after"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_records_are_refused_once_the_disk_has_lost_some(tmp_path, monkeypatch):
+    """PS design 3: after a failed fdatasync the next one may succeed although the records are gone."""
+    refused = threading.Event()
+
+    def fdatasync(fd):
+        refused.set()
+        raise OSError(5, "Input/output error")
+
+    journal = Journal(tmp_path, 2, sync_interval_s=0.001)
+    journal.open()
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with journal.lock:
+        lsn = journal.append(Record(RecordKind.PUSH, body=b"lost"))
+    assert refused.wait(30)
+    deadline = time.monotonic() + 30
+    with pytest.raises(PSError, match="Input/output error.*restart the server"):  # noqa: PT012
+        while time.monotonic() < deadline:
+            with journal.lock:
+                journal.append(Record(RecordKind.PUSH, body=b"x"))
+            time.sleep(0.001)
+    monkeypatch.undo()
+    journal.close()
+    assert journal.durable_lsn < lsn
