@@ -16,6 +16,7 @@ this one is computed.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,8 @@ from fleet.ps._client_config import ClientConfig
 from fleet.ps._connecting import wait_for_servers
 from fleet.ps._dense_table import DenseTableConfig
 from fleet.ps._layout import SparseTableConfig
-from fleet.ps._link import Link, Request
+from fleet.ps._link import Link
+from fleet.ps._link_request import Request
 from fleet.ps._messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
 from fleet.ps._shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
 from fleet.ps._ticket import Ticket, fill
@@ -379,7 +381,11 @@ class Client:
         return answers
 
     def _beat(self, every_s: float) -> None:
-        while not self._closing.wait(every_s / 2):
-            for link in self._links:
+        for turn in itertools.count():
+            if self._closing.wait(every_s / 2):
+                return
+            away = [link for link in self._links if link.is_away]  # one of them in turn: each may take seconds
+            tried = away[turn % len(away)] if away else None
+            for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
                     link.beat(every_s)

@@ -7,19 +7,20 @@ was not answered.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps._auth import AuthenticationError, prove_to_server
 from fleet.ps._client_config import ONCE, ClientConfig
+from fleet.ps._link_request import Request
 from fleet.ps._messages import (
     HEADER_BYTES,
-    Buffer,
     Flag,
     Header,
     MessageError,
@@ -33,33 +34,10 @@ from fleet.ps._messages import (
 )
 from fleet.ps._transport import Connection, ConnectionLost, PeerRefused, TransferTimeout, Transport
 
-__all__ = ["Link", "Request"]
+__all__ = ["Link"]
 
-OnAnswer = Callable[[Header, memoryview], None]
+_LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LARGE_ANSWERS = (Op.PULL, Op.GEO_PULL)
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request, until it is answered."""
-
-    op: Op
-    buffers: list[Buffer] = field(default_factory=list)
-    n_tables: int = 0
-    step: int = 0
-    seq: int = 0
-    flags: int = Flag.NONE
-    change: bool = False  # takes a number of its own and is applied once
-    on_answer: OnAnswer | None = None
-    tag: int = 0
-    done: bool = False
-    status: Status = Status.OK
-    error: PSError | None = None
-
-    @property
-    def body_bytes(self) -> int:
-        """The length of the body."""
-        return sum(map(len, self.buffers))
 
 
 class Link:
@@ -131,6 +109,9 @@ class Link:
             except (ConnectionLost, TransferTimeout) as error:
                 self._lost(error)
                 self._ensure()
+            except BaseException:
+                self._hang_up()
+                raise
             return request
 
     def finish(self, request: Request) -> Status:
@@ -155,23 +136,32 @@ class Link:
         """Shows a sign of life if there was none for ``every_s`` seconds and no other thread uses the link."""
         if not self.lock.acquire(blocking=False):
             return
+        limit_s = max(every_s, _LEAST_BEAT_S)  # the other servers must hear of this worker, too
         try:
-            if self._connection is None or time.monotonic() - self.last_used < every_s:
+            if self._connection is None and self._dead is None:
+                self._connect()  # or the lease of a worker that computes for long would end
+            elif self._connection is None or time.monotonic() - self.last_used < every_s:
                 return
             while self._pending and self._connection is not None:
-                self._take_answer()
+                if not self._take_answer(limit_s):
+                    return  # a request that is waited for keeps the lease
             if self._connection is not None:
                 ping = Request(Op.PING, tag=self._next_tag)
                 self._next_tag = self._next_tag % 0xFFFFFFFF + 1
                 self._pending.append(ping)
                 self._transmit(ping)
-                self._take_answer()
+                self._take_answer(limit_s)
                 if not ping.done and ping in self._pending:
                     self._pending.remove(ping)
         except PSError as error:
             self._lost(error)
         finally:
             self.lock.release()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no connection now."""
+        return self._connection is None
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything acknowledged is durable; returns False when it is not within ``timeout_s``."""
@@ -191,9 +181,7 @@ class Link:
     def close(self) -> None:
         """Closes the connection."""
         with self.lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._hang_up()
             self._dead = self._dead or PSError(f"{self.name}: this client is closed.")
 
     # -- the line ------------------------------------------------------------------------------------------------
@@ -218,21 +206,28 @@ class Link:
         self._connection.send([encode_header(header), *request.buffers], self._config.answer_timeout_s)
         self.last_used = time.monotonic()
 
-    def _take_answer(self) -> None:
-        """Receives one answer and hands it to the oldest request; after a cut it only notes the cut."""
+    def _take_answer(self, limit_s: float = math.inf) -> bool:
+        """Receives one answer and hands it to the oldest request; returns False when the server says to wait.
+
+        After a cut it only notes the cut.
+        """
+        began = time.monotonic()
         try:
-            header, body = self._receive()
+            header, body = self._receive(limit_s)
         except (ConnectionLost, TransferTimeout, MessageError) as error:
-            self._lost(error)
-            return
+            self._lost(error, began if isinstance(error, TransferTimeout) else None)
+            return True
+        except BaseException:
+            self._hang_up()
+            raise
         self._away_since = None
         request = self._pending[0]
         if header.tag != request.tag or header.op != request.op:
             self._lost(MessageError(f"{self.name} answered {header.op.name} to {request.op.name}."))
-            return
+            return True
         if header.status is Status.WAITING:
             self._say_waiting(decode_control(body))
-            return
+            return False
         self._pending.popleft()
         self._acknowledge(request, header)
         request.status = header.status
@@ -248,11 +243,12 @@ class Link:
             if header.status is Status.FENCED:
                 self._dead = request.error
         request.done = True
+        return True
 
-    def _receive(self) -> tuple[Header, memoryview]:
+    def _receive(self, limit_s: float = math.inf) -> tuple[Header, memoryview]:
         if self._connection is None:
             raise ConnectionLost(f"{self.name} is not connected.")
-        limit = self._config.answer_timeout_s
+        limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
         self._connection.receive(memoryview(self._head), limit, limit)
         header = decode_header(self._head, self._config.max_body_bytes)
         if header.body_bytes > len(self._body):
@@ -288,14 +284,18 @@ class Link:
 
     # -- connecting anew -----------------------------------------------------------------------------------------
 
-    def _lost(self, error: PSError) -> None:
+    def _hang_up(self) -> None:
+        """Closes the connection; after Ctrl-C in the middle of a message nothing may follow on it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def _lost(self, error: PSError, since: float | None = None) -> None:
+        """Notes that the server is away, since ``since``; raises when connecting anew has not helped for too long."""
+        self._hang_up()
         if self._away_since is None:
-            self._away_since = time.monotonic()
-            self._said = self._away_since
-        if self._dead is None and time.monotonic() - self._away_since > self._config.deadline_s:
+            self._away_since = self._said = time.monotonic() if since is None else since
+        elif self._dead is None and time.monotonic() - self._away_since > self._config.deadline_s:
             raise PSError(
                 f"{self.name} did not answer for {self._config.deadline_s:g} s; the last failure: {error} "
                 "Look at its log and restart it; its folder holds its state."

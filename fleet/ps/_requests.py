@@ -195,7 +195,8 @@ class Requests:
             raise Refused(f"table ids are whole numbers, received {sorted(specs)}.") from None
         if any(not 0 <= key < 1 << 16 for key in numbered):
             raise Refused(f"table ids are 0 to 65535, received {sorted(numbered)}.")
-        self._machine.create_tables(numbered)
+        with self._busy(worker):  # a save or a snapshot may be on its way, for minutes
+            _with_beats(lambda: self._machine.create_tables(numbered), beat)
         return Answer()
 
     def _change(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
@@ -328,8 +329,17 @@ class Requests:
         self, action: Callable[[dict[str, Any]], dict[str, Any]], worker: Worker, body: memoryview, beat: Beat
     ) -> Answer:
         fields = decode_control(body)
+
+        def act() -> dict[str, Any]:
+            try:
+                return action(fields)
+            except OSError as error:  # of the disk, which does not say where
+                raise (
+                    error if isinstance(error, FleetError) else Refused(f"{fields.get('dirname')}: {error}.")
+                ) from None
+
         with self._busy(worker):
-            return Answer(buffers=[control_body(_with_beats(lambda: action(fields), beat))])
+            return Answer(buffers=[control_body(_with_beats(act, beat))])
 
     def _write_snapshot(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         with self._busy(worker):

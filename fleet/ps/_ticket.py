@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet.ps._link import Link, Request
+from fleet.ps._link import Link
+from fleet.ps._link_request import Request
 from fleet.ps._messages import Flag, Header, MessageError, Part
 from fleet.ps._shards import rows_of_answer
 

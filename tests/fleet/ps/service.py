@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -145,3 +146,11 @@ def in_threads(*actions: Callable[[], Any], timeout_s: float = 30) -> None:
         assert not thread.is_alive(), "hangs"
     if failures:
         raise failures[0]
+
+
+def until(predicate: Callable[[], Any], timeout_s: float = 30) -> None:
+    """Returns once ``predicate`` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, "does not happen"
+        time.sleep(0.01)

@@ -14,7 +14,8 @@ from fleet.errors import PSError
 from fleet.ps import _served_embedding
 from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
-from fleet.ps._link import Link, Request
+from fleet.ps._link import Link
+from fleet.ps._link_request import Request
 from fleet.ps._messages import Op
 from fleet.ps._served_embedding import serve_embeddings
 from fleet.ps._table_plan import TablePlan, plan_tables

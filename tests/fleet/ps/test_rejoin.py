@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._link import Request
+from fleet.ps._link_request import Request
 from fleet.ps._messages import Op
 from fleet.ps._served_table import ServedSparse
 from fleet.ps._trainer import SAVE, Trainer

@@ -1,0 +1,84 @@
+"""A worker's line to a server when it is cut at awkward moments, or silent (PS design 3, D.10)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fleet.errors import PSError
+from fleet.ps._local import Fault
+from fleet.ps._transport import SocketTransport
+from tests.fleet.ps.service import gradient, rows, serving, until
+
+
+def test_the_heartbeat_connects_anew():
+    """PS design 3: a cut while a worker computes for long; in sync mode the others would step without its gradient."""
+    with serving(num_workers=2, lease_s=1.0) as service:
+        service.client(0, heartbeat=True)
+        server = service.servers[0]
+        worker, *_ = server.machine.session.workers
+        for connection in list(server._open):
+            connection.close()
+        until(lambda: not server._open)
+        until(lambda: server._open)
+        assert worker.state == "active"
+
+
+class _InterruptedOnce:
+    """A transport whose connections send half of the next large message, and then comes Ctrl-C."""
+
+    def __init__(self, inner):
+        self._inner, self.bind, self.armed = inner, inner.bind, False
+
+    def connect(self, endpoint, timeout_s):
+        connection = self._inner.connect(endpoint, timeout_s)
+        real = connection.send
+
+        def send(buffers, timeout_s=None):
+            whole = b"".join(bytes(buffer) for buffer in buffers)
+            if self.armed and len(whole) > 4000:
+                self.armed = False
+                real([whole[: len(whole) // 2]], timeout_s)
+                raise KeyboardInterrupt
+            real(buffers, timeout_s)
+
+        connection.send = send
+        return connection
+
+
+def test_ctrl_c_in_the_middle_of_a_message_does_not_spoil_the_next():
+    """PS design 3: in a notebook training goes on; the rest of the cut push must not be read from what follows."""
+    transport = _InterruptedOnce(SocketTransport())
+    with serving(transport=transport) as service:
+        client = service.client()
+        keys = range(1000)
+        transport.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            client.push({0: gradient(keys)})
+        client.wait(client.push({0: gradient(keys)}, step=2))
+        assert (rows(client, keys) == -2).all()
+
+
+def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
+    """A server that is stopped: not the limit of an answer and then the deadline, one after the other."""
+    monkeypatch.setattr("fleet.ps._link._LEAST_LIMIT_S", 0.1)
+    with serving() as service:
+        client = service.client(deadline_s=0.5, answer_timeout_s=3600.0)
+        service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "drop"))
+        service.transport.forget(service.servers[0].endpoint)
+        with pytest.raises(PSError, match=r"did not answer for 0\.5 s"):
+            rows(client, [1])
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_during_a_save_is_told_to_wait(monkeypatch):
+    monkeypatch.setattr("fleet.ps._requests.BEAT_S", 0.02)
+    with serving() as service:
+        snapshots = service.servers[0].machine.snapshots
+        snapshots.acquire()
+        timer = threading.Timer(2.5, snapshots.release)
+        timer.start()
+        client = service.client(answer_timeout_s=0.5, deadline_s=0.6)
+        timer.join()
+        assert set(client.tables) == {0, 1}
