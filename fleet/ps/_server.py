@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
 from fleet.ps._auth import check_bind, prove_to_worker
+from fleet.ps._folder_lock import FolderLock
 from fleet.ps._journal import Journal
 from fleet.ps._machine import Machine, MakeTable
 from fleet.ps._messages import (
@@ -42,7 +44,7 @@ from fleet.ps._served_table import make_served_table
 from fleet.ps._server_config import ServerConfig
 from fleet.ps._server_files import load_tables, save_tables
 from fleet.ps._session import Fenced, Refused, Session
-from fleet.ps._snapshot import recover, write_snapshot
+from fleet.ps._snapshot import has_snapshot, recover, write_snapshot
 from fleet.ps._transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
 
 __all__ = ["Server", "run_server"]
@@ -130,6 +132,7 @@ class Server:
         self._unproven = 0
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._folder_lock: FolderLock | None = None
         self._threads: list[threading.Thread] = []
 
     @property
@@ -145,12 +148,13 @@ class Server:
         """
         config, machine = self.config, self.machine
         check_bind(config.endpoint, config.secret)
-        if config.folder is not None:
-            config.folder.mkdir(parents=True, exist_ok=True)
-            for line in recover(config.folder, machine):
-                self._notify(f"parameter server {config.index}: {line}")
-        machine.journal.open()
-        if prepare is not None and not machine.tables:
+        try:
+            is_new = self._recover()
+        except OSError as error:
+            if isinstance(error, FleetError):
+                raise
+            raise PSError(f"parameter server {config.index} cannot use its folder {config.folder}: {error}.") from error
+        if prepare is not None and is_new:
             prepare(machine)
         if machine.sync:
             machine.apply_ready()
@@ -161,10 +165,25 @@ class Server:
                 worker.state = "active"  # it was here before the restart: its lease runs from now
         self._listener = self._transport.bind(config.endpoint)
         self._notify(f"parameter server {config.index} is listening on {self._listener.endpoint}")
-        for target in (self._accept, self._watch):
+        for target in (self._accept, self._watch, self._keep):
             thread = threading.Thread(target=target, name=f"parameter server {target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def _recover(self) -> bool:
+        """Brings the state in the folder back; returns whether there is none that somebody has trained or prepared.
+
+        Preparing ends with a snapshot and precedes all workers: a journal alone in which no worker has changed
+        anything is that of a server which was killed while it prepared.
+        """
+        config, machine, saved = self.config, self.machine, False
+        if config.folder is not None:
+            self._folder_lock = FolderLock(config.folder)
+            for line in recover(config.folder, machine):
+                self._notify(f"parameter server {config.index}: {line}")
+            saved = has_snapshot(config.folder)
+        machine.journal.open()
+        return not saved and not any(worker.channels for worker in machine.session.workers)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end of the job; returns whether it has come.
@@ -201,6 +220,8 @@ class Server:
         for thread in (*self._threads, *connections.values()):
             thread.join(5.0)
         self.machine.journal.close()
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     def _answer_the_last(self) -> None:
         """Gives the workers a moment to read the answers to their goodbyes."""
@@ -211,8 +232,10 @@ class Server:
     def forget(self) -> None:
         """Removes snapshot and journal: the job is over."""
         if self.config.folder is not None:
-            for path in (*self.config.folder.glob("snapshot-*"), self.config.folder / "journal"):
-                shutil.rmtree(path, ignore_errors=True)
+            with self.machine.snapshots:  # one that is being written would stay, for the next job to find
+                for path in (*self.config.folder.glob("*snapshot-*"), self.config.folder / "journal"):
+                    shutil.rmtree(path, ignore_errors=True)
+                (self.config.folder / ".lock").unlink(missing_ok=True)
 
     def snapshot(self) -> None:
         """Writes a snapshot now; serving goes on meanwhile."""
@@ -233,18 +256,21 @@ class Server:
                 full = len(self._open) >= self.config.max_connections or self._unproven >= MAX_UNPROVEN
                 if not full:
                     thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-                    self._open[connection] = thread
-                    self._unproven += 1
+                    try:
+                        thread.start()  # it waits for the lock before it leaves
+                    except RuntimeError as error:  # no more threads: the newcomer tries again
+                        self._notify(f"parameter server {self.config.index}: {connection.peer}: {error}")
+                        full = True
+                    else:
+                        self._open[connection] = thread
+                        self._unproven += 1
             if full:
                 connection.close()
-            else:
-                thread.start()
 
     def _watch(self) -> None:
-        """Ends leases, and writes snapshots when they are due."""
-        machine, config = self.machine, self.config
-        session, written = machine.session, time.monotonic()
-        summary, told = Summary(machine, written), written
+        """Ends leases, and says now and then how the server is."""
+        machine, config, unsettled, told = self.machine, self.config, False, time.monotonic()
+        session, summary = machine.session, Summary(self.machine, told)
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
             with session.changed:
                 ranks = session.expire(time.monotonic())
@@ -253,18 +279,35 @@ class Server:
                     f"parameter server {config.index}: workers {ranks} were silent for {config.lease_s} s; the others "
                     "no longer wait for them"
                 )
-                machine.settle()
+            unsettled = unsettled or bool(ranks)
+            if unsettled:
+                try:
+                    machine.settle()
+                    unsettled = False
+                except Exception as error:  # the journal's disk is full, say: nobody else would try again
+                    self._notify(f"parameter server {config.index}: the others cannot go on yet: {error}")
             if config.summary_interval_s is not None and time.monotonic() - told >= config.summary_interval_s:
                 told = time.monotonic()
                 line = summary.line(told)
                 if line is not None:
                     self._notify(f"parameter server {config.index}: {line}")
-            due = config.snapshot_interval_s is not None and time.monotonic() - written > config.snapshot_interval_s
-            if config.folder is not None and (due or machine.journal.bytes_written > config.snapshot_bytes):
+
+    def _keep(self) -> None:
+        """Writes snapshots when they are due; a large one takes minutes, in which leases end all the same."""
+        journal, config, written = self.machine.journal, self.config, time.monotonic()
+        interval_s = math.inf if config.snapshot_interval_s is None else config.snapshot_interval_s
+        while config.folder is not None and not self._stopping.wait(min(config.lease_s / 4, 1.0)):
+            lost = journal.is_lost()
+            if lost:
+                self._notify(
+                    f"parameter server {config.index}: {config.folder} has been removed. A new one gets a snapshot; "
+                    "until that is written, this server would come back with nothing"
+                )
+            if lost or time.monotonic() - written > interval_s or journal.bytes_written > config.snapshot_bytes:
                 written = time.monotonic()
                 try:
                     self.snapshot()
-                except (OSError, FleetError) as error:
+                except Exception as error:
                     self._notify(f"parameter server {config.index}: no snapshot: {error}")
 
     def _serve(self, connection: Connection) -> None:

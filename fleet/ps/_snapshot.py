@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from fleet.errors import CheckpointError
+from fleet.errors import CheckpointError, PSError
 from fleet.ps._chunks import read_chunks, write_chunk, write_end
 from fleet.ps._journal import read_journal
 from fleet.ps._machine import Machine
 from fleet.ps._served_table import Stamps
 from fleet.ps._session import Held, Session
 
-__all__ = ["recover", "write_snapshot"]
+__all__ = ["has_snapshot", "recover", "write_snapshot"]
 
 _VERSION = 1
 _SESSION = "session.bin"
@@ -34,6 +34,12 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
     """Writes the state of ``machine`` under ``folder`` and drops the journal it replaces; returns its path."""
     with machine.snapshots:
         session, journal = machine.session, machine.journal
+
+        def stamp() -> int:
+            if session.stopped:
+                raise PSError("the server ends; the journal has what this snapshot would hold.")
+            return journal.last_lsn
+
         with journal.lock:
             lsn = journal.rotate()
             captured = _capture(session)
@@ -44,13 +50,17 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
         target = folder / f"snapshot-{lsn:020d}-{max(numbers, default=0) + 1:06d}"
         draft = folder / f".{target.name}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        _write_session(draft / _SESSION, captured, rates, lsn)
-        for table_id, table in tables.items():
-            table.write(_table_path(draft, table_id), lambda: journal.last_lsn)
-        for path in (*draft.iterdir(), draft):
-            _fsync(path)
-        draft.rename(target)
+        try:
+            draft.mkdir(parents=True)
+            _write_session(draft / _SESSION, captured, rates, lsn)
+            for table_id, table in tables.items():
+                table.write(_table_path(draft, table_id), stamp)
+            for path in (*draft.iterdir(), draft):
+                _fsync(path)
+            draft.rename(target)
+        except BaseException:  # a full disk, say: what is half written would keep it full
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         _fsync(folder)
         for path in _snapshots(folder):
             if path != target:
@@ -119,6 +129,11 @@ def _remove(path: Path) -> None:
 
 def _snapshots(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("snapshot-*") if path.is_dir() and not path.is_symlink())
+
+
+def has_snapshot(folder: Path) -> bool:
+    """Returns whether ``folder`` holds a complete snapshot."""
+    return bool(_snapshots(folder))
 
 
 def recover(folder: Path, machine: Machine) -> list[str]:

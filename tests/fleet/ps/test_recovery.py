@@ -15,9 +15,24 @@ from fleet.ps._dense_table import DenseTableConfig
 from fleet.ps._entry import CountFilterEntry
 from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
-from fleet.ps._local import Fault
+from fleet.ps._local import Fault, LocalTransport
+from fleet.ps._messages import Part
 from fleet.ps._rules import Rule
-from tests.fleet.ps.service import SPARSE, Gradient, Service, gradient, ids, rows, serving
+from fleet.ps._server import Server
+from fleet.ps._server_config import ServerConfig
+from fleet.ps._snapshot import write_snapshot
+from fleet.ps._table_spec import spec_of_config
+from tests.fleet.ps.service import (
+    SPARSE,
+    Gradient,
+    Service,
+    gradient,
+    ids,
+    make_table,
+    rows,
+    serving,
+    silent,
+)
 
 ADAM = SparseTableConfig("adam", 3, Rule("adam", {"learning_rate": 0.1}), initializer=Initializer("normal", 0, 1))
 CTR = SparseTableConfig(
@@ -317,3 +332,51 @@ def test_a_change_that_cannot_be_applied_stops_the_server(tmp_path, monkeypatch)
         service.servers[0].stop()
         service.start(0)
         assert rows(client, [1])[0, 0] == -1  # it was journaled
+
+
+def test_a_snapshot_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    """PS design 3: or each attempt on a full disk would fill it further."""
+    with serving(folder=tmp_path) as service:
+        client = service.client(tables={0: SPARSE})
+        served = service.servers[0].machine.tables[0]
+
+        def full(path, stamp):
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(served, "write", full)
+            for _ in range(3):
+                client.wait(client.push({0: gradient([1])}))
+                with pytest.raises(PSError, match="No space"):
+                    client.snapshot()
+        assert not list((tmp_path / "server-0").glob("*snapshot-*"))
+        client.snapshot()
+        service.servers[0].stop()
+        service.start(0)
+        assert rows(client, [1])[0, 0] == -3
+
+
+def test_a_server_killed_while_it_prepared_prepares_again(tmp_path):
+    """PS design 3: the journal knows the tables before they are filled from a save; they must not stay empty."""
+    config, calls = ServerConfig(endpoint="127.0.0.1:9000", folder=tmp_path), []
+
+    def prepare(machine):
+        machine.create_tables({0: spec_of_config(SPARSE)})
+        calls.append(machine)
+        if len(calls) == 1:
+            raise KeyboardInterrupt  # the end of the process, as far as the folder knows
+        machine.tables[0].push(Part(0, 1, 2, ids(7), np.ones((1, 2), np.float32)))
+        write_snapshot(machine, tmp_path)  # as loading does
+
+    for expected in (1, 2, 2):
+        server = Server(config, transport=LocalTransport(), notify=silent, make_table=make_table)
+        try:
+            server.start(prepare)
+        except KeyboardInterrupt:
+            assert expected == 1
+        else:
+            assert server.machine.tables[0].table.pull(ids(7), create=False)[0, 0] == -1
+        finally:
+            server.stop()
+        assert len(calls) == expected

@@ -11,16 +11,17 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
 from fleet.ps._journal import Journal
-from fleet.ps._link import Link, Request
+from fleet.ps._link import Link
+from fleet.ps._link_request import Request
 from fleet.ps._local import LocalTransport
 from fleet.ps._machine import MAX_AHEAD, Machine
 from fleet.ps._messages import Header, Op, Part, Status, encode_parts
 from fleet.ps._server import run_server
 from fleet.ps._server_config import ServerConfig
-from fleet.ps._session import Fenced, Refused, Session
+from fleet.ps._session import Channel, Fenced, Refused, Session
 from fleet.ps._snapshot import write_snapshot
 from fleet.ps._table_spec import spec_of_config
-from tests.fleet.ps.service import SPARSE, gradient, ids, make_table, serving, silent
+from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table, serving, silent
 
 
 def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
@@ -170,3 +171,34 @@ def test_a_snapshot_can_be_repeated_without_a_change_between(tmp_path):
         service.servers[0].stop()
         service.start(0)
         assert (client.wait(client.pull({0: np.arange(10)}))[0] == -1).all()
+
+
+def test_what_is_kept_of_changes_that_never_become_durable_is_bounded():
+    """PS design 3: level 0 makes nothing durable, for months."""
+    channel = Channel()
+    for seq in range(1, 20_001):
+        channel.note(10 + seq, seq)
+    assert len(channel.marks) < 10_000
+    assert channel.durable_seq(10) == 0
+    half = channel.durable_seq(10 + 10_000)
+    assert 0 < half <= 10_000
+    assert channel.durable_seq(10 + 20_000) == 20_000
+
+
+@pytest.mark.slow
+def test_a_settling_that_fails_is_tried_again(monkeypatch):
+    """PS design 3: a full disk while a lease ends; the thread that watches lives on, and the others go on later."""
+    real, failures = Machine.settle, []
+
+    def settle(self):
+        if threading.current_thread().name.endswith("_watch") and len(failures) < 2:
+            failures.append(1)
+            raise PSError("no room")
+        real(self)
+
+    monkeypatch.setattr(Machine, "settle", settle)
+    with serving(num_workers=2, lease_s=0.2) as service:
+        client = service.client(0)
+        service.client(1)
+        in_threads(client.barrier)
+        assert len(failures) == 2

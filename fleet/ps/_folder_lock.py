@@ -1,0 +1,63 @@
+"""FolderLock: one process at a time works on the folder of a server's state."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from fleet.errors import PSError
+
+if sys.platform != "win32":  # no POSIX locks there: nobody is kept out
+    import fcntl
+
+__all__ = ["FolderLock"]
+
+_POLL_S = 0.1
+
+
+class FolderLock:
+    """Holds a folder until :meth:`release`; a process that dies lets go of it.
+
+    A second server there would cut the journal that the first one writes, and both would lose pushes.
+
+    Args:
+        folder: made when missing.
+        patience_s: how long a process that is about to end may keep it.
+
+    Raises:
+        PSError: another process has it.
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = 5.0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / ".lock"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + patience_s
+        while not self._take():
+            if time.monotonic() > deadline:
+                os.close(self._fd)
+                raise PSError(
+                    f"another process uses {folder}, the folder of this parameter server. A server of this number "
+                    "is running already: stop it, or give this job a FLEET_PS_FOLDER of its own."
+                )
+            time.sleep(_POLL_S)
+
+    def _take(self) -> bool:
+        if sys.platform == "win32":
+            return True
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: children do not inherit it
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # a file system without locks
+            return True
+        return True
+
+    def release(self) -> None:
+        """Lets go of the folder."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

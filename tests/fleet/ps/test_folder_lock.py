@@ -1,0 +1,66 @@
+"""The folder of a server: one process has it at a time; it may be removed or of no use (PS design 3)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from fleet.errors import PSError
+from fleet.ps._folder_lock import FolderLock
+from tests.fleet.ps.service import SPARSE, gradient, rows, serving, until
+
+OTHER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_server_on_the_folder_is_refused_and_leaves_it_alone(tmp_path, monkeypatch):
+    folder = tmp_path / "server-0"
+    (folder / "journal").mkdir(parents=True)
+    torn = folder / "journal" / f"journal-{1:020d}.log"
+    torn.write_bytes(b"half a record of the first server")
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", OTHER, str(folder / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "held\n"
+        monkeypatch.setattr("fleet.ps._server.FolderLock", lambda path: FolderLock(path, patience_s=0.0))
+        with pytest.raises(PSError, match="another process uses"), serving(folder=tmp_path):
+            pass
+        assert torn.read_bytes() == b"half a record of the first server"
+        other.stdin.close()
+        other.wait(30)
+    FolderLock(folder).release()  # a process that has ended keeps nobody out
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path):
+    """PS design 3: somebody cleans up; a later kill must still find every acknowledged push."""
+    lines = []
+    with serving(folder=tmp_path / "s", lease_s=1.0) as service:
+        client = service.client(tables={0: SPARSE})
+        service.servers[0]._notify = lines.append
+        client.wait(client.push({0: gradient([1])}))
+        shutil.rmtree(tmp_path / "s")
+        until(lambda: list((tmp_path / "s").glob("server-0/snapshot-*")))
+        assert any("has been removed" in line for line in lines)
+        client.wait(client.push({0: gradient([1])}))
+        service.servers[0].stop()
+        service.start(0)
+        assert rows(client, [1])[0, 0] == -2
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "s").write_text("a file")
+    with pytest.raises(PSError, match="parameter server 0 cannot use its folder"), serving(folder=tmp_path / "s"):
+        pass
