@@ -119,6 +119,7 @@ class Client:
     def goodbye(self) -> None:
         """Tells the servers that this worker has finished, and closes."""
         self.flush()
+        self._closing.set()  # or the lease thread might connect anew to a server that has let this worker go
         self._all(Op.GOODBYE)
         self.close()
 

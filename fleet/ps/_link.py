@@ -216,6 +216,7 @@ class Link:
             header, body = self._receive(limit_s)
         except (ConnectionLost, TransferTimeout, MessageError) as error:
             self._lost(error, began if isinstance(error, TransferTimeout) else None)
+            self._say_away()  # where it was silent for long
             return True
         except BaseException:
             self._hang_up()

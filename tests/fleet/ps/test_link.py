@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -12,6 +14,7 @@ from fleet.ps._transport import SocketTransport
 from tests.fleet.ps.service import gradient, rows, serving, until
 
 
+@pytest.mark.slow
 def test_the_heartbeat_connects_anew():
     """PS design 3: a cut while a worker computes for long; in sync mode the others would step without its gradient."""
     with serving(num_workers=2, lease_s=1.0) as service:
@@ -64,10 +67,10 @@ def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
     """A server that is stopped: not the limit of an answer and then the deadline, one after the other."""
     monkeypatch.setattr("fleet.ps._link._LEAST_LIMIT_S", 0.1)
     with serving() as service:
-        client = service.client(deadline_s=0.5, answer_timeout_s=3600.0)
+        client = service.client(deadline_s=0.2, answer_timeout_s=3600.0)
         service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "drop"))
         service.transport.forget(service.servers[0].endpoint)
-        with pytest.raises(PSError, match=r"did not answer for 0\.5 s"):
+        with pytest.raises(PSError, match=r"did not answer for 0\.2 s"):
             rows(client, [1])
 
 
@@ -82,3 +85,28 @@ def test_a_worker_that_comes_during_a_save_is_told_to_wait(monkeypatch):
         client = service.client(answer_timeout_s=0.5, deadline_s=0.6)
         timer.join()
         assert set(client.tables) == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_worker_that_said_goodbye_is_not_taken_back_while_another_server_is_away():
+    """PS design 3: its lease thread would connect anew, and a server of one worker would wait for it for ever."""
+    with serving(2, lease_s=1.0) as service:
+        client = service.client(heartbeat=True, deadline_s=2.5)
+        first, second = service.servers
+        worker = first.machine.session.workers[0]
+        service.transport.forget(second.endpoint)
+        for connection in list(second._open):
+            connection.close()
+
+        def leave():
+            with suppress(PSError):
+                client.goodbye()
+
+        thread = threading.Thread(target=leave, daemon=True)
+        thread.start()
+        until(lambda: worker.state == "gone")
+        for connection in list(first._open):
+            connection.close()
+        time.sleep(1.5)  # the lease thread wakes eight times a second
+        assert worker.state == "gone"
+        client.close()
