@@ -87,6 +87,11 @@ class Client:
             interval_s=config.retry_interval_s,
         )
         welcomes = [link.open() for link in self._links]
+        for link, welcome in zip(self._links, welcomes, strict=True):
+            if welcome["index"] != link.index:
+                raise PSError(
+                    f"{link.name} is number {welcome['index']}. List the servers in the same order everywhere."
+                )
         modes = {(welcome["mode"], welcome["staleness"]) for welcome in welcomes}
         if len(modes) > 1:
             raise PSError(f"the parameter servers run in different modes: {sorted(map(str, modes))}. Start them alike.")

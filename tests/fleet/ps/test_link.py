@@ -11,7 +11,7 @@ import pytest
 from fleet.errors import PSError
 from fleet.ps._local import Fault
 from fleet.ps._transport import SocketTransport
-from tests.fleet.ps.service import gradient, rows, serving, until
+from tests.fleet.ps.service import SPARSE, gradient, rows, serving, until
 
 
 @pytest.mark.slow
@@ -48,6 +48,15 @@ class _InterruptedOnce:
 
         connection.send = send
         return connection
+
+
+def test_servers_in_another_order_are_refused():
+    """PS design 3: or the rows of an id would be on one server for some workers and on another for others."""
+    with serving(2, num_workers=2) as service:
+        service.client(0, tables={0: SPARSE})
+        service.servers.reverse()
+        with pytest.raises(PSError, match=r"parameter server 0 \(.*\) is number 1\..*same order"):
+            service.client(1, tables={0: SPARSE})
 
 
 def test_ctrl_c_in_the_middle_of_a_message_does_not_spoil_the_next():

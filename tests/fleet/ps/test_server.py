@@ -27,7 +27,7 @@ from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table
 def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
     """001-04, 001-07."""
     transport, lines = LocalTransport(), []
-    config = ServerConfig(endpoint="127.0.0.1:7000", num_workers=2, folder=tmp_path, index=4)
+    config = ServerConfig(endpoint="127.0.0.1:7000", num_workers=2, folder=tmp_path)
     settings = {"transport": transport, "notify": lines.append}
     thread = threading.Thread(target=run_server, args=(config,), kwargs=settings)
     thread.start()
@@ -43,7 +43,7 @@ def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
         client.goodbye()
     thread.join(10)
     assert not thread.is_alive()
-    assert lines == ["parameter server 4 is listening on 127.0.0.1:7000"]
+    assert lines == ["parameter server 0 is listening on 127.0.0.1:7000"]
     assert not list(tmp_path.iterdir())
 
 
