@@ -176,7 +176,13 @@ class Journal:
             return self._is_unlinked()
 
     def _is_unlinked(self) -> bool:
-        return self._fd >= 0 and not os.fstat(self._fd).st_nlink
+        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+            return False
+        return not self._segment(self._first).exists()  # some file systems count no names
+
+    def _segment(self, first: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"journal-{first:020d}.log"
 
     def snapshot_done(self, lsn: int) -> None:
         """Removes the segments in which every record is at most ``lsn``: a snapshot holds them."""
@@ -209,7 +215,7 @@ class Journal:
     def _open_segment(self) -> None:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        path, before = self._folder / f"journal-{self.last_lsn + 1:020d}.log", (self._fd, self._position)
+        path, before = self._segment(self.last_lsn + 1), (self._fd, self._position)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._fd, self._position = os.open(path, flags, 0o600), 0
         try:

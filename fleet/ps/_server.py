@@ -173,8 +173,7 @@ class Server:
     def _recover(self) -> bool:
         """Brings the state in the folder back; returns whether there is none that somebody has trained or prepared.
 
-        Preparing ends with a snapshot and precedes all workers: a journal alone in which no worker has changed
-        anything is that of a server which was killed while it prepared.
+        Preparing ends with a snapshot and precedes all workers: a journal without a worker's change was cut short.
         """
         config, machine, saved = self.config, self.machine, False
         if config.folder is not None:
@@ -309,6 +308,7 @@ class Server:
                     self.snapshot()
                 except Exception as error:
                     self._notify(f"parameter server {config.index}: no snapshot: {error}")
+                    self._stopping.wait(10.0)  # the same disk would refuse at once
 
     def _serve(self, connection: Connection) -> None:
         proven = False
