@@ -205,7 +205,8 @@ class ServerCalls:
 
         Args:
             table_id: number of the table.
-            day_id: the new day; a call with the day before changes nothing.
+            day_id: the new day. One that the servers have been told last changes nothing, so that a worker 0 which is
+                started again may repeat its call.
         """
         if isinstance(day_id, bool) or not isinstance(day_id, str | int) or not str(day_id).strip():
             raise ConfigError(f"fleet.set_date(day_id={day_id!r}) takes the day as text or number, such as '20260131'.")

@@ -25,6 +25,7 @@ class DatasetBase:
     def __init__(self) -> None:
         self._settings = Settings(data_feed_type=self._feed)
         self.filelist: list[str] = []
+        self._has_filelist = False
 
     def init(self, **options: Any) -> None:
         """Sets the options; those left out keep their defaults.
@@ -57,11 +58,16 @@ class DatasetBase:
         """
         if not isinstance(filelist, list | tuple) or not all(isinstance(file, str | os.PathLike) for file in filelist):
             raise ConfigError(f"set_filelist({filelist!r}) takes a list of file names.")
-        self.filelist = [os.fspath(file) for file in filelist]
+        self.filelist, self._has_filelist = [os.fspath(file) for file in filelist], True
 
     def _start_reading(self) -> tuple[TextForm, Source]:
         """Returns form and source once everything that can be checked before reading is checked."""
         form, source = self._settings.form, self._settings.source
+        if not self._has_filelist:
+            raise ConfigError(
+                f"{type(self).__name__} has no files: call set_filelist() first. A worker without any takes an empty "
+                "list."
+            )
         source.check_files(self.filelist)
         return form, source
 

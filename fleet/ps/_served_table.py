@@ -26,6 +26,8 @@ from fleet.ps._table_spec import config_of_spec
 
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "missing_parts"]
 
+_LONGEST_DAY = 256
+
 
 class Stamps:
     """Up to which record each restored row is known; rows that were not in the snapshot are known up to none."""
@@ -141,6 +143,7 @@ class ServedSparse:
         self.table, self.gate = table, table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
+        self.day: str | None = None  # the one that advance_day has named last
         self.keeps_shows = table.config.accessor is not None
 
     def set_learning_rate(self, value: float) -> None:
@@ -189,7 +192,7 @@ class ServedSparse:
         if action == "shrink":
             return self.table.shrink(fields.get("threshold"), fields.get("max_unseen_days"))
         if action == "advance_day":
-            self.table.advance_day()
+            self._begin_day(fields.get("day"))
         elif action == "clear":
             self.table.clear()
         elif action == "learning_rate":
@@ -197,6 +200,14 @@ class ServedSparse:
         else:
             raise Refused(f"{action!r} is not something a sparse table can do.")
         return self.table.num_rows
+
+    def _begin_day(self, day: object) -> None:
+        """Lets a day pass, unless it has the name of the one before: a worker that came back may name it again."""
+        if day is not None and not (isinstance(day, str) and len(day) <= _LONGEST_DAY):
+            raise Refused(f"a day is a text of at most {_LONGEST_DAY} characters, received {str(day)[:80]!r}.")
+        if day is None or day != self.day:
+            self.table.advance_day()
+            self.day = day
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""

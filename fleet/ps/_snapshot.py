@@ -20,7 +20,7 @@ from fleet.errors import CheckpointError, PSError
 from fleet.ps._chunks import read_chunks, write_chunk, write_end
 from fleet.ps._journal import read_journal
 from fleet.ps._machine import Machine
-from fleet.ps._served_table import Stamps
+from fleet.ps._served_table import ServedSparse, Stamps
 from fleet.ps._session import Held, Session
 
 __all__ = ["has_snapshot", "recover", "write_snapshot"]
@@ -44,7 +44,8 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
             lsn = journal.rotate()
             captured = _capture(session)
             tables = dict(machine.tables)
-        rates = {str(table_id): table.learning_rate for table_id, table in tables.items()}
+        captured["learning_rates"] = {str(table_id): table.learning_rate for table_id, table in tables.items()}
+        captured["days"] = {str(key): table.day for key, table in tables.items() if isinstance(table, ServedSparse)}
         # Loading and saving change rows without a record: a snapshot may follow one of the same number.
         numbers = [int(path.name.rpartition("-")[2]) for path in folder.glob(f"snapshot-{lsn:020d}-*")]
         target = folder / f"snapshot-{lsn:020d}-{max(numbers, default=0) + 1:06d}"
@@ -52,7 +53,7 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir(parents=True)
-            _write_session(draft / _SESSION, captured, rates, lsn)
+            _write_session(draft / _SESSION, captured, lsn)
             for table_id, table in tables.items():
                 table.write(_table_path(draft, table_id), stamp)
             for path in (*draft.iterdir(), draft):
@@ -98,11 +99,10 @@ def _capture(session: Session) -> dict[str, Any]:
     }
 
 
-def _write_session(path: Path, captured: dict[str, Any], rates: dict[str, float | None], lsn: int) -> None:
+def _write_session(path: Path, captured: dict[str, Any], lsn: int) -> None:
     held, recorded = captured.pop("held"), captured.pop("recorded")
     captured["held"] = [(step, rank, item.n_tables, item.flags) for step, rank, item in held]
     captured["recorded"] = [place for place, _ in recorded]
-    captured["learning_rates"] = rates
     with path.open("wb") as file:
         write_chunk(file, 1, lsn, 0, _JSON, json.dumps(captured).encode())
         for _, _, item in held:
@@ -150,13 +150,15 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     lsn = 0
     snapshots = _snapshots(folder)
     if snapshots:
-        lsn, rates = _read_session(snapshots[-1] / _SESSION, session)
+        lsn, rates, days = _read_session(snapshots[-1] / _SESSION, session)
         for table_id, spec in session.specs.items():
             table = machine.make_table(spec)
             stamps[table_id] = table.read(_table_path(snapshots[-1], table_id))
             rate = rates[str(table_id)]
             if rate is not None:
                 table.set_learning_rate(rate)
+            if isinstance(table, ServedSparse):
+                table.day = days.get(str(table_id))
             machine.tables[table_id] = table
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
     count = 0
@@ -170,7 +172,7 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     return lines
 
 
-def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | None]]:
+def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | None], dict[str, str | None]]:
     chunks = list(read_chunks_of(path))
     if not chunks or chunks[0][3] != _JSON:
         raise CheckpointError(f"{path}: this is not the session of a parameter server.")
@@ -203,7 +205,7 @@ def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | 
     for rank, table in fields["recorded"]:
         recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
     session.recorder.restore(recorded)
-    return lsn, fields["learning_rates"]
+    return lsn, fields["learning_rates"], fields.get("days", {})
 
 
 def read_chunks_of(path: Path) -> list[tuple[int, int, int, int, bytes]]:

@@ -82,7 +82,6 @@ class Trainer:
         self._make_client, self._train_dense = make_client, train_dense
         self._pending: Mapping[str, Any] | None = None
         self._rates: dict[int, float] = {}
-        self._days: dict[int, str] = {}
         self._client: Client | None = None
         self._exchange: Exchange | None = None
         self.stopped = False
@@ -257,10 +256,9 @@ class Trainer:
         return rows
 
     def set_date(self, table_id: int, day: str) -> None:
-        """Lets a day pass for the rows of a table, when ``day`` is another one than at the last call."""
-        if self.client.config.rank == 0 and self._days.get(table_id) != day:
-            self.client.alter(table_id, "advance_day")
-            self._days[table_id] = day
+        """Lets a day pass for the rows of a table, where ``day`` is another one than the servers were told last."""
+        if self.client.config.rank == 0:
+            self.client.alter(table_id, "advance_day", day=day)
 
     def table_facts(self, table_id: int) -> dict[str, int]:
         """Returns rows and bytes of a table over all servers."""

@@ -103,3 +103,16 @@ def test_programs_are_started_only_where_they_change_something() -> None:
     assert settings.source.pipeline == (("python", "a b.py"),)
     assert settings.source.download == ("./get", "--fast")
     assert Settings(data_feed_type="x").source.commands("f") == ([], False)
+
+
+@pytest.mark.parametrize("kind", [InMemoryDataset, QueueDataset])
+def test_a_dataset_that_was_given_no_list_of_files_says_so(kind: type[InMemoryDataset] | type[QueueDataset]) -> None:
+    """B.7: a forgotten set_filelist; an empty list is what a worker gets where there are fewer files than workers."""
+    dataset = kind()
+    dataset.init(use_var=[Slot("words", lod_level=1)])
+    with pytest.raises(ConfigError, match=r"has no files: call set_filelist\(\) first"):
+        list(dataset) if isinstance(dataset, QueueDataset) else dataset.load_into_memory()
+    dataset.set_filelist([])
+    if isinstance(dataset, InMemoryDataset):
+        dataset.load_into_memory()
+    assert list(dataset) == []
