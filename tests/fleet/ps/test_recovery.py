@@ -128,27 +128,6 @@ def test_the_state_after_a_kill_is_bit_equal(tmp_path, snapshots, level):
         assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
 
 
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_a_day_that_is_named_again_does_not_pass_again(tmp_path, snapshot):
-    """B.3 set_date: whoever names it, a worker 0 that was restarted too, and after a restart of the server."""
-    with serving(folder=tmp_path / "s") as service:
-        client = service.client(0, tables={0: ADAM})
-        client.wait(client.push({0: Gradient(np.arange(3), np.ones((3, 3), np.float32))}))
-        for day in ("20260130", "20260130", "20260131"):
-            client.alter(0, "advance_day", day=day)
-        if snapshot:
-            client.snapshot()
-        client.close()
-        service.servers[0].stop()
-        service.start(0)
-        again = service.client(0, tables={0: ADAM}, client_id=77)
-        again.alter(0, "advance_day", day="20260131")
-        with pytest.raises(PSError, match="at most 256 characters"):
-            again.alter(0, "advance_day", day="1" * 257)
-        blocks = service.servers[0].machine.tables[0].table.blocks()
-        assert [day for block in blocks for day in block.unseen_days.tolist()] == [2, 2, 2]
-
-
 def test_sync_gradients_that_wait_for_others_survive(tmp_path):
     with serving(mode="sync", num_workers=2, folder=tmp_path / "s") as service:
         a, b = service.client(0, tables=TABLES), service.client(1, tables=TABLES)

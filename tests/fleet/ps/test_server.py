@@ -202,3 +202,24 @@ def test_a_settling_that_fails_is_tried_again(monkeypatch):
         service.client(1)
         in_threads(client.barrier)
         assert len(failures) == 2
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_day_that_is_named_again_does_not_pass_again(tmp_path, snapshot):
+    """B.3 set_date: whoever names it, a worker 0 that was restarted too, and after a restart of the server."""
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(0, tables={0: SPARSE})
+        client.wait(client.push({0: gradient((0, 1, 2))}))
+        for day in ("20260130", "20260130", "20260131"):
+            client.alter(0, "advance_day", day=day)
+        if snapshot:
+            client.snapshot()
+        client.close()
+        service.servers[0].stop()
+        service.start(0)
+        again = service.client(0, tables={0: SPARSE}, client_id=77)
+        again.alter(0, "advance_day", day="20260131")
+        with pytest.raises(PSError, match="at most 256 characters"):
+            again.alter(0, "advance_day", day="1" * 257)
+        blocks = service.servers[0].machine.tables[0].table.blocks()
+        assert [day for block in blocks for day in block.unseen_days.tolist()] == [2, 2, 2]
