@@ -263,6 +263,11 @@ class Session:
         if self.server_job is not None:
             self.server_job.close()
 
+    @property
+    def has_group(self) -> bool:
+        """Whether this session has met other workers in a process group."""
+        return self.process_group is not None or self._host_group is not None
+
     def release_groups(self) -> None:
         """Lets go of every process group; nothing trains afterwards, though the script still holds its model.
 

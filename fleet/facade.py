@@ -347,13 +347,16 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         """
         import torch.distributed as dist
 
+        had_group = dist.is_available() and dist.is_initialized()
         if self._session is not None:
+            had_group = had_group or self._session.has_group
             self._session.close()
             self._session.release_groups()
             self._session = None
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()
+        if had_group:  # with a large heap this takes a while, and without a group it is of no use
+            gc.collect()
 
     def _need(self, call: str) -> Session:
         if self._session is None:

@@ -14,6 +14,7 @@ from torch import nn
 import fleet
 from fleet._model import FleetModel
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning, StrategyConflictError, UnsupportedOptionError
+from fleet.facade import Fleet
 
 TWO_WORKERS = {
     "RANK": "0",
@@ -27,8 +28,6 @@ TWO_WORKERS = {
 @pytest.fixture(autouse=True)
 def new_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each test a Fleet of its own, and no variables of a job."""
-    from fleet.facade import Fleet
-
     monkeypatch.setattr(fleet, "_fleet", Fleet(), raising=False)
     for name in ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -208,3 +207,17 @@ def test_init_parallel_env_alone_warns() -> None:
     for wrong in ({"layers": 1}, {"layers": layer, "comm_buffer_size": 0}, {"layers": layer, "strategy": 1}):
         with pytest.raises(ConfigError):
             fleet.DataParallel(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_exit_without_a_group_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds in a process with much in memory, and is there for the threads of a process group only."""
+    collected: list[int] = []
+    monkeypatch.setattr("fleet.facade.gc.collect", lambda: collected.append(1))
+    alone, grouped = Fleet(), Fleet()
+    alone.init(log_level="ERROR")
+    alone._close()
+    assert not collected
+    grouped.init(log_level="ERROR")
+    monkeypatch.setattr(type(grouped.session), "has_group", property(lambda _: True))
+    grouped._close()
+    assert collected
