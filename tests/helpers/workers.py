@@ -50,7 +50,7 @@ def run_workers(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     backend: str | None = "gloo",
     environment: Mapping[str, str | None] | Callable[[int], Mapping[str, str | None]] | None = None,
 ) -> list[Any]:
