@@ -160,8 +160,7 @@ class ElasticJob:
             if (low, high) == (world.min_nodes, world.max_nodes):
                 return f"The job {self._job_id!r} has --np={before} already; nothing restarts. action scale done"
             changed = replace(world, min_nodes=low, max_nodes=high)
-            text = json.dumps(_world.to_json(changed), sort_keys=True)
-            if self._store.swap(self._prefix + _world.WORLD_KEY, view.texts[_world.WORLD_KEY], text):
+            if self._store.swap(self._prefix + _world.WORLD_KEY, view.texts[_world.WORLD_KEY], _world.to_text(changed)):
                 return f"The job {self._job_id!r} has --np={wanted_text(changed)} (was {before}). action scale done"
 
     def clean(self) -> str:

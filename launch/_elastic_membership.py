@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import selectors
 import time
 from collections.abc import Mapping
@@ -368,11 +367,11 @@ class ElasticMembership:
 
     def _swap(self, view: Any, world: World) -> bool:
         ends = world.state == _world.COMPLETE or (world.reason is not None and not world.reason.restart)
-        return self._contact.swap(WORLD_KEY, view.texts.get(WORLD_KEY), _text(world), ends=ends)
+        return self._contact.swap(WORLD_KEY, view.texts.get(WORLD_KEY), _world.to_text(world), ends=ends)
 
     def _publish(self, **changes: Any) -> None:
         self._node = replace(self._node, **changes)
-        self._contact.publish(_text(self._node))
+        self._contact.publish(_world.to_text(self._node))
 
     def _watch_silence(self) -> None:
         silence = self._contact.silence()
@@ -393,7 +392,3 @@ class ElasticMembership:
         if signals := self._signals.take():
             self._was_stopped = True
             raise StoppedBySignalError(f"Terminating with signal {signals[0]}", 128 + signals[0])
-
-
-def _text(record: Node | World) -> str:
-    return json.dumps(_world.to_json(record), sort_keys=True)

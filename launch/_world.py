@@ -17,6 +17,7 @@ that names the node. Two nodes can therefore never start with different ideas of
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -97,6 +98,11 @@ def to_json(record: Node | World) -> dict[str, Any]:
     data = asdict(record)
     data.pop("created", None)
     return data
+
+
+def to_text(record: Node | World) -> str:
+    """Returns ``record`` as it stands on etcd."""
+    return json.dumps(to_json(record), sort_keys=True)
 
 
 def read_nodes(view: View) -> dict[str, Node]:

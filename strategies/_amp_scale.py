@@ -88,9 +88,15 @@ class LossScale:
         self.scale, self.good, self.bad = scale, good, bad
 
 
+def narrow_type(config: Any, device_type: str) -> torch.dtype:
+    """Returns the 16-bit type: the one asked for, otherwise float16 on a GPU and bfloat16 on the CPU."""
+    if config.use_pure_fp16 or config.dtype == "float16":
+        return torch.float16
+    if config.use_pure_bf16 or config.dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float16 if device_type == "cuda" else torch.bfloat16
+
+
 def scales_gradients(options: Values, device_type: str) -> bool:
     """Returns whether amp may scale the backward signal on such a device: whether it computes in float16."""
-    config = options["amp_configs"]
-    if not options["amp"] or config.use_pure_bf16 or config.dtype == "bfloat16":
-        return False
-    return bool(config.use_pure_fp16 or config.dtype == "float16" or device_type == "cuda")
+    return bool(options["amp"]) and narrow_type(options["amp_configs"], device_type) is torch.float16

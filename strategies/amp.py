@@ -14,7 +14,7 @@ from fleet.errors import ConfigError
 from fleet.strategies._amp_model import AmpModel, guard
 from fleet.strategies._amp_optimizer import AmpOptimizer
 from fleet.strategies._amp_policy import Region, TreatedForward, Treatment, has_guard, plan_treatments
-from fleet.strategies._amp_scale import LossScale
+from fleet.strategies._amp_scale import LossScale, narrow_type
 from fleet.strategies._amp_signal import Signal
 from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
@@ -259,15 +259,6 @@ class Amp(Strategy):
     def _after_backward(self) -> None:
         for optimizer in self._optimizers:
             optimizer.note_backward()
-
-
-def narrow_type(config: AmpConfig, device_type: str) -> torch.dtype:
-    """Returns the 16-bit type: the one asked for, otherwise float16 on a GPU and bfloat16 on the CPU."""
-    if config.use_pure_fp16 or config.dtype == "float16":
-        return torch.float16
-    if config.use_pure_bf16 or config.dtype == "bfloat16":
-        return torch.bfloat16
-    return torch.float16 if device_type == "cuda" else torch.bfloat16
 
 
 def user_module(chain: nn.Module) -> nn.Module:

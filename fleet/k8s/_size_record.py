@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -37,10 +36,10 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
         )
     from fleet.launch._elastic_job import job_prefix
     from fleet.launch._elastic_world import ElasticRules, first_world
-    from fleet.launch._world import WORLD_KEY, read_world, to_json
+    from fleet.launch._world import WORLD_KEY, read_world, to_text
 
     with _opened(server, job_id) as (store, job):
-        first = json.dumps(to_json(first_world(ElasticRules(min_nodes=replicas, max_nodes=replicas))), sort_keys=True)
+        first = to_text(first_world(ElasticRules(min_nodes=replicas, max_nodes=replicas)))
         prefix = job_prefix(job_id)
         if read_world(store.read(prefix)) is not None or not store.swap(prefix + WORLD_KEY, None, first):
             job.scale(replicas, replicas)

@@ -46,14 +46,13 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def _take(self) -> bool:
-        if sys.platform == "win32":
-            return True
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: children do not inherit it
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # a file system without locks
-            return True
+        if sys.platform != "win32":
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: children do not inherit it
+            except (BlockingIOError, PermissionError):
+                return False
+            except OSError:
+                pass  # a file system without locks
         return True
 
     def release(self) -> None:

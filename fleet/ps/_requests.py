@@ -333,10 +333,10 @@ class Requests:
         def act() -> dict[str, Any]:
             try:
                 return action(fields)
+            except FleetError:
+                raise
             except OSError as error:  # of the disk, which does not say where
-                raise (
-                    error if isinstance(error, FleetError) else Refused(f"{fields.get('dirname')}: {error}.")
-                ) from None
+                raise Refused(f"{fields.get('dirname')}: {error}.") from None
 
         with self._busy(worker):
             return Answer(buffers=[control_body(_with_beats(act, beat))])

@@ -150,9 +150,9 @@ class Server:
         check_bind(config.endpoint, config.secret)
         try:
             is_new = self._recover()
+        except FleetError:
+            raise
         except OSError as error:
-            if isinstance(error, FleetError):
-                raise
             raise PSError(f"parameter server {config.index} cannot use its folder {config.folder}: {error}.") from error
         if prepare is not None and is_new:
             prepare(machine)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies.amp import AmpConfig, narrow_type
+from fleet.strategies._amp_scale import narrow_type
+from fleet.strategies.amp import AmpConfig
 from tests.strategies.amp_steps import batches, fast_sgd, flat, hand_written, net_of, sgd, small_loss, start, wrapped
 
 FP16 = {"dtype": "float16"}
