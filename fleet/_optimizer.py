@@ -148,18 +148,23 @@ class FleetOptimizer(OptimizerWrapper):
     clear_gradients = clear_grad
 
     def get_lr(self) -> float:
-        """Returns the learning rate of the first parameter group."""
-        return float(self.param_groups[0]["lr"])
+        """Returns the learning rate: the first parameter group's, without the factor that Fleet's groups may have."""
+        group = self.param_groups[0]
+        return float(group["lr"]) / (group.get("lr_factor", 1.0) or 1.0)
 
     def set_lr(self, value: float) -> None:
-        """Sets the learning rate of every parameter group; raises ConfigError for a negative or non-number."""
+        """Sets the learning rate of every parameter group, times the factor that a group of Fleet's form has.
+
+        Raises ConfigError for a negative or non-number.
+        """
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(f"set_lr() takes a number of at least 0, got {value!r}.")
         for group in self.param_groups:
+            rate = float(value) * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(value)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = float(value)
+                group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; with sharding this worker's part of it, and a warning says so."""

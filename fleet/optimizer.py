@@ -1,7 +1,11 @@
 """Optimizers with the constructors of Fleet scripts, for scripts that move over line by line.
 
-Each is torch's optimizer of the same rule: only the names of the arguments differ, and ``grad_clip`` and
+Each computes Paddle's numbers. Where torch has the same rule, the constructor returns torch's optimizer. RMSProp,
+Adamax and ASGD have rules of their own in Paddle, and so they have here. ``grad_clip`` and
 ``weight_decay=L1Decay(...)`` act at each update, in Fleet's order: clip, then decay, then the rule.
+
+``parameters`` takes groups as Paddle's do: in ``{"params": [...], "learning_rate": 0.1, "weight_decay": 0.0}`` the
+learning rate multiplies the optimizer's, and the decay replaces it.
 
 Example:
     >>> momentum = fleet.optimizer.Momentum(0.1, 0.9, net.parameters(), weight_decay=fleet.regularizer.L2Decay(1e-4))
@@ -9,8 +13,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +26,22 @@ from fleet.regularizer import L1Decay, L2Decay
 from fleet.strategies._optimizer import OptimizerWrapper
 from fleet.strategies.lamb import LambAdam
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lamb", "Momentum"]
+__all__ = [
+    "ASGD",
+    "LBFGS",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lamb",
+    "Momentum",
+    "NAdam",
+    "RAdam",
+    "RMSProp",
+    "Rprop",
+]
 
 Decay = float | L1Decay | L2Decay | None
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | None
@@ -37,7 +56,8 @@ def SGD(
     name: str | None = None,
 ) -> Optimizer:
     """Returns ``torch.optim.SGD`` without momentum: ``p -= lr * g``."""
-    return Momentum(learning_rate, 0.0, parameters, False, weight_decay, grad_clip, multi_precision, name)
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip, multi_precision=multi_precision)
+    return with_steps_before(torch.optim.SGD(groups, learning_rate), grad_clip)
 
 
 def Momentum(
@@ -48,12 +68,18 @@ def Momentum(
     weight_decay: Decay = None,
     grad_clip: GradientClip | None = None,
     multi_precision: bool = False,
+    rescale_grad: float = 1.0,
+    use_multi_tensor: bool = False,
     name: str | None = None,
 ) -> Optimizer:
     """Returns ``torch.optim.SGD`` with momentum: ``v = m v + g; p -= lr v`` (Nesterov: ``p -= lr (g + m v)``)."""
-    params = checked(learning_rate, parameters, weight_decay, multi_precision=multi_precision)
-    made = torch.optim.SGD(params, learning_rate, momentum, weight_decay=l2_of(weight_decay), nesterov=use_nesterov)
-    return with_steps_before(made, grad_clip, weight_decay)
+    if rescale_grad != 1.0:
+        raise UnsupportedOptionError(
+            f"Momentum(rescale_grad={rescale_grad!r}) is not offered. Multiply the loss by it, before backward()."
+        )
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip, multi_precision=multi_precision)
+    made = torch.optim.SGD(groups, learning_rate, momentum, nesterov=use_nesterov, foreach=use_multi_tensor or None)
+    return with_steps_before(made, grad_clip)
 
 
 def Adam(
@@ -71,17 +97,12 @@ def Adam(
     name: str | None = None,
 ) -> Optimizer:
     """Returns ``torch.optim.Adam``."""
-    params = checked(learning_rate, parameters, weight_decay, lazy_mode=lazy_mode, multi_precision=multi_precision)
+    off = {"lazy_mode": lazy_mode, "multi_precision": multi_precision}
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip, **off)
     made = torch.optim.Adam(
-        params,
-        learning_rate,
-        (beta1, beta2),
-        epsilon,
-        l2_of(weight_decay),
-        amsgrad,
-        foreach=use_multi_tensor or None,
+        groups, learning_rate, (beta1, beta2), epsilon, amsgrad=amsgrad, foreach=use_multi_tensor or None
     )
-    return with_steps_before(made, grad_clip, weight_decay)
+    return with_steps_before(made, grad_clip)
 
 
 def AdamW(
@@ -91,6 +112,7 @@ def AdamW(
     epsilon: float = 1e-8,
     parameters: Parameters = None,
     weight_decay: float = 0.01,
+    use_lowprecision_moment: bool = False,
     lr_ratio: object = None,
     apply_decay_param_fun: object = None,
     grad_clip: GradientClip | None = None,
@@ -106,9 +128,17 @@ def AdamW(
                 f"AdamW({label}=...) goes by Paddle's parameter names, which torch does not have. Give groups "
                 'with rates or decays of their own: parameters=[{"params": [...], "weight_decay": 0.0}, ...].'
             )
-    params = checked(learning_rate, parameters, None, lazy_mode=lazy_mode, multi_precision=multi_precision)
-    made = torch.optim.AdamW(params, learning_rate, (beta1, beta2), epsilon, weight_decay, amsgrad)
-    return with_steps_before(made, grad_clip, None)
+    if isinstance(weight_decay, L1Decay | L2Decay):
+        raise ConfigError(
+            f"AdamW(weight_decay={weight_decay!r}): it takes a number, which decays the parameter itself."
+        )
+    off = {"lazy_mode": lazy_mode, "multi_precision": multi_precision}
+    off["use_lowprecision_moment"] = use_lowprecision_moment
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip, **off)
+    if any("l1_decay" in group for group in groups):
+        raise ConfigError("AdamW decays the parameter itself; weight_decay of a group takes a number, not L1Decay.")
+    made = torch.optim.AdamW(groups, learning_rate, (beta1, beta2), epsilon, amsgrad=amsgrad)
+    return with_steps_before(made, grad_clip)
 
 
 def Adagrad(
@@ -121,15 +151,112 @@ def Adagrad(
     initial_accumulator_value: float = 0.0,
 ) -> Optimizer:
     """Returns ``torch.optim.Adagrad``: ``G += g^2; p -= lr g / (sqrt(G) + eps)``."""
-    params = checked(learning_rate, parameters, weight_decay)
-    made = torch.optim.Adagrad(
-        params,
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip)
+    made = torch.optim.Adagrad(groups, learning_rate, initial_accumulator_value=initial_accumulator_value, eps=epsilon)
+    return with_steps_before(made, grad_clip)
+
+
+def Adadelta(
+    learning_rate: float = 0.001,
+    epsilon: float = 1e-6,
+    rho: float = 0.95,
+    parameters: Parameters = None,
+    weight_decay: Decay = None,
+    grad_clip: GradientClip | None = None,
+    name: str | None = None,
+) -> Optimizer:
+    """Returns ``torch.optim.Adadelta``."""
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip)
+    return with_steps_before(torch.optim.Adadelta(groups, learning_rate, rho, epsilon), grad_clip)
+
+
+def NAdam(
+    learning_rate: float = 0.002,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    momentum_decay: float = 0.004,
+    parameters: Parameters = None,
+    weight_decay: Decay = None,
+    grad_clip: GradientClip | None = None,
+    name: str | None = None,
+) -> Optimizer:
+    """Returns ``torch.optim.NAdam``."""
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip)
+    made = torch.optim.NAdam(groups, learning_rate, (beta1, beta2), epsilon, momentum_decay=momentum_decay)
+    return with_steps_before(made, grad_clip)
+
+
+def RAdam(
+    learning_rate: float = 0.001,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    parameters: Parameters = None,
+    weight_decay: Decay = None,
+    grad_clip: GradientClip | None = None,
+    name: str | None = None,
+) -> Optimizer:
+    """Returns ``torch.optim.RAdam``."""
+    groups = checked(learning_rate, parameters, weight_decay, grad_clip)
+    return with_steps_before(torch.optim.RAdam(groups, learning_rate, (beta1, beta2), epsilon), grad_clip)
+
+
+def Rprop(
+    learning_rate: float = 0.001,
+    learning_rate_range: tuple[float, float] = (1e-5, 50),
+    parameters: Parameters = None,
+    etas: tuple[float, float] = (0.5, 1.2),
+    grad_clip: GradientClip | None = None,
+    multi_precision: bool = False,
+    name: str | None = None,
+) -> Optimizer:
+    """Returns ``torch.optim.Rprop``; ``learning_rate_range`` bounds the step sizes."""
+    groups = checked(learning_rate, parameters, None, grad_clip, multi_precision=multi_precision)
+    if any(group.pop("weight_decay") or "l1_decay" in group for group in groups):
+        raise ConfigError(
+            "Rprop takes no weight_decay, in groups neither: it goes by the signs of the gradients alone."
+        )
+    return with_steps_before(torch.optim.Rprop(groups, learning_rate, etas, learning_rate_range), grad_clip)
+
+
+def LBFGS(
+    learning_rate: float = 1.0,
+    max_iter: int = 20,
+    max_eval: int | None = None,
+    tolerance_grad: float = 1e-7,
+    tolerance_change: float = 1e-9,
+    history_size: int = 100,
+    line_search_fn: str | None = None,
+    parameters: Parameters = None,
+    weight_decay: Decay = None,
+    grad_clip: GradientClip | None = None,
+    name: str | None = None,
+) -> Optimizer:
+    """Returns ``torch.optim.LBFGS``; ``step(closure)`` runs the closure several times.
+
+    Raises UnsupportedOptionError for ``weight_decay`` and ``grad_clip``, which act once for each update elsewhere: put
+    the penalty into the closure's loss, and clip in the closure, after ``backward()``.
+    """
+    for label, value in (("weight_decay", weight_decay), ("grad_clip", grad_clip)):
+        if value is not None:
+            raise UnsupportedOptionError(
+                f"LBFGS({label}={value!r}) is not offered: one step evaluates several gradients. Put it into the "
+                "closure: add a penalty to the loss, or clip after backward()."
+            )
+    groups = checked(learning_rate, parameters, None, None)
+    if len(groups) > 1 or groups[0]["weight_decay"] or "lr" in groups[0]:
+        raise ConfigError("LBFGS takes parameters as one list, without groups: its history is one over all of them.")
+    return torch.optim.LBFGS(
+        groups[0]["params"],
         learning_rate,
-        weight_decay=l2_of(weight_decay),
-        initial_accumulator_value=initial_accumulator_value,
-        eps=epsilon,
+        max_iter,
+        max_eval,
+        tolerance_grad,
+        tolerance_change,
+        history_size,
+        line_search_fn,
     )
-    return with_steps_before(made, grad_clip, weight_decay)
 
 
 def Lamb(
@@ -142,6 +269,7 @@ def Lamb(
     grad_clip: GradientClip | None = None,
     exclude_from_weight_decay_fn: object = None,
     multi_precision: bool = False,
+    always_adapt: bool = False,
     name: str | None = None,
 ) -> OptimizerWrapper:
     """Returns LAMB as ``strategy.lamb`` applies it, for a script that names the optimizer itself."""
@@ -150,52 +278,242 @@ def Lamb(
             "Lamb(exclude_from_weight_decay_fn=...) takes Paddle's parameters. Use torch.optim.Adam with "
             "strategy.lamb = True and lamb_configs['exclude_from_weight_decay'], which goes by torch's names."
         )
+    if always_adapt:
+        raise UnsupportedOptionError("Lamb(always_adapt=True) is not offered; leave it out.")
     adam = Adam(learning_rate, beta1, beta2, epsilon, parameters, None, grad_clip, multi_precision=multi_precision)
+    if any(group["weight_decay"] or "l1_decay" in group for group in adam.param_groups):
+        raise ConfigError("Lamb takes one decay, lamb_weight_decay; leave weight_decay out of the groups.")
     unused: Any = None
     return LambAdam(adam, "lamb", unused, None, decay=lamb_weight_decay)
 
 
-def checked(learning_rate: object, parameters: Parameters, weight_decay: object, **off: bool) -> Any:
-    """Returns ``parameters``; raises ConfigError for arguments that torch does not take, or takes otherwise."""
-    if isinstance(learning_rate, bool) or not isinstance(learning_rate, int | float):
-        raise ConfigError(
-            f"learning_rate is {learning_rate!r}; it takes a number. A schedule is made around the optimizer: "
-            "torch.optim.lr_scheduler.StepLR(optimizer, ...)."
-        )
+# ---- rules that torch does not have ----------------------------------------------------------------------------------
+
+
+class _Rule(Optimizer):
+    """Updates each parameter by itself; a subclass says how. ``weight_decay`` is added to the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates the parameters that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise ConfigError(
+                        f"{type(self).__name__} takes dense gradients, got a sparse one. Use SGD or Adam."
+                    )
+                decay = group["weight_decay"]
+                gradient = parameter.grad.add(parameter, alpha=decay) if decay else parameter.grad
+                self.update(parameter, gradient, self.state[parameter], group)
+        return loss
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Updates one parameter and its state."""
+        raise NotImplementedError
+
+
+class RMSProp(_Rule):
+    """Paddle's RMSProp, whose epsilon stands inside the root; torch's stands outside.
+
+    ``r = rho r + (1 - rho) g^2``; centered: ``c = rho c + (1 - rho) g``, otherwise ``c = 0``;
+    ``v = momentum v + lr g / sqrt(r - c^2 + epsilon)``; ``p -= v``.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        rho: float = 0.95,
+        epsilon: float = 1e-6,
+        momentum: float = 0.0,
+        centered: bool = False,
+        parameters: Parameters = None,
+        weight_decay: Decay = None,
+        grad_clip: GradientClip | None = None,
+        name: str | None = None,
+    ) -> None:
+        groups = checked(learning_rate, parameters, weight_decay, grad_clip)
+        self._check(rho, epsilon, momentum)
+        rates = {"lr": learning_rate, "rho": rho, "eps": epsilon, "momentum": momentum, "centered": centered}
+        super().__init__(groups, {**rates, "weight_decay": 0.0})
+        with_steps_before(self, grad_clip)
+
+    @staticmethod
+    def _check(rho: float, epsilon: float, momentum: float) -> None:
+        if not 0 <= rho < 1 or not epsilon > 0 or not momentum >= 0:
+            raise ConfigError(
+                f"RMSProp(rho={rho!r}, epsilon={epsilon!r}, momentum={momentum!r}): rho must be at least 0 and below "
+                "1, epsilon above 0, momentum at least 0."
+            )
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Updates one parameter, its mean square and its velocity."""
+        rho = group["rho"]
+        square = _zeros(state, "square_avg", parameter).mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
+        denominator = square + group["eps"]
+        if group["centered"]:
+            mean = _zeros(state, "grad_avg", parameter).mul_(rho).add_(gradient, alpha=1 - rho)
+            denominator.addcmul_(mean, mean, value=-1)
+        update = gradient / denominator.sqrt_() * group["lr"]
+        if group["momentum"]:
+            update = _zeros(state, "momentum_buffer", parameter).mul_(group["momentum"]).add_(update)
+        parameter.sub_(update)
+
+
+class Adamax(_Rule):
+    """Paddle's Adamax, which adds epsilon to the decayed maximum; torch adds it to the gradient's magnitude.
+
+    ``m = beta1 m + (1 - beta1) g``; ``u = max(beta2 u + epsilon, |g|)``; ``p -= lr / (1 - beta1^t) m / u``.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        parameters: Parameters = None,
+        weight_decay: Decay = None,
+        grad_clip: GradientClip | None = None,
+        name: str | None = None,
+    ) -> None:
+        groups = checked(learning_rate, parameters, weight_decay, grad_clip)
+        if not 0 <= beta1 < 1 or not 0 <= beta2 < 1 or not epsilon > 0:
+            raise ConfigError(
+                f"Adamax(beta1={beta1!r}, beta2={beta2!r}, epsilon={epsilon!r}): the betas must be at least 0 and "
+                "below 1, epsilon above 0."
+            )
+        rates = {"lr": learning_rate, "betas": (beta1, beta2), "eps": epsilon}
+        super().__init__(groups, {**rates, "weight_decay": 0.0})
+        with_steps_before(self, grad_clip)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Updates one parameter, its mean and its maximum."""
+        beta1, beta2 = group["betas"]
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        mean = _zeros(state, "exp_avg", parameter).mul_(beta1).add_(gradient, alpha=1 - beta1)
+        largest = _zeros(state, "exp_inf", parameter).mul_(beta2).add_(group["eps"])
+        largest.copy_(torch.maximum(largest, gradient.abs()))
+        parameter.sub_(mean / largest * (group["lr"] / (1 - beta1 ** float(state["step"]))))
+
+
+class ASGD(_Rule):
+    """Paddle's ASGD, the stochastic average gradient; torch's class of that name averages the parameters instead.
+
+    With ``n = batch_num`` and step m = 0, 1, ...: ``i = m % n``; ``d = d - y_i + g``; ``y_i = g``;
+    ``p -= lr d / min(m + 1, n)``. It keeps ``n`` gradients of each parameter.
+
+    Source: Schmidt, Le Roux and Bach, 2017, Minimizing Finite Sums with the Stochastic Average Gradient.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        batch_num: int = 1,
+        parameters: Parameters = None,
+        weight_decay: Decay = None,
+        grad_clip: GradientClip | None = None,
+        multi_precision: bool = False,
+        name: str | None = None,
+    ) -> None:
+        groups = checked(learning_rate, parameters, weight_decay, grad_clip, multi_precision=multi_precision)
+        if isinstance(batch_num, bool) or not isinstance(batch_num, int) or batch_num < 1:
+            raise ConfigError(f"ASGD(batch_num={batch_num!r}): it must be an integer of at least 1.")
+        super().__init__(groups, {"lr": learning_rate, "batch_num": batch_num, "weight_decay": 0.0})
+        with_steps_before(self, grad_clip)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Updates one parameter, the sum of its last gradients and the oldest of them."""
+        step, count = int(state.get("step", 0)), group["batch_num"]
+        state["step"] = torch.tensor(step + 1.0)
+        oldest = _zeros(state, f"gradient_{step % count}", parameter)
+        total = _zeros(state, "sum", parameter).add_(gradient).sub_(oldest)
+        oldest.copy_(gradient)
+        parameter.sub_(total, alpha=group["lr"] / min(step + 1, count))
+
+
+def _zeros(state: dict[str, Any], key: str, parameter: Tensor) -> Tensor:
+    """Returns the entry of a parameter's state, which begins with zeros."""
+    if key not in state:
+        state[key] = torch.zeros_like(parameter)
+    return cast(Tensor, state[key])
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def checked(
+    learning_rate: object, parameters: Parameters, weight_decay: Decay, grad_clip: object, **off: bool
+) -> list[dict[str, Any]]:
+    """Returns groups as torch takes them: a rate and an L2 decay each, and under ``l1_decay`` an L1 decay.
+
+    Raises ConfigError for arguments that torch does not take, or takes otherwise.
+    """
+    rate = _number("learning_rate", learning_rate)
     if parameters is None:
         raise ConfigError("parameters is None; pass model.parameters().")
-    allowed = isinstance(weight_decay, L1Decay | L2Decay | int | float) and not isinstance(weight_decay, bool)
-    if weight_decay is not None and not allowed:
-        raise ConfigError(f"weight_decay is {weight_decay!r}; it takes a number, L1Decay or L2Decay.")
+    if grad_clip is not None and not isinstance(grad_clip, GradientClip):
+        raise ConfigError(f"grad_clip is {grad_clip!r}; it takes fleet.ClipGradByGlobalNorm(...) or one of its kind.")
     for name, value in off.items():
         if value:
             raise UnsupportedOptionError(f"{name}=True is not offered; master weights come with strategy.amp.")
-    return parameters
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not given:
+        raise ConfigError("parameters is empty; pass model.parameters() of a model that has some.")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    return [_group(group, rate, weight_decay) for group in groups]
 
 
-def l2_of(weight_decay: Decay) -> float:
-    """Returns the L2 coefficient that torch's ``weight_decay`` takes."""
-    if isinstance(weight_decay, L2Decay):
-        return float(weight_decay.coeff)
-    return 0.0 if weight_decay is None or isinstance(weight_decay, L1Decay) else float(weight_decay)
+def _group(group: dict[str, Any], rate: float, weight_decay: Decay) -> dict[str, Any]:
+    """Returns one group of Paddle's form in torch's."""
+    if unknown := set(group) - {"params", "learning_rate", "weight_decay"}:
+        raise ConfigError(
+            f"A group of parameters holds {sorted(unknown)}; it takes 'params', 'learning_rate' (a factor on the "
+            "optimizer's) and 'weight_decay'. Make an optimizer of torch.optim for other settings by group."
+        )
+    if "params" not in group:
+        raise ConfigError(f"A group of parameters holds {sorted(group)} and no 'params'.")
+    decay = group.get("weight_decay", weight_decay)
+    if decay is not None and not isinstance(decay, L1Decay | L2Decay):
+        decay = L2Decay(_number("weight_decay", decay, "a number, L1Decay or L2Decay"))
+    made = {"params": group["params"], "weight_decay": float(decay.coeff) if isinstance(decay, L2Decay) else 0.0}
+    if isinstance(decay, L1Decay):
+        made["l1_decay"] = float(decay.coeff)
+    if "learning_rate" in group:
+        made["lr_factor"] = _number("learning_rate of a group", group["learning_rate"])
+        made["lr"] = rate * made["lr_factor"]
+    return made
 
 
-def with_steps_before(optimizer: Optimizer, grad_clip: GradientClip | None, weight_decay: Decay) -> Optimizer:
+def _number(name: str, value: object, takes: str = "a number") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        schedule = (
+            " A schedule is made around the optimizer: torch.optim.lr_scheduler.StepLR(optimizer, ...)."
+            if name == "learning_rate"
+            else ""
+        )
+        raise ConfigError(f"{name} is {value!r}; it takes {takes}.{schedule}")
+    return float(value)
+
+
+def with_steps_before(optimizer: Optimizer, grad_clip: GradientClip | None) -> Optimizer:
     """Returns ``optimizer``, which clips and adds L1 decay before each of its updates."""
-    if grad_clip is not None and not isinstance(grad_clip, GradientClip):
-        raise ConfigError(f"grad_clip is {grad_clip!r}; it takes fleet.ClipGradByGlobalNorm(...) or one of its kind.")
-    l1 = float(weight_decay.coeff) if isinstance(weight_decay, L1Decay) else 0.0
-    if grad_clip is None and not l1:
+    if grad_clip is None and not any(group.get("l1_decay") for group in optimizer.param_groups):
         return optimizer
 
+    @torch.no_grad()
     def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [p for group in stepping.param_groups for p in group["params"] if p.grad is not None]
         if grad_clip is not None:
-            grad_clip.clip([p.grad for p in parameters])
-        if l1:
-            with torch.no_grad():
-                for p in parameters:
-                    p.grad.add_(p.sign(), alpha=l1)
+            grad_clip.clip([p.grad for group in stepping.param_groups for p in group["params"] if p.grad is not None])
+        for group in stepping.param_groups:
+            for p in group["params"] if group.get("l1_decay") else ():
+                if p.grad is not None:
+                    p.grad.add_(p.sign(), alpha=group["l1_decay"])
 
     optimizer.register_step_pre_hook(before_step)
     return optimizer

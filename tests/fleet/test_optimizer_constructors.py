@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,14 @@ import torch
 from torch import nn
 
 from fleet import clip, optimizer, regularizer
+from fleet._optimizer import FleetOptimizer
 from fleet._role_record import RoleRecord
 from fleet._session import Session
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
 from fleet.role_maker import UserDefinedRoleMaker
 from fleet.strategies._plan import plan
+from tests.fleet.test_recorded_results import DATA, recorded_net, weights
 
 RATE, STEPS = 0.1, 5
 
@@ -136,6 +140,98 @@ def test_lamb_equals_the_formula() -> None:
         np.testing.assert_allclose(value.detach().numpy(), mine, atol=1e-6)
 
 
+RECORDED: dict[str, Callable[[Any], Any]] = {
+    "adamax": lambda p: optimizer.Adamax(0.01, parameters=p),
+    "adamax_wd": lambda p: optimizer.Adamax(0.01, 0.8, 0.9, 1e-3, p, 0.01),
+    "rmsprop": lambda p: optimizer.RMSProp(0.01, parameters=p),
+    "rmsprop_centered_momentum": lambda p: optimizer.RMSProp(0.01, 0.9, 1e-4, 0.8, True, p, 0.01),
+    "adadelta": lambda p: optimizer.Adadelta(0.5, parameters=p),
+    "adadelta_2": lambda p: optimizer.Adadelta(1.0, 1e-3, 0.9, p, 0.01),
+    "nadam": lambda p: optimizer.NAdam(0.01, parameters=p),
+    "nadam_2": lambda p: optimizer.NAdam(0.01, 0.8, 0.9, 1e-4, 0.01, p, 0.01),
+    "radam": lambda p: optimizer.RAdam(0.01, parameters=p),
+    "radam_2": lambda p: optimizer.RAdam(0.01, 0.8, 0.99, 1e-4, p, 0.01),
+    "asgd": lambda p: optimizer.ASGD(0.1, 1, p),
+    "asgd_4": lambda p: optimizer.ASGD(0.1, 4, p, 0.01),
+    "rprop": lambda p: optimizer.Rprop(0.01, parameters=p),
+    "rprop_2": lambda p: optimizer.Rprop(0.01, (1e-4, 0.1), p, (0.4, 1.3)),
+    "adagrad": lambda p: optimizer.Adagrad(0.05, parameters=p, initial_accumulator_value=0.1),
+    "adam_amsgrad": lambda p: optimizer.Adam(0.01, parameters=p, amsgrad=True, weight_decay=0.01),
+    "adamw_amsgrad": lambda p: optimizer.AdamW(0.01, parameters=p, amsgrad=True, weight_decay=0.05),
+    "lamb": lambda p: optimizer.Lamb(0.01, 0.02, parameters=p),
+    "lbfgs": lambda p: optimizer.LBFGS(0.5, 4, parameters=p),
+    "lbfgs_wolfe": lambda p: optimizer.LBFGS(1.0, 4, line_search_fn="strong_wolfe", parameters=p),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_each_constructor_gives_paddles_numbers(name: str) -> None:
+    """B.4: 12 steps that PaddlePaddle 3.3.1 recorded; of LBFGS, which amplifies rounding, the first step."""
+    recorded, inputs = np.load(DATA / "optimizers.1rank.npz"), np.load(DATA / "inputs.npz")
+    net = recorded_net()
+    made = RECORDED[name](net.parameters())
+    steps = 1 if name.startswith("lbfgs") else 12
+    x, y = torch.from_numpy(inputs["x0"]), torch.from_numpy(inputs["y0"]).long().reshape(12, 8)
+    for step in range(steps):
+
+        def closure(step: int = step) -> Any:
+            made.zero_grad()
+            loss = nn.functional.cross_entropy(net(x[step]), y[step])
+            loss.backward()
+            return loss
+
+        made.step(closure)
+    for key, value in weights(net).items():
+        np.testing.assert_allclose(value, recorded[f"{name}/{key}"], atol=2e-6, rtol=0, err_msg=key)
+
+
+@pytest.mark.parametrize("kind", ["RMSProp", "Adamax", "ASGD"])
+def test_the_own_rules_resume_and_leave_other_parameters_alone(kind: str) -> None:
+    """B.4: a state that is loaded into a new optimizer continues exactly; no gradient means no update."""
+
+    def train(net: nn.Linear, made: Any, steps: range) -> None:
+        for step in steps:
+            gradient(net, step)
+            made.step()
+
+    def make(net: nn.Linear) -> Any:
+        return getattr(optimizer, kind)(0.01, parameters=net.parameters())
+
+    through, first, second = net_of(), net_of(), net_of()
+    train(through, make(through), range(6))
+    before = make(first)
+    train(first, before, range(3))
+    second.load_state_dict(first.state_dict())
+    after = make(second)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    train(second, after, range(3, 6))
+    torch.testing.assert_close(second.state_dict(), through.state_dict(), atol=0, rtol=0)
+    second.weight.grad = None
+    still, moves = second.weight.detach().clone(), second.bias.detach().clone()
+    after.step()
+    assert torch.equal(second.weight, still)
+    assert not torch.equal(second.bias, moves)
+
+
+def test_groups_are_read_as_paddle_reads_them() -> None:
+    """B.4: the learning rate of a group is a factor, its decay replaces the optimizer's, L1 too."""
+    net = net_of()
+    groups = [
+        {"params": [net.weight], "learning_rate": 0.5, "weight_decay": regularizer.L1Decay(0.1)},
+        {"params": [net.bias]},
+    ]
+    made = optimizer.SGD(RATE, groups, weight_decay=regularizer.L2Decay(0.2))
+    w, b = net.weight.detach().numpy().copy(), net.bias.detach().numpy().copy()
+    gw, gb = gradient(net, 0)
+    made.step()
+    np.testing.assert_allclose(net.weight.detach(), w - 0.05 * (gw + 0.1 * np.sign(w)), atol=1e-7)
+    np.testing.assert_allclose(net.bias.detach(), b - 0.1 * (gb + 0.2 * b), atol=1e-7)
+    wrapped = FleetOptimizer(made, None, made)  # type: ignore[arg-type]
+    wrapped.set_lr(0.4)
+    assert [group["lr"] for group in wrapped.param_groups] == [0.2, 0.4]
+    assert wrapped.get_lr() == pytest.approx(0.4)
+
+
 def test_wrong_arguments_raise() -> None:
     """B.4: what torch cannot take, or takes with another meaning, is refused with the way out."""
     p = list(net_of().parameters())
@@ -147,6 +243,19 @@ def test_wrong_arguments_raise() -> None:
         (lambda: optimizer.Adam(0.1, parameters=p, lazy_mode=True), UnsupportedOptionError),
         (lambda: optimizer.AdamW(0.1, parameters=p, apply_decay_param_fun=len), UnsupportedOptionError),
         (lambda: optimizer.Lamb(parameters=p, exclude_from_weight_decay_fn=len), UnsupportedOptionError),
+        (lambda: optimizer.Lamb(parameters=p, always_adapt=True), UnsupportedOptionError),
+        (lambda: optimizer.Lamb(parameters=[{"params": p, "weight_decay": 0.1}]), ConfigError),
+        (lambda: optimizer.Momentum(0.1, parameters=p, rescale_grad=0.5), UnsupportedOptionError),
+        (lambda: optimizer.AdamW(0.1, parameters=p, use_lowprecision_moment=True), UnsupportedOptionError),
+        (lambda: optimizer.AdamW(0.1, parameters=p, weight_decay=regularizer.L2Decay(0.1)), ConfigError),
+        (lambda: optimizer.RMSProp(0.1, rho=1.0, parameters=p), ConfigError),
+        (lambda: optimizer.Adamax(0.1, epsilon=0, parameters=p), ConfigError),
+        (lambda: optimizer.ASGD(0.1, batch_num=0, parameters=p), ConfigError),
+        (lambda: optimizer.Rprop(0.1, parameters=[{"params": p, "weight_decay": 0.1}]), ConfigError),
+        (lambda: optimizer.LBFGS(parameters=p, weight_decay=0.1), UnsupportedOptionError),
+        (lambda: optimizer.SGD(0.1, [{"params": p, "lr": 0.1}]), ConfigError),
+        (lambda: optimizer.SGD(0.1, [{"param": p}]), ConfigError),
+        (lambda: optimizer.SGD(0.1, []), ConfigError),
         (lambda: clip.ClipGradByGlobalNorm(0), ConfigError),
         (lambda: clip.ClipGradByValue(-1.0), ConfigError),
         (lambda: regularizer.L2Decay(-1), ConfigError),

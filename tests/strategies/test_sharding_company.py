@@ -21,7 +21,11 @@ def trained(
     fleet.init(is_collective=True, strategy=strategy)
     net = net_of(0)
     model = fleet.distributed_model(net)
-    raw = getattr(torch.optim, kind)([p for p in model.parameters() if p.requires_grad], **settings)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if "learning_rate" in settings:  # Paddle's names of the arguments
+        raw = getattr(fleet.optimizer, kind)(parameters=parameters, **settings)
+    else:
+        raw = getattr(torch.optim, kind)(parameters, **settings)
     optimizer = fleet.distributed_optimizer(raw)
     steps(model, optimizer, rank, 0, num_steps)
     state: dict[str, torch.Tensor] = model.full_state_dict()

@@ -1,4 +1,4 @@
-"""sharding with every optimizer of torch: the same numbers, or a reason."""
+"""sharding with every optimizer of torch and fleet.optimizer: the same numbers, or a reason."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "RAdam": {"lr": 0.01},
     "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
     "Rprop": {"lr": 0.01},
+    "RMSProp": {"learning_rate": 0.01, "momentum": 0.9, "centered": True},
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 }
+FLEETS = {"ASGD": {"learning_rate": 0.1, "batch_num": 2}, "Adamax": {"learning_rate": 0.01, "weight_decay": 0.01}}
 WHOLE_ONLY = ("Adafactor", "Rprop")
 
 
 def every_optimizer(rank: int, world_size: int) -> dict[str, Any]:
     """Trains with every optimizer of torch that updates dense parameters one by one, in stages 1 and 3."""
     found: dict[str, Any] = {}
-    for kind, settings in KINDS.items():
-        found[kind] = [trained(rank, None, kind, settings)]
+    for kind, settings in [*KINDS.items(), *FLEETS.items()]:
+        name = f"fleet.optimizer.{kind}" if settings is FLEETS.get(kind) else kind
+        found[name] = [trained(rank, None, kind, settings)]
         for stage in (1, 3):
             if stage == 3 and kind in WHOLE_ONLY:
-                found[kind].append(error_of(trained, rank, options(2, stage=3), kind, settings))
+                found[name].append(error_of(trained, rank, options(2, stage=3), kind, settings))
             else:
-                found[kind].append(trained(rank, options(2, stage=stage), kind, settings))
+                found[name].append(trained(rank, options(2, stage=stage), kind, settings))
     fleet.init(is_collective=True, strategy=options(2))
     found["LBFGS"] = error_of(fleet.distributed_optimizer, torch.optim.LBFGS(net_of(0).parameters()))
     return found
