@@ -141,7 +141,12 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_ENABLE_AUTO_MAPPING", "user", None, "refused: rank mapping is not part of this project"),
     ("PADDLE_ENV_LIMIT_LEN", "user", 48000, "longest value put into a worker's environment; longer goes to a file"),
     ("PORT_RANGE", "user", None, "first:last port the launcher takes free ports from"),
-    ("FLAGS_START_PORT", "user", None, "first worker port of each node; the others follow it"),
+    (
+        "FLAGS_START_PORT",
+        "user",
+        None,
+        "first port of each node: its servers, if any, then its workers; --start_port wins",
+    ),
     ("FLAGS_FIXED_PORT", "user", None, "the same, newer name"),
     ("DISTRIBUTED_TRAINER_ENDPOINTS", "scheduler", None, "ip:port of every worker; the hosts are the nodes"),
     # Elastic jobs.

@@ -18,11 +18,12 @@ from typing import Any
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
+from fleet.launch._addresses import split_endpoint
 from fleet.launch._devices import DeviceChoice, choose_devices, visible_cards
 from fleet.launch._elastic import check_server_job, read_elastic
 from fleet.launch._machine import Machine
 from fleet.launch._modes import PS, infer_mode, log_style
-from fleet.launch._nodes import Nodes, read_meeting, read_nodes, settings_ready
+from fleet.launch._nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready
 from fleet.launch._parser import CommandLine, parse_command_line
 from fleet.launch._records import LaunchConfig
 from fleet.launch._roles import Roles, read_roles
@@ -126,7 +127,6 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
     """Returns the fields that one flag or variable sets by itself."""
     return {
         "backend": settings.text("backend"),
-        "start_port": settings.number("start_port"),
         "job_id": check_name(settings.text("job_id") or "default", settings.named("job_id")),
         "with_gloo": _one_of(settings, "with_gloo", (0, 1, 2)),
         "http_port": _port(settings, "http_port"),
@@ -143,7 +143,7 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "sort_ip": settings.values["sort_ip"],
         "enable_gpu_log": settings.values["enable_gpu_log"],
         "port_range": _port_range(environment),
-        "fixed_port": environment.int("FLAGS_START_PORT") or environment.int("FLAGS_FIXED_PORT") or None,
+        "fixed_port": first_port(settings, environment),
         "environment_limit": environment.int("PADDLE_ENV_LIMIT_LEN"),
     }
 
@@ -251,6 +251,13 @@ def _finish(config: LaunchConfig, settings: Settings, environment: Environment) 
         raise ConfigError(
             f"{settings.named('max_restart')}={config.max_restart} needs a place where the nodes meet "
             "again after a restart. Use --nnodes with --master instead of a fixed list of nodes."
+        )
+    listed = config.workers if config.servers else ()
+    ports = {split_endpoint(item, "the list")[1] for item in listed} | {p for q in config.static_peers for p in q.ports}
+    if ports and settings.has("start_port") and config.fixed_port not in ports:
+        raise ConfigError(
+            f"{settings.named('start_port')}={settings.text('start_port')} has nothing to begin: the endpoints of this "
+            "job are listed with their ports. Leave it out, or list the addresses without ports."
         )
     threads = (config.nproc_per_node or 0) > 1 and not environment.has("OMP_NUM_THREADS")
     if threads:

@@ -89,7 +89,13 @@ _NODES = (
         aliases=("local_addr",),
         env=("POD_IP", "PET_LOCAL_ADDR"),
     ),
-    _flag("start_port", NODES, 6070, "first worker port of each node with --ips", env=("PADDLE_START_PORT",)),
+    _flag(
+        "start_port",
+        NODES,
+        6070,
+        "first port of each node: its servers, if any, then its workers; without it and --ips free ports are taken",
+        env=("PADDLE_START_PORT",),
+    ),
     _flag("sort_ip", NODES, False, "order the nodes by address", env=("PADDLE_SORT_IP",)),
     _flag(
         "job_id",

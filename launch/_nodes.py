@@ -126,7 +126,7 @@ def _from_ips(
     position = _own_position(settings, machine, ips, source)
     if len(ips) == 1:
         return Nodes(host=ips[0], store_port=settings.number("master_port"))
-    first = environment.int("FLAGS_START_PORT") or settings.number("start_port") or 6070
+    first = first_port(settings, environment) or 6070
     ports = tuple(range(first, first + num_workers))
     peers = tuple(
         Peer(name=f"node{i}", host=ip, ports=ports, devices=devices, store_port=first, node_rank=i)
@@ -141,6 +141,21 @@ def _from_ips(
         static_peers=peers,
         is_single_node=False,
     )
+
+
+def first_port(settings: Settings, environment: Environment) -> int | None:
+    """Returns the first port of a node: ``--start_port``, FLAGS_START_PORT, FLAGS_FIXED_PORT, PADDLE_START_PORT."""
+    name = next((name for name in ("FLAGS_START_PORT", "FLAGS_FIXED_PORT") if environment.has(name)), None)
+    if name is None or "start_port" in settings.on_command_line:
+        port = settings.number("start_port") if settings.has("start_port") else None
+        if name is not None and environment.int(name) != port:
+            settings.warn(f"--start_port={port} on the command line wins over {name}={environment.int(name)}.")
+        name = settings.named("start_port")
+    else:
+        port = environment.int(name)
+    if port is not None and not 0 < port < 65536:
+        raise ConfigError(f"{name} is {port}; it takes a port from 1 to 65535.")
+    return port
 
 
 def _own_position(settings: Settings, machine: Machine, hosts: list[str], source: str) -> int:

@@ -165,6 +165,6 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
         if endpoint in seen:
             raise LaunchError(
                 f"Two processes of the job have the endpoint {endpoint}. Give the nodes different "
-                "addresses (--host) or different first ports (FLAGS_START_PORT)."
+                "addresses (--host) or different first ports (--start_port)."
             )
         seen.add(endpoint)

@@ -99,19 +99,21 @@ def make_peer(config: LaunchConfig) -> Peer:
     num_workers = 0 if config.workers else config.nproc_per_node or 0
     num_servers = 0 if config.servers else config.server_num
     listed = _check_listed(config)
-    if config.fixed_port is not None:
-        ports = fixed_ports(config.fixed_port, num_workers, host)
+    fixed = config.fixed_port is not None and num_servers + num_workers > 0
+    if fixed:
+        ports = fixed_ports(config.fixed_port or 0, num_servers + num_workers, host)
     else:
-        ports = free_ports(num_workers, host, config.port_range, listed)
-    others = free_ports(num_servers + 2, host, config.port_range, {*ports, *listed})
+        ports = free_ports(num_servers + num_workers, host, config.port_range, listed)
+    servers, workers = ports[:num_servers], ports[num_servers:]
+    store, http = free_ports(2, host, config.port_range, {*ports, *listed})
     return Peer(
         name=config.pod_name,
         host=host,
-        ports=ports,
-        server_ports=others[:num_servers],
+        ports=workers,
+        server_ports=servers,
         devices=config.worker_devices,
-        store_port=_own_or(config.store_port, others[-2], host),
-        http_port=_own_or(config.http_port, others[-1], host),
+        store_port=_own_or(config.store_port, workers[0] if fixed and workers else store, host),
+        http_port=_own_or(config.http_port, http, host),
         node_rank=config.node_rank,
     )
 

@@ -52,7 +52,6 @@ class LaunchConfig:
     master: str | None = None  # ip:port, http://ip:port or etcd://ip:port
     ips: tuple[str, ...] = ()
     host: str | None = None
-    start_port: int | None = None
     job_id: str = "default"
     # processes on this node
     nproc_per_node: int | None = None
@@ -96,7 +95,7 @@ class LaunchConfig:
     store_port: int | None = None  # port the user fixed for the process-group store
     gloo_port: int = 6767
     port_range: tuple[int, int] | None = None  # PORT_RANGE
-    fixed_port: int | None = None  # first worker port: FLAGS_START_PORT or FLAGS_FIXED_PORT
+    fixed_port: int | None = None  # first port of this node: --start_port, FLAGS_START_PORT or FLAGS_FIXED_PORT
     loopback_interface: str | None = "lo"
     sort_ip: bool = False
     enable_gpu_log: bool = True

@@ -61,8 +61,9 @@ def _workers(settings: Settings) -> list[str]:
     if not names:
         return []
     source = settings.named(names[0])
+    first = settings.number("start_port") or 0 if settings.has("start_port") else _FIRST_WORKER_PORT
     listed = [
-        join_endpoint(*split_endpoint(item, source, _FIRST_WORKER_PORT + i))
+        join_endpoint(*split_endpoint(item, source, first + i))
         for i, item in enumerate(split_list(settings.text(names[0])))
     ]
     check_distinct(listed, source)

@@ -53,6 +53,7 @@ def test_equal_values_in_both_places_are_no_news() -> None:
         ({"PET_LOG_DIR": "there"}, "given", ()),
         ({"PORT_RANGE": "40000:40010"}, "port_range", (40000, 40010)),
         ({"FLAGS_START_PORT": "7100"}, "fixed_port", 7100),
+        ({"PADDLE_START_PORT": "7100"}, "fixed_port", 7100),
         ({"PADDLE_ENV_LIMIT_LEN": "100"}, "environment_limit", 100),
     ],
 )
@@ -122,6 +123,7 @@ def test_log_level_is_valid() -> None:
         ("--elastic_timeout=nan", "seconds"),
         ("--log_style=paddle", "launch or fleetrun"),
         ("--start_port=x", "whole number"),
+        ("--start_port=0", "1 to 65535"),
         ("--sort_ip=maybe", "true or false"),
     ],
 )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.errors import LaunchError
+from fleet.errors import ConfigError, LaunchError
 from fleet.launch._ports import check_ports, fixed_ports, free_ports, is_free, make_peer
-from tests.helpers.launching import plan, read
+from tests.helpers.launching import notes, plan, read
 
 
 @pytest.fixture
@@ -59,6 +59,33 @@ def test_fixed_ports_of_the_environment_and_flags() -> None:
     config = read("--nproc_per_node=2", f"--master-port={first + 7}", env={"FLAGS_START_PORT": f"{first}"})
     peer = make_peer(config)
     assert (peer.ports, peer.store_port) == ((first, first + 1), first + 7)
+
+
+@pytest.mark.parametrize("kind", ["flag", "variable"])
+def test_start_port_begins_the_ports_of_one_node(kind: str) -> None:
+    """Workers of a collective job; servers, then workers, of a parameter-server job; also with several nodes."""
+    first = next(p for p in range(61100, 63900) if all(is_free("127.0.0.1", p + i) for i in range(3)))
+    flags, env = (f"--start_port={first}",) if kind == "flag" else (), {"PADDLE_START_PORT": f"{first}"}
+    env = {} if kind == "flag" else env
+    peer = make_peer(read("--nproc_per_node=2", *flags, env=env))
+    assert (peer.ports, peer.store_port) == ((first, first + 1), first)
+    assert make_peer(read("--nnodes=2", "--host=127.0.0.1", "--nproc_per_node=2", *flags, env=env)).ports == peer.ports
+    peer = make_peer(read("--server_num=1", "--worker_num=2", *flags, env=env))
+    assert (peer.server_ports, peer.ports) == ((first,), (first + 1, first + 2))
+
+
+def test_a_start_port_that_is_taken_or_means_nothing_is_refused(busy: int) -> None:
+    with pytest.raises(LaunchError, match=f"Port {busy} on 127.0.0.1 is in use.*--start_port"):
+        make_peer(read(f"--start_port={busy}"))
+    with pytest.raises(ConfigError, match="listed with their ports"):
+        read("--servers=127.0.0.1:7000", "--workers=127.0.0.1:7001", "--start_port=8000")
+    assert read("--servers=127.0.0.1:7000", "--workers=127.0.0.1", "--start_port=8000").workers == ("127.0.0.1:8000",)
+
+
+def test_the_flag_wins_over_the_variable() -> None:
+    config = read("--start_port=7000", env={"FLAGS_START_PORT": "8000"})
+    assert config.fixed_port == 7000
+    assert "--start_port=7000 on the command line wins over FLAGS_START_PORT=8000" in notes(config)
 
 
 def test_a_listed_node_keeps_its_ports(busy: int) -> None:
