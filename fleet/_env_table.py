@@ -197,7 +197,13 @@ VARIABLES: dict[str, Variable] = _table(
     ("PET_TEE", "user", None, "refused: every process has its own log file"),
     ("PET_LOCAL_RANKS_FILTER", "user", None, "refused: every process has its own log file"),
     # Network interfaces and proxies.
-    ("GLOO_SOCKET_IFNAME", "user", None, "network interface of gloo; the launcher sets the loopback one on one node"),
+    (
+        "GLOO_SOCKET_IFNAME",
+        "user",
+        None,
+        "network interface of gloo; unset: loopback on one node, else the one at which the other nodes reach this one",
+    ),
+    ("NCCL_SOCKET_IFNAME", "user", None, "network interface of NCCL; unset: the same with several nodes"),
     ("http_proxy", "user", None, "not handed to the workers; kept as http_proxy_original"),
     ("https_proxy", "user", None, "not handed to the workers; kept as https_proxy_original"),
     # Who am I under other starters: the rest of what they say.

@@ -18,7 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fleet.env import Environment, export
 from fleet.errors import RendezvousError
+from fleet.launch._interfaces import interface_to, means_itself
 
 _REPORT_EVERY_S = 3.0
 
@@ -30,7 +32,7 @@ class Meeting:
     ``prefix`` keeps generations apart in a store that outlives them. ``agent_store`` is True when the launcher serves
     the store itself (torchrun). ``anew`` says that failed processes come back one by one under the same prefix: such a
     one waits until rank 0 has come back, too. Timeouts are in seconds: ``wait_s`` for the peers to come,
-    ``operation_s`` for every later collective.
+    ``operation_s`` for every later collective. ``num_nodes`` of 1 keeps everything on this machine.
     """
 
     global_rank: int
@@ -44,6 +46,7 @@ class Meeting:
     wait_s: float = 900.0
     operation_s: float = 1800.0
     device: torch.device | None = None
+    num_nodes: int = 1
 
 
 def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.ProcessGroup:
@@ -56,6 +59,8 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
         # Its functions take the default group as an argument's default when they are imported, which the first
         # DistributedDataParallel does. Imported now they hold none, and the group can end before Python does.
         importlib.import_module("torch.distributed.nn.functional")
+        if meeting.num_nodes > 1:
+            _choose_interface(meeting.host)
         store = dist.PrefixStore(f"fleet/{meeting.prefix}", meet(meeting, say))
         device = meeting.device if meeting.device is not None and meeting.device.type == "cuda" else None
         dist.init_process_group(
@@ -70,6 +75,17 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
     if group is None:
         raise AssertionError("init_process_group left no default group")
     return group
+
+
+def _choose_interface(master: str) -> None:
+    """Names the interface for gloo and NCCL where neither the user nor the launcher did: the one towards ``master``.
+
+    gloo takes the address of the host's own name otherwise, which Debian and Ubuntu map to 127.0.1.1.
+    """
+    environment = Environment()
+    if (interface := interface_to("", [master])) is not None:
+        names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        export({name: value for name, value in names.items() if not environment.has(name)})
 
 
 def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
@@ -109,7 +125,7 @@ def _store_of_next_meeting(
 
 
 def _open_store(meeting: Meeting, serves: bool) -> dist.Store:
-    listener = _listen(meeting.host, meeting.port) if serves else None
+    listener = _listen(meeting.host, meeting.port, meeting.num_nodes) if serves else None
     return dist.TCPStore(
         meeting.host,
         meeting.port,
@@ -123,12 +139,15 @@ def _open_store(meeting: Meeting, serves: bool) -> dist.Store:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, num_nodes: int = 1) -> socket.socket:
     """Returns a listening socket bound to the address of ``host``, or to every address if that is not ours.
 
-    A master behind address translation (a Kubernetes service) names an address that no interface holds.
+    A master behind address translation (a Kubernetes service) names an address that no interface holds. The name of
+    this machine leads to loopback here (127.0.1.1 on Debian), and to its real address on the other nodes.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if num_nodes > 1 and means_itself(str(address[0])) and not means_itself(host):
+        address = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -16,6 +16,7 @@ from fleet._role_record import Role
 from fleet._session import Session
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.launch._interfaces import means_itself
 from fleet.options import DistributedStrategy
 from fleet.role_maker import PaddleCloudRoleMaker
 from fleet.strategies._plan import plan
@@ -150,6 +151,11 @@ def meeting_of(record: RoleRecord, environment: Environment, device: torch.devic
             f"{record.world_size} workers were started by {record.source}, and nothing says where they meet. "
             "Set PADDLE_MASTER=host:port, or MASTER_ADDR and MASTER_PORT."
         )
+    if record.num_nodes > 1 and record.source in ("srun", "mpirun") and means_itself(record.master_host):
+        raise ConfigError(
+            f"{record.source} started the workers of {record.num_nodes} nodes, and they meet at {record.master_host}, "
+            "which means a different machine on each. Set MASTER_ADDR to the address or name of the node of rank 0."
+        )
     backend = record.backend if record.backend not in (None, "auto") else None
     return Meeting(
         global_rank=record.global_rank,
@@ -162,4 +168,5 @@ def meeting_of(record: RoleRecord, environment: Environment, device: torch.devic
         wait_s=environment.float("FLAGS_stop_check_timeout"),
         operation_s=environment.float("PADDLE_PG_TIMEOUT") / 1000,
         device=device,
+        num_nodes=record.num_nodes,
     )

@@ -71,7 +71,7 @@ def read_config(
         **_places_fields(roles, choice),
         **_plain_fields(settings, environment),
         **_identity(),
-        loopback_interface={"Linux": "lo", "Darwin": "lo0"}.get(machine.system),
+        interface={"Linux": "lo", "Darwin": "lo0"}.get(machine.system) if nodes.is_single_node else None,
     )
     config = _with_secret(config, settings, environment)
     return _finish(config, settings, environment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, ElasticRules
 from fleet.launch._etcd import EtcdUnreachableError
 from fleet.launch._etcd_address import EtcdAddress, read_etcd_address
 from fleet.launch._etcd_contact import EtcdContact
+from fleet.launch._interfaces import address_towards
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import StoppedBySignalError
 from fleet.launch._outage import ContactAnswer, nobody_has_contact
@@ -48,7 +48,7 @@ def open_elastic(
     """
     address = read_etcd_address(etcd_server(config), environment)
     if config.arguments.get("host") is None:
-        config = replace(config, host=address_towards(address))
+        config = replace(config, host=own_host(address))
     assert config.host is not None
     members: list[ElasticMembership] = []
 
@@ -99,16 +99,11 @@ def read_settings(config: LaunchConfig) -> ElasticSettings:
     )
 
 
-def address_towards(address: EtcdAddress) -> str:
+def own_host(address: EtcdAddress) -> str:
     """Returns this node's address on the way to etcd: the network on which the nodes of the job see each other."""
-    for endpoint in address.endpoints:
-        host, port = split_endpoint(endpoint, "The address of etcd")
-        with contextlib.suppress(OSError):
-            family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # sends nothing; the kernel chooses the address
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    endpoints = [split_endpoint(endpoint, "The address of etcd") for endpoint in address.endpoints]
+    found = (address_towards(host, port) for host, port in endpoints)
+    return next((address for address in found if address is not None), "127.0.0.1")
 
 
 def _others(membership: ElasticMembership) -> list[tuple[str, int]]:

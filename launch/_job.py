@@ -16,12 +16,15 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
+from fleet.launch._addresses import split_endpoint
 from fleet.launch._elastic import needs_etcd, split_hook
 from fleet.launch._gpu_log import write_gpu_log
 from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
+from fleet.launch._interfaces import interface_to, means_itself
 from fleet.launch._job_files import write_job_files
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Alone, Generation, LeftJobError, Membership, Outcome, StoppedBySignalError
@@ -147,9 +150,8 @@ def _open_membership(
         peers = tuple(peer_to_json(peer) for peer in config.static_peers)
         alone = Alone(max_restarts=config.group_restarts, peers=peers, node_rank=max(config.node_rank, 0))
         return config, alone
-    from fleet.launch._meeting import meeting_config, open_meeting
+    from fleet.launch._meeting import open_meeting
 
-    config = meeting_config(config)
     meeting, master = open_meeting(config, log, signals)
     if config.master is None:
         _print(copy_command_lines(config, master))
@@ -201,6 +203,7 @@ class JobLoop:
         with hold_ports(own) as held:
             generation = self._membership.join(peer_to_json(own))
             peers = [peer_from_json(data) for data in generation.peers]
+            config = _with_interface(config, own, peers)
             specs = plan_processes(
                 config, peers, generation.node_rank, generation.number, generation.restarts, self._environment
             )
@@ -274,6 +277,24 @@ class JobLoop:
                 self._log.write(level, text)
             else:
                 self._log.plain(text)
+
+
+def _with_interface(config: LaunchConfig, own: Peer, peers: Sequence[Peer]) -> LaunchConfig:
+    """Returns ``config`` with the interface at which the other nodes reach this one.
+
+    Raises LaunchError when some nodes gave an address that means another machine on each.
+    """
+    if config.is_single_node:
+        return config
+    listed = [split_endpoint(endpoint, "the list")[0] for endpoint in (*config.servers, *config.workers)]
+    hosts = list(dict.fromkeys([*(peer.host for peer in peers), *listed]))
+    here = [host for host in hosts if means_itself(host)]
+    if here and len(here) < len(hosts):
+        raise LaunchError(
+            f"The nodes of the job have the addresses {', '.join(hosts)}, and {here[0]} means a different machine on "
+            "each. Give the launcher there --host=ADDRESS, at which the other nodes reach it."
+        )
+    return replace(config, interface=interface_to(own.host, [host for host in hosts if host != own.host]))
 
 
 def _failure_line(result: GroupResult, own: Peer) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet.launch._interfaces import own_address
+
 _NVIDIA_SMI_LIMIT_S = 5.0
 
 
@@ -94,20 +96,6 @@ def _nvidia_smi() -> int | None:
     if done.returncode != 0:
         return None
     return sum(1 for line in done.stdout.splitlines() if line.startswith("GPU "))
-
-
-def own_address() -> str:
-    """Returns the address this machine uses towards others: that of its default route, or 127.0.0.1.
-
-    Connecting a datagram socket sends nothing; it only makes the kernel choose a source address. The target is
-    reserved for documentation (RFC 5737).
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))
-        return str(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
 
 
 def owns_address(host: str) -> bool:

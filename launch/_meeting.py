@@ -13,11 +13,11 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch._addresses import is_loopback, join_endpoint, split_endpoint
+from fleet.launch._addresses import join_endpoint, split_endpoint
+from fleet.launch._interfaces import reachable
 from fleet.launch._kv_client import KeyValueClient, StoreLostError
 from fleet.launch._kv_service import KeyValueService
 from fleet.launch._logs import LaunchLog
@@ -115,7 +115,10 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
         LaunchError: the service refused this node, or a signal came.
     """
     assert config.host is not None
-    master = None if config.master is None else split_endpoint(config.master, "--master")
+    master = None
+    if config.master is not None:
+        host, port = split_endpoint(config.master, "--master")
+        master = reachable(host), port
     service, address, client = _host_or_find(config, master, log, signals)
     rules = Rules(
         min_nodes=config.min_nodes,
@@ -135,13 +138,6 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
         signals=signals,
     )
     return Meeting(rendezvous, service, log, signals), join_endpoint(*address)
-
-
-def meeting_config(config: LaunchConfig) -> LaunchConfig:
-    """Returns ``config`` with 127.0.0.1 as this node's address when the master's is: this machine is all there is."""
-    if config.master is None or config.arguments.get("host") is not None:
-        return config
-    return replace(config, host="127.0.0.1") if is_loopback(split_endpoint(config.master, "--master")[0]) else config
 
 
 def _wait_limit_s(config: LaunchConfig) -> float:

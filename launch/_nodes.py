@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fleet.env import Environment
 from fleet.errors import ConfigError, did_you_mean
 from fleet.launch._addresses import check_distinct, is_loopback, join_endpoint, split_endpoint, split_list, split_master
+from fleet.launch._interfaces import means_itself
 from fleet.launch._machine import Machine
 from fleet.launch._records import Peer
 from fleet.launch._settings import Settings
@@ -252,7 +253,22 @@ def read_meeting(settings: Settings, machine: Machine) -> Nodes:
     if high == 1 and scheme != "etcd":
         return Nodes(store_port=_single_port(settings, master), host=settings.text("host"))
     host = settings.text("host") or machine.address
+    if scheme == "http" and master is not None:
+        _check_master(settings, master, high)
     return Nodes(min_nodes=low, max_nodes=high, node_rank=rank, master=master, host=host, is_single_node=False)
+
+
+def _check_master(settings: Settings, master: str, max_nodes: int) -> None:
+    """Raises ConfigError when every node would look for the others on itself, unless --host says that all are here."""
+    place, port = split_endpoint(master, "--master")
+    own = settings.text("host")
+    if means_itself(place) and not (own and means_itself(own)):
+        name = "master" if settings.has("master") else "master_addr"
+        raise ConfigError(
+            f"{settings.named(name)}={settings.text(name)} means a different machine on each of the {max_nodes} nodes. "
+            f"Write the address at which the nodes reach one of them, as in --master=10.0.0.1:{port}. To start all of "
+            "them on this machine, add --host=127.0.0.1 to each."
+        )
 
 
 def _master(settings: Settings, max_nodes: int) -> str | None:

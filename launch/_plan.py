@@ -75,8 +75,10 @@ def common_variables(config: LaunchConfig, environment: Environment, generation:
         variables[JOB_SECRET] = config.secret
     if config.sets_thread_count:
         variables["OMP_NUM_THREADS"] = "1"
-    if config.is_single_node and config.loopback_interface and not environment.has("GLOO_SOCKET_IFNAME"):
-        variables["GLOO_SOCKET_IFNAME"] = config.loopback_interface
+    if config.interface and not environment.has("GLOO_SOCKET_IFNAME"):
+        variables["GLOO_SOCKET_IFNAME"] = config.interface
+    if config.interface and not config.is_single_node and not environment.has("NCCL_SOCKET_IFNAME"):
+        variables["NCCL_SOCKET_IFNAME"] = f"={config.interface}"  # "=": this name, not every name that begins with it
     for name in PROXIES:
         value = environment.raw(name)
         if value is not None:

@@ -96,7 +96,7 @@ class LaunchConfig:
     gloo_port: int = 6767
     port_range: tuple[int, int] | None = None  # PORT_RANGE
     fixed_port: int | None = None  # first port of this node: --start_port, FLAGS_START_PORT or FLAGS_FIXED_PORT
-    loopback_interface: str | None = "lo"
+    interface: str | None = "lo"  # for gloo and NCCL: loopback on one node, else chosen once the nodes are known
     sort_ip: bool = False
     enable_gpu_log: bool = True
     run_direct: bool = False  # the script is an executable of its own, not a Python file

@@ -137,7 +137,7 @@ class SocketTransport:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
+            sock.bind((_bind_host(host), port))
             sock.listen(1024)
         except OSError as error:
             sock.close()
@@ -167,6 +167,16 @@ class SocketTransport:
             raise
         except OSError as error:
             raise ConnectionLost(f"parameter server {endpoint}: {error}.") from None
+
+
+def _bind_host(host: str) -> str:
+    """Returns where to listen for a server at ``host``: everywhere for a name that leads to loopback only here.
+
+    Debian and Ubuntu map a machine's own name to 127.0.1.1, and the other nodes see its real address.
+    """
+    if host.strip("0123456789.") and ":" not in host and host != "localhost":
+        return "" if socket.gethostbyname(host).startswith("127.") else host
+    return host
 
 
 def _bind_unix(path: str) -> socket.socket:

@@ -63,3 +63,10 @@ def test_meeting() -> None:
     assert (meeting.wait_s, meeting.operation_s, meeting.backend) == (7.0, 5.0, "cpu:gloo,cuda:nccl")
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         meeting_of(RoleRecord(world_size=2), Environment({}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("source", ["srun", "mpirun"])
+def test_nodes_that_would_meet_on_themselves_are_refused(source: str) -> None:
+    record = RoleRecord(world_size=4, local_world_size=2, num_nodes=2, master="127.0.0.1:6170", source=source)
+    with pytest.raises(ConfigError, match="different machine on each. Set MASTER_ADDR"):
+        meeting_of(record, Environment({}), torch.device("cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 
 def missing() -> str:
@@ -24,10 +25,12 @@ def missing() -> str:
 class Network:
     """``count`` nodes 10.77.0.11, .12, ... on a bridge, and a hub 10.77.0.1 for what all of them need.
 
-    Everything lies in namespaces of its own, so nothing of the machine's network changes.
+    Everything lies in namespaces of its own, so nothing of the machine's network changes. With ``named`` the nodes are
+    called node1, node2, ..., and each has the /etc/hosts that Debian writes: its own name means 127.0.1.1.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, named: bool = False) -> None:
+        self._named = named
         self._tag = f"fl{os.getpid() % 100000}"
         self._names = [f"{self._tag}hub", *(f"{self._tag}n{i}" for i in range(1, count + 1))]
 
@@ -52,10 +55,19 @@ class Network:
             _ip("-n", hub, "link", "set", f"v{i}", "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+            if self._named:
+                folder = Path("/etc/netns") / name
+                folder.mkdir(parents=True)
+                others = [f"{self.address(n)} node{n}" for n in range(1, len(self._names)) if n != i]
+                (folder / "nsswitch.conf").write_text(
+                    "hosts: files\n"
+                )  # no waiting for a name server that is not there
+                (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{i}", *others, ""]))
 
     def __exit__(self, *_: object) -> None:
         for name in self._names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
     @staticmethod
     def address(node: int) -> str:
@@ -64,7 +76,9 @@ class Network:
 
     def inside(self, node: int) -> list[str]:
         """Returns the words that run a command on a node; 0 is the hub."""
-        return ["ip", "netns", "exec", self._names[node]]
+        words = ["ip", "netns", "exec", self._names[node]]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"node{node}"]
+        return [*words, *named] if self._named and node else words
 
     def pull_cable(self, node: int) -> None:
         """Cuts a node off silently: no connection is closed, packets just stop."""

@@ -26,8 +26,8 @@ def test_windows_is_refused_with_the_way_to_run_one_process(system: str) -> None
 
 
 def test_linux_and_macos_are_taken() -> None:
-    assert read(system="Linux").loopback_interface == "lo"
-    assert read(system="Darwin").loopback_interface == "lo0"
+    assert read(system="Linux").interface == "lo"
+    assert read(system="Darwin").interface == "lo0"
 
 
 def test_the_command_line_wins_over_the_environment_and_says_so() -> None:

@@ -123,7 +123,7 @@ def test_the_password_of_etcd_is_not_printed() -> None:
 def test_which_jobs_need_etcd() -> None:
     assert needs_etcd(read(*FLAGS))
     assert needs_etcd(read("--nnodes=2", "--master=etcd://127.0.0.1:2379"))
-    assert not needs_etcd(read("--nnodes=2", "--master=127.0.0.1:2379"))
+    assert not needs_etcd(read("--nnodes=2", "--master=10.0.0.1:2379"))
 
 
 def test_missing_client_is_refused_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:

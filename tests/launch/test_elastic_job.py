@@ -24,7 +24,7 @@ from tests.launch.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch._elastic_job import address_towards, read_settings, run_hook
+    from fleet.launch._elastic_job import own_host, read_settings, run_hook
 
 OLDER = ("--elastic_server=127.0.0.1:2379", "--np=2:3", "--job_id=J")
 NEWER = ("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1", "--elastic_timeout=7")
@@ -60,7 +60,7 @@ def test_numbers_that_reach_the_rules() -> None:
 
 
 def test_own_address_is_the_one_towards_etcd() -> None:
-    assert address_towards(EtcdAddress(endpoints=("127.0.0.1:2379",))) == "127.0.0.1"
+    assert own_host(EtcdAddress(endpoints=("127.0.0.1:2379",))) == "127.0.0.1"
 
 
 class Hook:

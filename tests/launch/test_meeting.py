@@ -29,8 +29,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def master() -> str:
-    return f"--master=127.0.0.1:{free_port()}"
+def master() -> tuple[str, str]:
+    """A meeting point on this machine, where all the nodes are."""
+    return f"--master=127.0.0.1:{free_port()}", "--host=127.0.0.1"
 
 
 def ranks(*jobs: Launcher) -> list[str]:
@@ -63,7 +64,7 @@ def test_copied_command_forms_the_job(tmp_path: Path) -> None:
 
 def test_chosen_master_on_all_nodes(tmp_path: Path) -> None:
     """000-07; without a secret it works as well, with one warning that names the variable."""
-    flags = (*TWO, master())
+    flags = (*TWO, *master())
     with Launcher(tmp_path / "a", HELLO, *flags) as one, Launcher(tmp_path / "b", HELLO, *flags) as two:
         assert (one.wait(), two.wait()) == (0, 0)
         assert ranks(one, two) == ["0", "1"]
@@ -71,7 +72,7 @@ def test_chosen_master_on_all_nodes(tmp_path: Path) -> None:
 
 
 def test_ranks_that_were_asked_for(tmp_path: Path) -> None:
-    flags = (*TWO, master())
+    flags = (*TWO, *master())
     with Launcher(tmp_path / "a", HELLO, *flags, "--rank=1", env=SECRET) as one:
         one.wait_for("Waiting peer start", "stderr")
         with Launcher(tmp_path / "b", HELLO, *flags, "--rank=0", env=SECRET) as two:
@@ -83,6 +84,7 @@ def test_ranks_that_were_asked_for(tmp_path: Path) -> None:
 def test_operator_environment_alone(tmp_path: Path) -> None:
     """000-28, E.5: PADDLE_MASTER, PADDLE_NNODES and PADDLE_JOB_ID are all a pod gets."""
     env = {"PADDLE_MASTER": f"127.0.0.1:{free_port()}", "PADDLE_NNODES": "2", "PADDLE_JOB_ID": "job-7"}
+    env["POD_IP"] = "127.0.0.1"
     with Launcher(tmp_path / "a", HELLO, env=env) as one, Launcher(tmp_path / "b", HELLO, env=env) as two:
         assert (one.wait(), two.wait()) == (0, 0)
         assert ranks(one, two) == ["0", "1"]
@@ -90,7 +92,7 @@ def test_operator_environment_alone(tmp_path: Path) -> None:
 
 def test_jobs_on_one_master_stay_apart(tmp_path: Path) -> None:
     """000-13: two jobs of two nodes, one master; the host of the service stays until the other job is done."""
-    flags = (*TWO, master())
+    flags = (*TWO, *master())
     slow = HELLO + "import time; time.sleep(1.5)\n"
     with (
         Launcher(tmp_path / "a", HELLO, *flags, "--job_id=one", env=SECRET) as a,
@@ -105,7 +107,7 @@ def test_jobs_on_one_master_stay_apart(tmp_path: Path) -> None:
 
 def test_wrong_secret_is_refused(tmp_path: Path) -> None:
     """The node with the wrong secret ends with an error; the job goes on to meet the right one."""
-    flags = (*TWO, master())
+    flags = (*TWO, *master())
     with Launcher(tmp_path / "a", HELLO, *flags, env=SECRET) as one:
         one.wait_for("Waiting peer start", "stderr")
         for env in ({"FLEET_JOB_SECRET": "ff" * 32}, {}):
@@ -121,7 +123,7 @@ def test_wrong_secret_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_missing_peer_times_out_and_is_named(tmp_path: Path) -> None:
     """003-36, 002-27: which ranks are absent; exit code not 0."""
-    flags = ("--nnodes=3", "--nproc_per_node=1", "--elastic_timeout=1", master())
+    flags = ("--nnodes=3", "--nproc_per_node=1", "--elastic_timeout=1", *master())
     with (
         Launcher(tmp_path / "a", HELLO, *flags, "--rank=0", env=SECRET) as one,
         Launcher(tmp_path / "b", HELLO, *flags, "--rank=2", env=SECRET) as two,
@@ -153,7 +155,7 @@ ENDING = '60 if os.environ["FAIL_IN"] == "0" else 0.2'
 
 
 def test_failure_on_one_node_ends_all_with_its_code(tmp_path: Path) -> None:
-    flags, env = (*TWO, master()), {**SECRET, "FAIL_IN": "0"}
+    flags, env = (*TWO, *master()), {**SECRET, "FAIL_IN": "0"}
     with (
         Launcher(tmp_path / "a", FAILS, *flags, env=env) as one,
         Launcher(tmp_path / "b", FAILS, *flags, env=env) as two,
@@ -168,7 +170,7 @@ def test_failure_on_one_node_ends_all_with_its_code(tmp_path: Path) -> None:
 
 def test_failure_on_one_node_restarts_all(tmp_path: Path) -> None:
     """Requirement 6: a new generation on every node, with a new store port."""
-    flags, env = (*TWO, master(), "--max_restart=2"), {**SECRET, "FAIL_IN": "0,1"}
+    flags, env = (*TWO, *master(), "--max_restart=2"), {**SECRET, "FAIL_IN": "0,1"}
     script = FAILS.replace(ENDING, '0.1 if os.environ["FLEET_GENERATION"] == "2" else 60')
     with (
         Launcher(tmp_path / "a", script, *flags, env=env) as one,
@@ -183,7 +185,7 @@ def test_failure_on_one_node_restarts_all(tmp_path: Path) -> None:
 
 
 def test_restarts_are_counted_over_all_nodes(tmp_path: Path) -> None:
-    flags, env = (*TWO, master(), "--max_restart=1"), {**SECRET, "FAIL_IN": "0,1,2"}
+    flags, env = (*TWO, *master(), "--max_restart=1"), {**SECRET, "FAIL_IN": "0,1,2"}
     script = FAILS.replace(ENDING, "60")
     with (
         Launcher(tmp_path / "a", script, *flags, env=env) as one,
@@ -196,7 +198,7 @@ def test_restarts_are_counted_over_all_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host_dies", [False, True])
 def test_killed_launcher_ends_the_other_node(tmp_path: Path, host_dies: bool) -> None:
     """Requirement 7: a node that is gone mid-job is noticed; nothing is left on either side."""
-    flags, env = (*TWO, master()), {**SECRET, "FAIL_IN": "0"}
+    flags, env = (*TWO, *master()), {**SECRET, "FAIL_IN": "0"}
     script = FAILS.replace("sys.exit(23)", "time.sleep(60)")
     with Launcher(tmp_path / "a", script, *flags, env=env) as one:
         one.wait_for("Waiting peer start", "stderr")
@@ -212,7 +214,7 @@ def test_killed_launcher_ends_the_other_node(tmp_path: Path, host_dies: bool) ->
 
 
 def test_sigterm_of_one_launcher_ends_both(tmp_path: Path) -> None:
-    flags, env = (*TWO, master()), {**SECRET, "FAIL_IN": "0"}
+    flags, env = (*TWO, *master()), {**SECRET, "FAIL_IN": "0"}
     script = FAILS.replace("sys.exit(23)", "time.sleep(60)")
     with (
         Launcher(tmp_path / "a", script, *flags, env=env) as one,
@@ -227,7 +229,7 @@ def test_sigterm_of_one_launcher_ends_both(tmp_path: Path) -> None:
 
 
 def test_signal_while_waiting_for_peers(tmp_path: Path) -> None:
-    with Launcher(tmp_path / "a", HELLO, *TWO, master(), env=SECRET) as one:
+    with Launcher(tmp_path / "a", HELLO, *TWO, *master(), env=SECRET) as one:
         one.wait_for("Waiting peer start", "stderr")
         began = time.monotonic()
         one.signal(signal.SIGINT)
@@ -236,7 +238,7 @@ def test_signal_while_waiting_for_peers(tmp_path: Path) -> None:
 
 
 def test_node_that_is_done_first_waits_for_the_others(tmp_path: Path) -> None:
-    flags = (*TWO, master())
+    flags = (*TWO, *master())
     script = 'import os, time; time.sleep(2 * int(os.environ["RANK"])); print("rank", os.environ["RANK"], "of")'
     with (
         Launcher(tmp_path / "a", script, *flags, env=SECRET) as one,
@@ -258,7 +260,7 @@ time.sleep(0.2 + 1.5 * int(os.environ["PADDLE_TRAINER_ID"]))
 
 def test_servers_stay_until_the_workers_of_every_node_are_done(tmp_path: Path) -> None:
     """002-23 on two nodes: node 0's server serves node 1's slower worker."""
-    flags = ("--nnodes=2", "--server_num=1", "--worker_num=1", "--run_mode=ps", master())
+    flags = ("--nnodes=2", "--server_num=1", "--worker_num=1", "--run_mode=ps", *master())
     with Launcher(tmp_path / "a", PS, *flags, env=SECRET) as one:
         one.wait_for("Waiting peer start", "stderr")
         with Launcher(tmp_path / "b", PS, *flags, env=SECRET) as two:

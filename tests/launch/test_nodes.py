@@ -85,7 +85,7 @@ def test_nodes_that_meet() -> None:
     assert (config.max_nodes, config.master, config.node_rank, config.host) == (2, "10.0.0.1:6000", 1, "10.0.0.2")
     assert not config.is_single_node
     assert read("--nnodes=2").master is None
-    assert read("--nnodes=2", "--master=http://127.0.0.1:6000").master == "127.0.0.1:6000"
+    assert read("--nnodes=2", "--master=http://10.0.0.1:6000").master == "10.0.0.1:6000"
     assert read("--nnodes=2", "--rdzv-endpoint=10.0.0.1:6000", "--node-rank=0").node_rank == 0
 
 

@@ -67,7 +67,14 @@ def test_on_two_nodes_too(tmp_path: Path, meet: str) -> None:
             if reason := etcd.missing():
                 pytest.skip(reason)
             master = f"etcd://{stack.enter_context(etcd.Etcd(tmp_path / 'etcd')).endpoint}"
-        flags = ("--nnodes=2", f"--master={master}", "--server_num=1", "--worker_num=1", "--max_restart=2")
+        flags = (
+            "--nnodes=2",
+            f"--master={master}",
+            "--host=127.0.0.1",
+            "--server_num=1",
+            "--worker_num=1",
+            "--max_restart=2",
+        )
         jobs = [
             stack.enter_context(Launcher(tmp_path / name, SCRIPT, *flags, env={"FLEET_JOB_SECRET": "ab" * 32}))
             for name in "ab"

@@ -23,7 +23,7 @@ needs_etcd = pytest.mark.skipif(bool(etcd_helper.missing()), reason=etcd_helper.
 
 @pytest.mark.slow
 def test_sigterm_to_one_launcher_saves_the_whole_job(tmp_path: Path) -> None:
-    flags = ("--nnodes=2", f"--master=127.0.0.1:{free_ports(1)[0]}", "--preempt_grace=40")
+    flags = ("--nnodes=2", "--host=127.0.0.1", f"--master=127.0.0.1:{free_ports(1)[0]}", "--preempt_grace=40")
     arguments = ("400", "none", "1", "0")
     with (
         Launcher(tmp_path / "a", TRAIN, *flags, "--rank=0", env=SECRET, args=arguments) as first,
@@ -41,7 +41,7 @@ def test_sigterm_to_one_launcher_saves_the_whole_job(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_node_of_the_hung_rank_ends_the_job(tmp_path: Path) -> None:
     faults = {"FLEET_FAULTS": "step:hang:rank=1:step=5", **SECRET}
-    flags = ("--nnodes=2", f"--master=127.0.0.1:{free_ports(1)[0]}", "--heartbeat_timeout=3")
+    flags = ("--nnodes=2", "--host=127.0.0.1", f"--master=127.0.0.1:{free_ports(1)[0]}", "--heartbeat_timeout=3")
     arguments = ("400", "none", "0", "0")
     with (
         Launcher(tmp_path / "a", TRAIN, *flags, "--rank=0", env=faults, args=arguments) as first,
