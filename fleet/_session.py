@@ -57,6 +57,7 @@ class Session:
     degrees: dict[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     num_steps: int = 0
+    closed: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)
     num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
@@ -255,6 +256,7 @@ class Session:
 
     def close(self) -> None:
         """Lets go of everything the strategies hold; the session is over."""
+        self.closed = True
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []

@@ -4,7 +4,7 @@
 
     FleetError
     |- ConfigError(ValueError, TypeError)   a value the user wrote is wrong
-    |  |- UnknownOptionError(AttributeError)  the option or key does not exist
+    |  |- UnknownOptionError(AttributeError, KeyError)  the option or key does not exist
     |  |- StrategyConflictError             two options cannot be on together
     |  `- UnsupportedOptionError            the option is known and cannot be honoured; says why
     |- NotInitializedError(RuntimeError)    a call came before fleet.init()
@@ -35,11 +35,13 @@ class ConfigError(FleetError, ValueError, TypeError):
     """A value the user wrote is wrong; nothing was changed."""
 
 
-class UnknownOptionError(ConfigError, AttributeError, AssertionError):
+class UnknownOptionError(ConfigError, AttributeError, KeyError, AssertionError):
     """The named option or key does not exist; the message holds the nearest name.
 
     It is an ``AssertionError`` too, because that is what Paddle raised for an unknown key.
     """
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class StrategyConflictError(ConfigError):

@@ -24,7 +24,7 @@ from fleet._start import start_session
 from fleet._util import UtilBase
 from fleet.elastic._calls import HealthCalls
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
-from fleet.options import DistributedStrategy
+from fleet.options import DistributedStrategy, mark_copied
 from fleet.role_maker import RoleMakerBase
 from fleet.strategies._amp_scaler import share_scaler
 from fleet.strategies.amp import Amp
@@ -72,6 +72,8 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
             self._session.close()
         self._session = start_session(role_maker, is_collective, copy.deepcopy(strategy) or DistributedStrategy())
         self._init_had_strategy = strategy is not None
+        if strategy is not None:
+            mark_copied(strategy, "fleet.init()", self._session)
         atexit.unregister(self._close)
         atexit.register(self._close)
         return self
@@ -216,6 +218,7 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
                     stacklevel=2,
                 )
             session.adopt(strategy)
+            mark_copied(strategy, "fleet.distributed_optimizer()", session)
         return session.wrap_optimizer(optimizer)
 
     def distributed_scaler(self, scaler: Any) -> Any:

@@ -10,16 +10,18 @@ import copy
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+from fleet._options_views import ConfigView, view_of
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, did_you_mean
 from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
 from fleet.strategies._base import switch_rule
-from fleet.strategies._config import Config, Rule, converted, plain, value_types
+from fleet.strategies._config import Config, Replacement, Rule, converted, plain, value_types
 
 # Names of older releases -> what replaced them (requirements 003-12 to 003-15).
 RENAMED = {
@@ -76,12 +78,19 @@ def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], 
     return found
 
 
+class Job(Protocol):
+    """What has copied a strategy: the session."""
+
+    closed: bool
+
+
 class DistributedStrategy:
     """Holds every option of a job; assign the ones you want, the rest keep their defaults.
 
-    Reading a ``*_configs`` option returns a fresh dictionary; assigning one merges the given keys over the current
-    values. Assigning an option that has no meaning on torch warns once with the reason; one that cannot be honoured
-    is refused with the reason by ``fleet.init`` or ``fleet.distributed_*``.
+    Assigning a ``*_configs`` option merges the given keys over the current values. Reading one returns a live
+    dictionary, whose keys are attributes too: a value written into it is checked and kept as if it had been assigned.
+    Assigning an option that has no meaning on torch warns once with the reason; one that cannot be honoured is refused
+    with the reason by ``fleet.init`` or ``fleet.distributed_*``. Those copy the strategy: a later change warns.
 
     Raises:
         UnknownOptionError: the option or key does not exist; the message names the nearest one.
@@ -91,19 +100,22 @@ class DistributedStrategy:
         >>> strategy = DistributedStrategy()
         >>> strategy.fuse_grad_size_in_MB = 16
         >>> strategy.gradient_scale_configs = {"scale_strategy": "sum"}
+        >>> strategy.recompute_configs["checkpoints"].append("layer1")
     """
 
     _values: dict[str, Any]
     _assigned: dict[str, None]
+    _views: dict[str, Any]
+    _copy: tuple[str, weakref.ref[Job]] | None = None  # the call that copied this object last, and its job
+    _told: set[str]  # the options that were changed since
 
     def __init__(self) -> None:
-        object.__setattr__(self, "_values", {name: option.default for name, option in schema().items()})
-        object.__setattr__(self, "_assigned", {})
+        self.__setstate__(({}, {}))
 
     def __setattr__(self, name: str, value: Any) -> None:
         option = _option(name)
-        if isinstance(value, SettingsObject):
-            value = value.config()
+        if isinstance(value, ConfigView):
+            value = value.config  # warned of already
         current = self._values[option.name]
         without_effect: list[tuple[str, str]] = []
         if isinstance(current, Config) and not isinstance(value, Config):
@@ -114,7 +126,7 @@ class DistributedStrategy:
             new = converted(label, option.kind, value)
             if option.group is not None:
                 option.group(**{option.name: new})  # raises what the rules of the group say
-            if isinstance(new, dict):
+            if isinstance(new, dict) and not isinstance(value, Replacement):
                 new = {**current, **new}
             if option.rule.no_meaning:
                 without_effect.append((label, option.rule.no_meaning))
@@ -127,15 +139,42 @@ class DistributedStrategy:
             self._values[other] = self._values[other].updated(changes)
         self._values[name] = new
         self._assigned[name] = None
+        self._show_views()
+        self._warn_of_copy([name])
+
+    def write_view(self, key: str, value: Any) -> None:
+        """Takes a change that was made in what reading the option ``key`` returned."""
+        setattr(self, key, value)
+
+    def _show_views(self) -> None:
+        for name, view in self._views.items():
+            view.show(self._values[name])
+
+    def _warn_of_copy(self, names: list[str]) -> None:
+        call, job = (self._copy[0], self._copy[1]()) if self._copy is not None else ("", None)
+        if job is None or job.closed:
+            return
+        for name in names:
+            if name in self._told:
+                continue
+            self._told.add(name)
+            other = ", or hand the strategy to fleet.distributed_optimizer(optimizer, strategy)"
+            _warn_user(
+                f"DistributedStrategy.{name} was set after {call} had copied the strategy, and has no "
+                f"effect any more. Set it before that call{other if 'init' in call else ''}."
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_values" not in self.__dict__:
             raise AttributeError(name)
         option = _option(name)
         value = self._values[option.name]
-        if isinstance(value, Config) and option.name in SettingsObject.kinds:
-            return SettingsObject.kinds[option.name](value, owner=self)
-        return plain(value)
+        if not isinstance(value, Config | tuple | dict):
+            return value
+        if option.name not in self._views:
+            kind = SettingsObject.kinds.get(option.name, ConfigView)
+            self._views[option.name] = view_of(None, value, self, option.name, kind)
+        return self._views[option.name]
 
     def __getitem__(self, name: str) -> Any:
         """Returns the stored value of an option: a scalar, a tuple, or a frozen Config."""
@@ -171,8 +210,9 @@ class DistributedStrategy:
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, None]]) -> None:
         # An object that was stored before an option existed gets its default.
         defaults = {name: option.default for name, option in schema().items()}
-        object.__setattr__(self, "_values", {**defaults, **state[0]})
-        object.__setattr__(self, "_assigned", dict(state[1]))
+        self.__dict__.setdefault("_views", {})
+        self.__dict__.update(_values={**defaults, **state[0]}, _assigned=dict(state[1]))
+        self._show_views()
 
     def __repr__(self) -> str:
         from fleet._options_text import strategy_table
@@ -216,6 +256,7 @@ class DistributedStrategy:
                     raise
                 raise type(error)(f"{place}: {error}") from error
         self.__setstate__(trial.__getstate__())
+        self._warn_of_copy([_option(name).name for name, _, _ in entries])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DistributedStrategy:
@@ -255,67 +296,38 @@ class DistributedStrategy:
         self._update(read_prototxt(path, {**known, **aliases}))
 
 
-class SettingsObject:
-    """A group of settings with attributes, for the options Fleet models as objects (``build_strategy``)."""
+class SettingsObject(ConfigView):
+    """The settings that Fleet models as an object (``build_strategy``); one of its own until it is assigned."""
 
-    kinds: dict[str, type[SettingsObject]] = {}
-    option = ""
+    kinds: ClassVar[dict[str, type[SettingsObject]]] = {}
+    option: ClassVar[str] = ""
 
     def __init_subclass__(cls, option: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.option = option
         SettingsObject.kinds[option] = cls
 
-    def __init__(self, config: Config | None = None, owner: DistributedStrategy | None = None) -> None:
-        object.__setattr__(self, "_config", config if config is not None else schema()[self.option].default)
-        object.__setattr__(self, "_owner", owner)
+    def __init__(self, config: Config | None = None, owner: DistributedStrategy | None = None, key: str = "") -> None:
+        owner = owner if owner is not None else DistributedStrategy()
+        owner._views[self.option] = self
+        super().__init__(config if config is not None else owner[self.option], owner, self.option)
 
-    def config(self) -> Config:
-        """Returns the settings as a frozen Config."""
-        config: Config = self.__dict__["_config"]
-        return config
+    def copy(self) -> SettingsObject:
+        """Returns an independent object."""
+        return copy.copy(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._check_name(name)
-        object.__setattr__(self, "_config", self.config().updated({name: value}))
-        # ``strategy.build_strategy.x = ...`` reaches the strategy; a change of a copy would be lost without a word.
-        owner: DistributedStrategy | None = self.__dict__["_owner"]
-        if owner is not None:
-            owner._store(self.option, self.config())
-        _warn(_without_effect(self.option, type(self.config())(), {name: value}))
-
-    def __getattr__(self, name: str) -> Any:
-        if "_config" not in self.__dict__ or name.startswith("__"):
-            raise AttributeError(name)
-        self._check_name(name)
-        return plain(getattr(self.config(), name))
-
-    def _check_name(self, name: str) -> None:
-        known = self.config().key_names()
-        if name not in known:
-            raise UnknownOptionError(f"{self.option} has no attribute {name!r}.{did_you_mean(name, known)}")
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *self.config().key_names()})
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, type(self)) and self.config() == other.config()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SettingsObject:
-        return type(self)(self.config())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self.config(), "_owner": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _settings_object, (type(self), self.config)
 
     def __repr__(self) -> str:
-        default = type(self.config())()
-        changed = [key for key in default.key_names() if getattr(self.config(), key) != getattr(default, key)]
-        return f"{type(self).__name__}({', '.join(f'{key}={getattr(self, key)!r}' for key in changed)})"
+        changes = ", ".join(f"{key}={value!r}" for key, value in self.config.changes().items())
+        return f"{type(self).__name__}({changes})"
+
+
+def _settings_object(kind: type[SettingsObject], config: Config) -> SettingsObject:
+    made = kind()
+    setattr(made._owner, kind.option, config)
+    return made
 
 
 class BuildStrategy(SettingsObject, option="build_strategy"):
@@ -378,7 +390,17 @@ def _warn(settings: list[tuple[str, str]]) -> None:
     else:
         listed = "; ".join(f"{label} ({reason})" for label, reason in settings)
         text = f"{len(settings)} settings are accepted and change nothing: {listed}."
+    _warn_user(text)
+
+
+def _warn_user(text: str) -> None:
+    """Warns at the line of the user's that led here."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("fleet."):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, OptionWarning, stacklevel=level)
+
+
+def mark_copied(strategy: DistributedStrategy, call: str, job: Job) -> None:
+    """Lets ``strategy`` warn once for each option that is changed after ``call`` has copied it, while ``job`` runs."""
+    strategy.__dict__.update(_copy=(call, weakref.ref(job)), _told=set())

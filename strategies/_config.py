@@ -13,7 +13,6 @@ Example:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import typing
@@ -148,7 +147,7 @@ class Config:
                 raise UnknownOptionError(f"{self.option} has no key {key!r}.{near} Keys: {known}.")
             current = getattr(self, key)
             nested = isinstance(current, Config) and not isinstance(value, Config)
-            if isinstance(current, dict) and isinstance(value, Mapping):
+            if isinstance(current, dict) and isinstance(value, Mapping) and not isinstance(value, Replacement):
                 value = {**current, **value}
             merged[key] = current.updated(value) if nested else value
         return dataclasses.replace(self, **merged)
@@ -165,6 +164,10 @@ class Config:
             if value != usual:
                 found[key] = value.changes() if isinstance(value, Config) else plain(value)
         return found
+
+
+class Replacement(dict[str, Any]):
+    """A dictionary that takes the place of the one before it; others are merged over that."""
 
 
 @cache
@@ -217,7 +220,7 @@ def converted(label: str, kind: Any, value: Any) -> Any:
         raise ConfigError(f"{label} takes {_TYPE_WORDS[bare]}, got {value!r}.")
     if bare is dict:
         _check_plain(label, value)
-        return copy.deepcopy(value)
+        return plain(value)
     return bare(value)  # an IntEnum becomes its number
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.elastic._running import is_copied
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 
@@ -74,20 +73,9 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
             f"sum over {k_steps} batches instead of {merged} would change the size of every update."
         )
     if k_steps != merged:
-        if is_copied(strategy):
-            _warn_that_it_is_late(k_steps)
         strategy.gradient_merge = True
         strategy.gradient_merge_configs = {"k_steps": k_steps}
     return k_steps
-
-
-def _warn_that_it_is_late(k_steps: int) -> None:
-    warnings.warn(
-        f"keep_global_batch(): fleet.init() or fleet.distributed_optimizer() has copied this strategy, so k_steps "
-        f"{k_steps} has no effect there. Call keep_global_batch() before.",
-        OptionWarning,
-        stacklevel=3,
-    )
 
 
 def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:

@@ -108,16 +108,19 @@ def test_single_process_behaves_as_the_plain_module() -> None:
 
 
 def test_strategy_is_copied_at_init() -> None:
-    """A0.13: later edits of the object have no effect; a strategy given twice warns and the second one counts."""
+    """A0.13: later edits have no effect and warn; a strategy given twice warns and the second one counts."""
     strategy = fleet.DistributedStrategy()
     strategy.fuse_grad_size_in_MB = 8
     fleet.init(is_collective=True, strategy=strategy)
-    strategy.fuse_grad_size_in_MB = 16
+    with pytest.warns(OptionWarning, match=r"after fleet.init\(\) had copied .* or hand the strategy to"):
+        strategy.fuse_grad_size_in_MB = 16
     assert fleet.session.options["fuse_grad_size_in_MB"] == 8
     net = nn.Linear(1, 1)
     with pytest.warns(OptionWarning, match="replaces the strategy"):
         fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), strategy)
     assert fleet.session.options["fuse_grad_size_in_MB"] == 16
+    with pytest.warns(OptionWarning, match=r"after fleet.distributed_optimizer\(\) had copied"):
+        strategy.amp_configs["init_loss_scaling"] = 8.0
 
 
 def test_conflicts_are_refused_before_anything_starts() -> None:

@@ -71,14 +71,23 @@ def test_partial_dictionary_merges() -> None:
     assert strategy.amp_configs["decr_ratio"] == 0.8
 
 
-def test_reading_a_dictionary_gives_a_fresh_copy() -> None:
-    """A0.6: changing the returned dictionary does not change the strategy, at any depth."""
+def test_what_is_read_can_be_written() -> None:
+    """A0.6, replaced: what is written into a returned dictionary or list is kept and checked, at any depth."""
     strategy = DistributedStrategy()
     strategy.hybrid_configs["mp_configs"]["sync_param"] = False
     strategy.amp_configs["custom_white_list"].append("x")
     strategy.sparse_table_configs["x"] = 1
-    strategy.hybrid_parallel_order.append("x")
-    assert strategy == DistributedStrategy()
+    strategy.hybrid_parallel_order.reverse()
+    other = DistributedStrategy()
+    other.hybrid_configs = {"mp_configs": {"sync_param": False}}
+    other.amp_configs = {"custom_white_list": ["x"]}
+    other.sparse_table_configs = {"x": 1}
+    other.hybrid_parallel_order = ["mp", "cp", "sep", "sharding", "pp", "dp"]
+    assert strategy == other
+    assert strategy.to_dict() == other.to_dict()
+    with pytest.raises(ConfigError, match="names each of"):
+        strategy.hybrid_parallel_order.append("x")
+    assert strategy == other
 
 
 def test_lists_replace() -> None:

@@ -60,7 +60,7 @@ def test_a_strategy_that_init_has_copied_is_warned_of() -> None:
         warnings.simplefilter("error")
         assert keep_global_batch(strategy, workers=1) == 1
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-    with pytest.warns(OptionWarning, match="has copied this strategy, so k_steps 2 has no effect there"):
+    with pytest.warns(OptionWarning, match=r"set after fleet.init\(\) had copied the strategy, and has no effect"):
         assert keep_global_batch(strategy, workers=2) == 2
 
 
@@ -71,7 +71,7 @@ def test_a_strategy_for_the_optimizer_is_still_to_be_copied(monkeypatch: pytest.
         warnings.simplefilter("error")
         assert keep_global_batch(strategy, workers=2) == 2
     fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1), strategy)
-    with pytest.warns(OptionWarning, match="has copied this strategy"):
+    with pytest.warns(OptionWarning, match=r"set after fleet.distributed_optimizer\(\) had copied the strategy"):
         assert keep_global_batch(strategy, workers=2) == 4
 
 

@@ -1,0 +1,241 @@
+"""Views: the dictionaries and lists of a strategy, which a user may change in place.
+
+[Note: Views]
+A view holds a copy of what the strategy holds, so that it reads as any dict or list: ``json``, ``**``, ``==``. A change
+of a view becomes an assignment to the strategy, which checks it as any other and then brings all its views up to
+date. Thus a view that was kept shows what was assigned later, and a change that is refused shows nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from yaml.representer import Representer, SafeRepresenter
+
+from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
+from fleet.strategies._config import Config, Replacement, plain
+
+ViewClass = TypeVar("ViewClass", bound="type[Any]")
+
+
+class Owner(Protocol):
+    """Where a view hangs: a strategy, or another view."""
+
+    def write_view(self, key: Any, value: Any) -> None:
+        """Puts ``value`` in place of what the view under ``key`` shows."""
+
+
+class _Detached:
+    def write_view(self, key: Any, value: Any) -> None:
+        raise ConfigError(
+            f"What was read from {key!r} is no longer part of the strategy: another value is there. Read it again."
+        )
+
+
+class View:
+    """What the views have in common; copies of one, and what a pickle holds, are plain and independent."""
+
+    _plain: ClassVar[type[Any]]
+    _owner: Owner
+    _key: Any
+
+    def _hang(self, owner: Owner, key: Any) -> None:
+        self.__dict__.update(_owner=owner, _key=key)
+
+    def _detach(self) -> None:
+        self.__dict__["_owner"] = _Detached()
+
+    def copy(self) -> Any:
+        """Returns a plain and independent copy."""
+        return plain(self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self._plain, (plain(self),)
+
+
+class ConfigView(View, dict[str, Any]):
+    """The settings of a ``*_configs`` option, by key and by attribute.
+
+    The keys are fixed: ``del``, ``pop`` and ``clear`` bring their defaults back.
+    """
+
+    _plain = dict
+    config: Config
+
+    def __init__(self, config: Config, owner: Owner, key: str) -> None:
+        super().__init__()
+        self._hang(owner, key)
+        self.show(config)
+
+    def show(self, config: Config) -> None:
+        """Brings the view up to date."""
+        if self.__dict__.get("config") is config:
+            return
+        self.__dict__["config"] = config
+        for key in config.key_names():
+            dict.__setitem__(self, key, view_of(dict.get(self, key), getattr(config, key), self, key))
+
+    def write_view(self, key: Any, value: Any) -> None:
+        """Assigns ``value`` to ``key``, as ``strategy.x_configs = {key: value}`` does."""
+        self._owner.write_view(self._key, {key: value})
+
+    def __missing__(self, key: Any) -> Any:
+        known = self.config.key_names()
+        near = did_you_mean(str(key), known)
+        raise UnknownOptionError(f"{self.config.option} has no key {key!r}.{near} Keys: {', '.join(known)}.")
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.write_view(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Assigns all keys, or none of them when one is wrong."""
+        if changes := dict(*args, **kwargs):
+            self._owner.write_view(self._key, changes)
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Returns the value of ``key``; every key has one already."""
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Returns the value of ``key``, which then has its default."""
+        found = plain(self[key])
+        self.write_view(key, plain(getattr(type(self.config)(), key)))
+        return found
+
+    def popitem(self) -> Any:
+        """Raises ConfigError: the keys are fixed."""
+        raise ConfigError(f"{self.config.option}.popitem(): the keys are fixed. clear() brings all defaults back.")
+
+    def clear(self) -> None:
+        """Brings the default of every key back."""
+        self.update(type(self.config)().as_dict())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "config" not in self.__dict__:
+            raise AttributeError(name)
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.write_view(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self.pop(name)
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted({*object.__dir__(self), *self})
+
+
+def _changed_as_a_whole(*names: str) -> Callable[[ViewClass], ViewClass]:
+    """Makes the named methods work on a plain copy, which then takes the place of what the view shows."""
+
+    def through_a_copy(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            trial = plain(self)
+            found = getattr(trial, name)(*args, **kwargs)
+            self._owner.write_view(self._key, Replacement(trial) if isinstance(trial, dict) else trial)
+            if found is trial:  # += and the like
+                return self
+            return self[args[0]] if name == "setdefault" else found
+
+        method.__name__ = name
+        return method
+
+    def decorate(view: ViewClass) -> ViewClass:
+        for name in names:
+            setattr(view, name, through_a_copy(name))
+        return view
+
+    return decorate
+
+
+@_changed_as_a_whole(
+    "__setitem__", "__delitem__", "__iadd__", "__imul__",
+    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
+)  # fmt: skip
+class ListView(View, list[Any]):
+    """A list inside a strategy."""
+
+    _plain = list
+
+    def __init__(self, items: Iterable[Any], owner: Owner, key: Any) -> None:
+        super().__init__()
+        self._hang(owner, key)
+        self.show(items)
+
+    def show(self, items: Iterable[Any]) -> None:
+        """Brings the view up to date; what was read from its places before may have moved, and is detached."""
+        if repr(self) == repr(plain(items)):
+            return
+        stays = self.__dict__.pop("_stays", False)
+        before = list(self)
+        made = [view_of(before[at] if stays else None, item, self, at) for at, item in enumerate(items)]
+        for old in before:
+            if isinstance(old, View) and not stays:
+                old._detach()
+        list.__setitem__(self, slice(None), made)
+
+    def write_view(self, key: Any, value: Any) -> None:
+        """Puts ``value`` into the place ``key``; every place stays what it is."""
+        self.__dict__["_stays"] = True
+        try:
+            self[key] = value
+        finally:
+            self.__dict__.pop("_stays", None)
+
+
+@_changed_as_a_whole("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
+class DictView(View, dict[str, Any]):
+    """A dictionary of free keys inside a strategy, such as ``sparse_table_configs``."""
+
+    _plain = dict
+
+    def __init__(self, items: Mapping[str, Any], owner: Owner, key: Any) -> None:
+        super().__init__()
+        self._hang(owner, key)
+        self.show(items)
+
+    def show(self, items: Mapping[str, Any]) -> None:
+        """Brings the view up to date."""
+        if repr(self) == repr(plain(items)):
+            return
+        made = {key: view_of(dict.get(self, key), item, self, key) for key, item in items.items()}
+        for key in self.keys() - made.keys():
+            if isinstance(gone := dict.get(self, key), View):
+                gone._detach()
+        dict.clear(self)
+        dict.update(self, made)
+
+    def write_view(self, key: Any, value: Any) -> None:
+        """Puts ``value`` under ``key``."""
+        self[key] = value
+
+
+def view_of(old: Any, value: Any, owner: Owner, key: Any, config_view: type[ConfigView] = ConfigView) -> Any:
+    """Returns what shows ``value``: ``old`` brought up to date where it can, a new view, or the value itself."""
+    kind: Any = None
+    if isinstance(value, Config):
+        kind = config_view
+    elif isinstance(value, dict):
+        kind = DictView
+    elif isinstance(value, list | tuple):
+        kind = ListView
+    if kind is not None and isinstance(old, kind):
+        old.show(value)
+        return old
+    if isinstance(old, View):
+        old._detach()
+    return value if kind is None else kind(value, owner, key)
+
+
+for _dumper in (SafeRepresenter, Representer):  # yaml knows dict and list, and not what is made of them
+    _dumper.add_multi_representer(ConfigView, SafeRepresenter.represent_dict)
+    _dumper.add_multi_representer(DictView, SafeRepresenter.represent_dict)
+    _dumper.add_multi_representer(ListView, SafeRepresenter.represent_list)
