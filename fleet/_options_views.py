@@ -96,7 +96,7 @@ class ConfigView(View, dict[str, Any]):
         if changes := dict(*args, **kwargs):
             self._owner.write_view(self._key, changes)
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 

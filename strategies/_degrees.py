@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
+from typing import Any
 
 from fleet.errors import ConfigError
 
@@ -11,7 +13,7 @@ AXES = ("dp", "pp", "sharding", "sep", "cp", "mp")
 
 
 def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Returns ``degrees`` by axis with ``dp = -1`` replaced by what the other degrees leave.
+    """Returns ``degrees`` by axis; the one that is -1, of 'dp' or 'sharding', takes what the other degrees leave.
 
     Args:
         option: what the user types to set the degrees, for messages.
@@ -25,25 +27,44 @@ def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> di
         >>> plan_degrees("hybrid_configs", {"dp": -1, "sharding": 2}, 8)
         {'dp': 4, 'sharding': 2}
     """
-    others = 1
-    for axis, degree in degrees.items():
-        others *= 1 if axis == "dp" else degree
-    if degrees["dp"] == -1:
-        if world_size % others:
-            named = _product({axis: degree for axis, degree in degrees.items() if axis != "dp"})
+    free = next((axis for axis, degree in degrees.items() if degree == -1), None)
+    total = prod(degree for axis, degree in degrees.items() if axis != free)
+    if free is not None:
+        if world_size % total:
+            named = _product({axis: degree for axis, degree in degrees.items() if axis != free})
             raise ConfigError(
-                f"{option}: {named} is {others}, which does not divide the {world_size} processes that were started. "
-                f"Change the degrees, or start a multiple of {others}."
+                f"{option}: {named} is {total}, which does not divide the {world_size} processes that were started; "
+                f"{free}_degree takes what the other degrees leave. Change the degrees, or start a multiple of {total}."
             )
-        return {**degrees, "dp": world_size // others}
-    total = others * degrees["dp"]
+        return {**degrees, free: world_size // total}
     if total != world_size:
+        others, sharding = total // degrees["dp"], total // degrees.get("sharding", 1)
         fits = f"Set dp_degree={world_size // others}" if world_size % others == 0 else "Change the degrees"
+        if option == "sharding_configs" and world_size % sharding == 0:
+            fits = (
+                f"Leave sharding_degree out (it then takes all that the other degrees leave), "
+                f"{fits[0].lower()}{fits[1:]}"
+            )
         raise ConfigError(
             f"{option}: {_product(degrees)} is {total}, but {world_size} "
             f"{'process was' if world_size == 1 else 'processes were'} started. {fits}, or start {total}."
         )
     return dict(degrees)
+
+
+def asked_degrees(options: Any) -> tuple[str, dict[str, int]]:
+    """Returns the option that decides and the degrees it asks for, of which one may be -1."""
+    hybrid, config = options["hybrid_configs"], options["sharding_configs"]
+    degrees = {axis: getattr(hybrid, f"{axis}_degree") for axis in AXES}
+    if not options["sharding"]:
+        return "hybrid_configs", degrees
+    if config.sharding_degree == -1 and degrees["sharding"] > 1 and config.dp_degree == 1:
+        return "hybrid_configs", degrees
+    named = {axis: getattr(config, f"{axis}_degree") for axis in ("dp", "sharding", "mp", "pp")}
+    if named["sharding"] == -1:
+        named["sharding"] = degrees["sharding"] if degrees["sharding"] > 1 else -1
+        named["dp"] = degrees["dp"] if named["dp"] == 1 and degrees["dp"] != -1 else named["dp"]
+    return "sharding_configs", degrees | named
 
 
 def _product(degrees: Mapping[str, int]) -> str:

@@ -10,25 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fleet.strategies._degrees import AXES, plan_degrees
+from fleet.strategies._degrees import AXES, asked_degrees, plan_degrees
 
 
 def plan_axes(options: Any, world_size: int) -> dict[str, int]:
     """Returns the degree of every axis, outermost first, of options that a plan was made from.
 
-    ``sharding_configs`` decides when 'sharding' is on, ``hybrid_configs`` otherwise; the order is that of
-    ``hybrid_configs['order']`` or ``hybrid_parallel_order``.
+    ``sharding_configs`` decides when 'sharding' is on, ``hybrid_configs`` otherwise and where the first names no
+    sharding_degree; the order is that of ``hybrid_configs['order']`` or ``hybrid_parallel_order``.
     """
     hybrid = options["hybrid_configs"]
     order = hybrid.order or options["hybrid_parallel_order"]
-    degrees = {axis: getattr(hybrid, f"{axis}_degree") for axis in AXES}
-    if options["sharding"]:
-        config = options["sharding_configs"]
-        degrees |= {axis: getattr(config, f"{axis}_degree") for axis in ("dp", "sharding", "mp", "pp")}
-        option = "sharding_configs"
-    else:
-        option = "hybrid_configs"
-    planned = plan_degrees(option, degrees, world_size)
+    planned = plan_degrees(*asked_degrees(options), world_size)
     return {axis: planned[axis] for axis in (*order, *(axis for axis in AXES if axis not in order))}
 
 

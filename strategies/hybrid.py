@@ -8,7 +8,7 @@ from typing import Any
 from fleet.errors import ConfigError
 from fleet.strategies._base import NOT_YET, top_level
 from fleet.strategies._config import Config, setting
-from fleet.strategies._degrees import AXES, plan_degrees
+from fleet.strategies._degrees import AXES, asked_degrees, plan_degrees
 from fleet.strategies._hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
 from fleet.strategies._nccl import NcclAndCheckConfig, NcclOnlyConfig, NcclTwiceConfig
 
@@ -90,15 +90,19 @@ class HybridSettings(Config):
                 f"hybrid_configs['order'] is {list(config.order)!r} and hybrid_parallel_order is {list(order)!r}. "
                 f"Set one of them."
             )
+        option, degrees = asked_degrees(options)
+        if option != "hybrid_configs":
+            return None  # 'sharding' is on and checks them
         try:
-            plan_degrees("hybrid_configs", {axis: getattr(config, f"{axis}_degree") for axis in AXES}, world_size)
+            plan_degrees(option, degrees, world_size)
         except ConfigError as error:
             return str(error)
         return None
 
 
 def check_order(label: str, order: tuple[str, ...]) -> None:
-    """Raises ConfigError unless ``order`` names every axis exactly once; 'cp' may be left out."""
-    if sorted(order) not in (sorted(AXES), sorted(set(AXES) - {"cp"})):
+    """Raises ConfigError unless ``order`` names every axis exactly once; 'sep' and 'cp' may be left out."""
+    needed = set(AXES) - {"sep", "cp"}
+    if len(set(order)) < len(order) or not needed <= set(order) <= set(AXES):
         names = ", ".join(AXES)
-        raise ConfigError(f"{label} is {list(order)!r}; it names each of {names} once ('cp' may be left out).")
+        raise ConfigError(f"{label} is {list(order)!r}; it names each of {names} once ('sep', 'cp' may be left out).")

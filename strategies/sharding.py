@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._base import NOT_YET, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
-from fleet.strategies._degrees import plan_degrees
+from fleet.strategies._degrees import asked_degrees, plan_degrees
 from fleet.strategies._exchange import data_parallel_in
 from fleet.strategies._merging import MergingOptimizer, Window
-from fleet.strategies._mesh import sub_mesh
+from fleet.strategies._mesh import plan_axes, sub_mesh
 from fleet.strategies._sharding_batches import Batches, CountingOptimizer
 from fleet.strategies._sharding_optimizer import ShardedOptimizer, check_any_stage, check_divided
 from fleet.strategies._sharding_owners import PartitionedOptimizer
@@ -34,7 +34,9 @@ _NO_PROGRAM = "it rewrites a static program, and torch runs none"
 class ShardingConfig(Config, option="sharding_configs"):
     """What is divided, among how many workers, and in which units."""
 
-    sharding_degree: int = setting(8, "workers that share one copy of the state", at_least=1)
+    sharding_degree: int = setting(
+        -1, "workers that share one copy of the state; -1 takes all that the other degrees leave", at_least=-1
+    )
     mp_degree: int = setting(1, "workers that share the weights of a layer", at_least=1, refused=NOT_YET)
     pp_degree: int = setting(1, "stages of the pipeline", at_least=1, refused=NOT_YET)
     dp_degree: int = setting(1, "copies of the sharded model", at_least=1)
@@ -66,6 +68,12 @@ class ShardingConfig(Config, option="sharding_configs"):
     _dp_as_optimizer_sharding: bool = setting(False, "internal switch of Paddle", no_meaning=_NO_PROGRAM)
     enable_tuning: bool = setting(False, "internal switch of Paddle's tuner", no_meaning=_NO_PROGRAM)
     use_calc_stream: bool = setting(False, "communicate on the compute stream", no_meaning=_NO_PROGRAM)
+
+    def __post_init__(self) -> None:
+        """Checks each key, and that sharding_degree is -1 or positive."""
+        super().__post_init__()
+        if self.sharding_degree == 0:
+            raise ConfigError("sharding_configs['sharding_degree'] is 0; it must be -1 or at least 1.")
 
 
 class Sharding(Strategy):
@@ -124,16 +132,14 @@ class Sharding(Strategy):
         config: ShardingConfig = options["sharding_configs"]
         if not options["sharding"]:
             return _problem_of_hybrid(options)
-        degrees = {
-            "sharding": config.sharding_degree, "mp": config.mp_degree, "pp": config.pp_degree, "dp": config.dp_degree,
-        }  # fmt: skip
-        hybrid = options["hybrid_configs"].sharding_degree
-        if hybrid not in (1, config.sharding_degree):
+        hybrid, free = options["hybrid_configs"].sharding_degree, config.sharding_degree == -1
+        if hybrid not in (1, config.sharding_degree) and not free:
             return (
                 f"sharding_configs['sharding_degree'] is {config.sharding_degree} and "
                 f"hybrid_configs['sharding_degree'] is {hybrid}. Set both to the same number, or turn sharding off."
             )
-        if options["hybrid_configs"].dp_degree not in (-1, config.dp_degree):
+        dp_agrees = options["hybrid_configs"].dp_degree in (-1, config.dp_degree)
+        if not dp_agrees and not (free and config.dp_degree == 1):
             return (
                 f"sharding_configs['dp_degree'] is {config.dp_degree} and hybrid_configs['dp_degree'] is "
                 f"{options['hybrid_configs'].dp_degree}. Set both to the same number, or leave the second at -1."
@@ -148,11 +154,24 @@ class Sharding(Strategy):
                 f"sharding_configs['dp_degree'] is {config.dp_degree} and ['sharding_degree'] is 1, which divides "
                 f"nothing. Set sharding_degree, or turn sharding off: plain data parallelism needs no option."
             )
+        option, degrees = asked_degrees(options)
+        if option == "hybrid_configs":
+            return None  # which has a check of its own
         try:
-            plan_degrees("sharding_configs", degrees, world_size)
+            plan_degrees(option, degrees, world_size)
         except ConfigError as error:
             return str(error)
         return None
+
+    @classmethod
+    def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
+        """Returns what it does to the model and to the optimizer, with the number of workers that share."""
+        try:
+            degree = plan_axes(options, world_size)["sharding"]
+        except ConfigError:  # shown as a problem
+            return cls.model_effect, cls.optimizer_effect
+        default = ", which takes all that the other degrees leave" if -1 in asked_degrees(options)[1].values() else ""
+        return f"sharding_degree={degree}{default}; {cls.model_effect}", cls.optimizer_effect
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

@@ -368,7 +368,7 @@ free_steps = st.one_of(
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), free_steps), max_size=6))
 def test_free_keys_behave_as_a_dict(steps: list[tuple[str, tuple[Any, ...]]]) -> None:
     """The same for ``sparse_table_configs`` and the dictionaries inside it."""
-    strategy, model = DistributedStrategy(), {}
+    strategy, model = DistributedStrategy(), dict[str, Any]()
     view = strategy.sparse_table_configs
     for place, (name, *arguments) in steps:
         inner = place and isinstance(model.get(place), dict)
@@ -393,12 +393,12 @@ def test_fixed_keys_behave_as_assignments(steps: list[tuple[Any, ...]]) -> None:
     default = other.gradient_merge_configs.copy()
     view = strategy.gradient_merge_configs
     for name, *arguments in steps:
-        changes = {
+        readings: dict[str, Callable[[Any], dict[str, Any]]] = {
             "__setitem__": lambda a: {a[0]: a[1]}, "update": lambda a: a[0], "pop": lambda a: {a[0]: default[a[0]]},
             "clear": lambda a: default, "setdefault": lambda a: {},
-        }[name](arguments)  # fmt: skip
+        }  # fmt: skip
         try:
-            other.gradient_merge_configs = changes
+            other.gradient_merge_configs = readings[name](arguments)
         except ConfigError as error:
             with pytest.raises(type(error)):
                 getattr(view, name)(*arguments)

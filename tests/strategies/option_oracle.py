@@ -122,7 +122,7 @@ KEYS = {
         ("tensor_init_seed", -1, 7, "does"),
     ],
     "sharding_configs": [
-        ("sharding_degree", 8, 2, "does"),
+        ("sharding_degree", -1, 2, "does"),  # Paddle's 8 is a number that the user never wrote
         ("mp_degree", 1, 2, "does"),
         ("pp_degree", 1, 2, "does"),
         ("dp_degree", 1, 2, "does"),

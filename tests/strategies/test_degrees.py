@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from fleet._explain import explanation
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
 from fleet.strategies import plan
 from fleet.strategies._degrees import AXES, plan_degrees
+from fleet.strategies._mesh import plan_axes
 from fleet.strategies._plan import problems
 
 
@@ -50,6 +52,53 @@ def test_plain_data_parallel_degrees_plan() -> None:
     assert [step.name for step in plan(strategy, 2).steps] == ["data_parallel"]
     with pytest.raises(ConfigError, match="Set dp_degree=4"):
         plan(strategy, 4)
+
+
+def planned(world_size: int, hybrid: dict[str, int] | None = None, **sharding: int) -> tuple[int, int] | str:
+    """Returns the degrees of dp and sharding, or why the plan is refused."""
+    strategy = DistributedStrategy()
+    strategy.sharding = True
+    strategy.sharding_configs = sharding
+    strategy.hybrid_configs = hybrid or {}
+    if found := problems(strategy, world_size):
+        return str(found[0])
+    axes = plan_axes(strategy, world_size)
+    return axes["dp"], axes["sharding"]
+
+
+def test_sharding_without_a_degree_takes_all_workers() -> None:
+    """A.2 sharding_configs, decided otherwise: no 8 that nobody wrote, but what the other degrees leave."""
+    assert planned(2) == (1, 2)
+    assert planned(1) == (1, 1)
+    assert planned(8, dp_degree=2) == (2, 4)
+    assert planned(8, {"dp_degree": 2}) == (2, 4)
+    assert planned(8, {"dp_degree": -1, "sharding_degree": 4}) == (2, 4)
+    assert planned(8, {"dp_degree": 2, "sharding_degree": 4}) == (2, 4)
+    assert planned(8, {"dp_degree": 2}, sharding_degree=4, dp_degree=2) == (2, 4)
+    assert "sharding_degree takes what the other degrees leave" in planned(8, dp_degree=3)
+    assert "dp_degree=2 * sharding_degree=2 is 4, but 8" in planned(8, {"dp_degree": 2, "sharding_degree": 2})
+    assert "leave the second at -1" in planned(8, {"dp_degree": 4}, dp_degree=2)
+    assert "leave), set dp_degree=2, or start 4" in planned(8, sharding_degree=4)
+    strategy = DistributedStrategy()
+    with pytest.raises(ConfigError, match="must be -1 or at least 1"):
+        strategy.sharding_configs = {"sharding_degree": 0}
+    strategy.sharding = True
+    assert "sharding_degree=4, which takes all that the other degrees leave" in explanation(strategy, 4)
+    strategy.sharding_configs = {"sharding_degree": 4}
+    assert "model: sharding_degree=4; stage 1" in explanation(strategy, 4)
+
+
+def test_an_order_may_leave_out_sep() -> None:
+    """A.2 hybrid_configs: scripts of older releases name the four axes that there were."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {"order": ["sharding", "dp", "pp", "mp"], "sharding_degree": 2}
+    axes = plan_axes(strategy, 4)
+    assert list(axes) == ["sharding", "dp", "pp", "mp", "sep", "cp"]
+    assert [axes["sharding"], axes["dp"]] == [2, 2]
+    strategy.hybrid_parallel_order = ["dp", "sharding", "pp", "mp"]
+    for wrong in (["dp", "pp", "mp"], ["dp", "dp", "pp", "sharding", "mp"], ["dp", "pp", "sharding", "mp", "xp"]):
+        with pytest.raises(ConfigError, match="'sep', 'cp' may be left out"):
+            strategy.hybrid_configs["order"] = wrong
 
 
 @pytest.mark.parametrize("degree", [0, -2])
