@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -101,22 +101,14 @@ class Region:
 
 
 class TreatedForward:
-    """The forward of a module with its treatment around it; it takes the place of ``module.forward``.
-
-    Attributes:
-        watch: called with the module's own parameters before it runs, where they are others than between the runs:
-            a sharded module gathers them for each.
-    """
+    """The forward of a module with its treatment around it; it takes the place of ``module.forward``."""
 
     def __init__(self, module: nn.Module, treatment: Treatment, region: Region) -> None:
         self._module, self._treatment, self.region = module, treatment, region
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.watch: Callable[[Iterable[Tensor]], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward."""
-        if self.watch is not None:
-            self.watch([p for p in self._module._parameters.values() if p is not None])
         return run_treated(self._module, self._own_forward, self._treatment, self.region, args, kwargs)
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fleet.strategies._amp_scale import LossScale
+from fleet.strategies._parts import part_of
 
 _MARK = "fleet_amp"
 _INPUT = "input"
@@ -104,6 +105,9 @@ class Signal:
         for parameter in self._waiting:
             if parameter.requires_grad and parameter not in self._parameters:
                 handle = parameter.register_hook(lambda gradient: unscaled(gradient, self._scale))
+                hooks = cast(Any, parameter)._backward_hooks
+                for earlier in list(hooks)[:-1]:  # the user's own come after it: they see the true size
+                    hooks[earlier] = hooks.pop(earlier)
                 self._parameters[parameter] = handle
         self._waiting = [p for p in self._waiting if not p.requires_grad]
 
@@ -210,4 +214,5 @@ class Signal:
         return edges
 
     def _is_parameter(self, node: Node) -> bool:
-        return type(node).__name__ == "AccumulateGrad" and node.variable in self._parameters
+        # Where sharding divides a parameter, the graph holds the gathered one, which runs the hooks of its part.
+        return type(node).__name__ == "AccumulateGrad" and part_of(node.variable) in self._parameters

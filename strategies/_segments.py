@@ -37,12 +37,13 @@ def recompute(
         function: a module or a function.
         args: its inputs.
         preserve_rng_state: False saves the time of restoring random generators; only for functions without dropout.
-        use_reentrant: torch's older form, in which at least one input must need a gradient; Paddle's default.
+        use_reentrant: Paddle's and torch's older form; accepted, and changes nothing: the newer one gives the same
+            numbers, also where no input needs a gradient.
         offload_indices: places in ``args`` of the tensors that wait for backward in pinned host memory.
         kwargs: handed to ``function``.
 
     Raises:
-        ConfigError: an offload index is out of range, or offload is asked for together with the reentrant form.
+        ConfigError: an offload index is out of range.
 
     Example:
         >>> y = fleet.recompute(block, x)
@@ -52,10 +53,6 @@ def recompute(
         raise ConfigError(
             f"recompute(offload_indices={list(offload_indices)!r}): there are {len(args)} inputs, counted from 0."
         )
-    if use_reentrant:
-        if offload_indices:
-            raise ConfigError("recompute(offload_indices=...) needs use_reentrant=False.")
-        return checkpoint(function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state)
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     norms = norm_modules(module) if isinstance(module, nn.Module) else []
     return run_segment(function, args, kwargs, norms, set(offload_indices), preserve_rng_state)
@@ -119,7 +116,14 @@ def run_segment(
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         # The compiler makes the statistics' update part of forward alone, and moves no memory to the host.
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+        def compiled(*own_args: Any, **own_kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+                return function(*own_args, **own_kwargs)
+            # It gave the segment up (a unit of sharding in it, or a line that cannot be compiled): this is backward.
+            with frozen_statistics(norms):
+                return function(*own_args, **own_kwargs)
+
+        return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     inputs = SegmentInputs(args, kwargs, offloaded)
 
     def run(held: SegmentInputs) -> Any:

@@ -17,6 +17,8 @@ not the one that the optimizer uses. They carry a mark, by which the model that 
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +83,12 @@ class DividedModule(nn.Module):
         """Runs the module."""
         if torch.is_grad_enabled() and self.training:
             self._share_buffers()
-        output = self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise _read_from_outside(error) from error
         if not torch.is_grad_enabled():
             # Backward would give the gathered parameters up. Without one, the next step would change the parts and
             # leave the gathered copies as they are, and model.parameters() would not be those of the optimizer.
@@ -158,6 +165,17 @@ def _run_hooks(part: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
+def _read_from_outside(error: RuntimeError) -> ConfigError:
+    folder = f"{os.sep}torch{os.sep}"
+    line = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if folder not in f.filename)
+    return ConfigError(
+        f"sharding stages 2 and 3: {line.filename}:{line.lineno} ({line.line}) reads a parameter of a module that is a "
+        "unit of its own without calling the module, and finds this worker's part of it. Call the module; or name the "
+        "units in sharding_configs['segment_anchors'] (with sharding_segment_strategy 'segment_anchors') and leave "
+        "that module out; or set sharding_configs['stage'] to 1."
+    )
+
+
 def check_find_unused() -> None:
     """Raises ConfigError when this torch cannot divide models in which workers use different parameters."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -183,6 +201,8 @@ def divide_model(
     broadcast_from_rank_0([*module.parameters(), *module.buffers()], division.process_group)
     old = dict(module.named_parameters(remove_duplicate=False))
     on_cuda = division.mesh.device_type == "cuda"
+    for parameter in old.values():
+        parameter.data = parameter.data.contiguous()  # channels_last weights; convolutions follow their inputs
     policy = CPUOffloadPolicy() if division.offload and on_cuda else OffloadPolicy()
     named = dict(module.named_modules(remove_duplicate=False))
     for target in [*(named[name] for name in units), module]:
@@ -200,9 +220,10 @@ def divide_model(
         # A divisor of one's own works on every backend only after a sum.
         part.set_force_sum_reduction_for_comms(division.sum_first or division.divisor is not None)
     new = dict(module.named_parameters(remove_duplicate=False))
-    for name, parameter in old.items():
-        for hook in list((parameter._backward_hooks or {}).values()):
-            if new[name] is not parameter:
-                new[name].register_hook(hook)
-        parameter._backward_hooks = None
-    return DividedModule(module, division.process_group), {old[name]: new[name] for name in old}
+    replaced = {parameter: new[name] for name, parameter in old.items()}
+    for parameter, part in replaced.items():
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            # The dictionary itself: handle.remove() of the user's goes on working.
+            setattr(part, hooks, getattr(parameter, hooks))
+            setattr(parameter, hooks, None)
+    return DividedModule(module, division.process_group), replaced

@@ -63,6 +63,23 @@ def check_divisible(model: nn.Module) -> None:
             )
 
 
+def check_types(model: nn.Module, units: Sequence[str]) -> None:
+    """Raises ConfigError when one of ``units``, inner ones first, or the rest of ``model`` trains two types."""
+    seen: set[int] = set()
+    for unit in (*units, ""):
+        trained = [(name, p) for name, p in model.get_submodule(unit).named_parameters(unit) if p.requires_grad]
+        types = {p.dtype: name for name, p in trained if id(p) not in seen}
+        seen |= {id(p) for _, p in trained}
+        if len(types) > 1:
+            found = " and ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in types.items())
+            raise ConfigError(
+                f"sharding stages 2 and 3 send the gradients of a unit together, in one type, and {found} in the "
+                f"unit {unit or 'of the whole model'!r}. Give all parameters one type (amp computes in 16 bit with "
+                "float32 parameters), name modules of one type in sharding_configs['segment_anchors'], or set "
+                "sharding_configs['stage'] to 1."
+            )
+
+
 def bytes_of(parameters: Iterator[nn.Parameter]) -> int:
     """Returns the bytes of ``parameters``, each counted once."""
     return sum(p.numel() * p.element_size() for p in {id(p): p for p in parameters}.values())

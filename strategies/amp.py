@@ -196,9 +196,12 @@ class Amp(Strategy):
         if all(module is not root for module in model.modules()):
             root = user_module(model)  # another strategy has put a module of its own in the place of the user's
         self._treat(root, treatments)  # the same for its parts
-        own = self._watch_gathered(root, treatments.get(""), self._signal)
+        own = treatments.get("")
+        if own is not None and any(is_part(p) for p in root._parameters.values()):
+            self._treated(root, own)  # from inside: the parameters that it converts are gathered when the module runs
+            own = None
         if self._signal is not None:
-            self._signal.watch(p for p in root.parameters() if not is_part(p))
+            self._signal.watch(root.parameters())
             if data_parallel_in(model) is not None:
                 exchange_of(model).wire_factor = lambda: self.scale.factor
         return AmpModel(
@@ -236,25 +239,11 @@ class Amp(Strategy):
             if name and name in treatments:
                 self._treated(module, treatments[name])
 
-    def _treated(self, module: nn.Module, treatment: Treatment) -> TreatedForward:
-        """Returns the treated forward of ``module``, which has one from now on; other strategies may wrap it."""
+    def _treated(self, module: nn.Module, treatment: Treatment) -> None:
+        """Gives ``module`` a treated forward, unless it has one; other strategies may wrap it."""
         found = module.__dict__.get(_TREATED)
         if not isinstance(found, TreatedForward) or found.region is not self.region:
-            found = module.__dict__[_TREATED] = TreatedForward(module, treatment, self.region)
-            module.__dict__["forward"] = found
-        return found
-
-    def _watch_gathered(self, root: nn.Module, own: Treatment | None, signal: Signal | None) -> Treatment | None:
-        """Makes modules whose parameters are gathered when they run take part from inside; see TreatedForward.watch.
-
-        Returns the treatment that is left to apply around the whole model.
-        """
-        for module in root.modules():
-            if any(is_part(p) for p in module._parameters.values()):
-                treated = self._treated(module, (own if module is root else None) or Treatment())
-                treated.watch = signal.watch if signal is not None else None
-                own = None if module is root else own
-        return own
+            module.__dict__["forward"] = module.__dict__[_TREATED] = TreatedForward(module, treatment, self.region)
 
     def _after_backward(self) -> None:
         for optimizer in self._optimizers:

@@ -19,7 +19,7 @@ from fleet.strategies._mesh import plan_axes, sub_mesh
 from fleet.strategies._sharding_batches import Batches, CountingOptimizer
 from fleet.strategies._sharding_optimizer import ShardedOptimizer, check_any_stage, check_divided
 from fleet.strategies._sharding_owners import PartitionedOptimizer
-from fleet.strategies._sharding_units import check_divisible, find_anchors, plan_units
+from fleet.strategies._sharding_units import check_divisible, check_types, find_anchors, plan_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -223,8 +223,7 @@ class Sharding(Strategy):
         """Raises ConfigError when an anchor is wrong, or a parameter cannot be divided."""
         if self.zero_stage > 1 and not self._alone:
             check_divisible(model)
-            if self.config.sharding_segment_strategy == "segment_anchors":
-                find_anchors(model, self.config.segment_anchors)
+            check_types(model, self._units(model))
             if self.session.options["find_unused_parameters"]:
                 from fleet.strategies._sharding_model import check_find_unused
 

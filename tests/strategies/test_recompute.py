@@ -183,8 +183,25 @@ def test_functions() -> None:
             recompute_sequential(wrong, net, x)
     with pytest.raises(ConfigError, match="1 inputs"):
         recompute(net, x, offload_indices=[1])
-    with pytest.raises(ConfigError, match="use_reentrant=False"):
-        recompute(net, x, offload_indices=[0], use_reentrant=True)
+
+
+def test_both_forms_take_named_inputs() -> None:
+    """B.9: use_reentrant changes nothing: named inputs are handed on and get gradients, statistics move once."""
+    net = nn.BatchNorm1d(2)
+
+    def scaled(x: torch.Tensor, scale: float = 1.0, *, bias: torch.Tensor) -> torch.Tensor:
+        return x * scale + bias
+
+    for reentrant in (False, True):
+        x, bias = torch.ones(2, requires_grad=True), torch.full((2,), 5.0, requires_grad=True)
+        out = fleet.recompute(scaled, x, scale=3.0, bias=bias * 1.0, use_reentrant=reentrant, offload_indices=[0])
+        assert out.tolist() == [8.0, 8.0]
+        out.sum().backward()
+        assert x.grad is not None
+        assert bias.grad is not None
+        assert (x.grad.tolist(), bias.grad.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+        fleet.recompute(net, torch.randn(4, 2), use_reentrant=reentrant).sum().backward()
+    assert int(net.num_batches_tracked) == 2  # type: ignore[arg-type]
 
 
 def test_inputs_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
