@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -10,10 +11,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from fleet._checkpoint import known_entries
 from fleet.errors import ConfigError
-from fleet.strategies._exchange import data_parallel_in
+from fleet.strategies._exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
 from fleet.strategies._parts import (
     PART,
     has_parts,
@@ -26,7 +29,19 @@ from fleet.strategies._parts import (
 )
 
 # Kept out of the module's own attributes: they belong to the wrapper.
-_OWN = frozenset({"_chain", "_observer", "_forward_methods", "_redirected"})
+_OWN = frozenset(
+    {"_chain", "_observer", "_forward_methods", "_redirected", "_trains", "_exchanges", "_compiled_call_impl"}
+)
+# These give way to a method of the user's that has their name, as everything does that comes from nn.Module alone.
+_GIVES_WAY = (
+    "clear_gradients",
+    "scale_loss",
+    "apply_collective_grads",
+    "set_state_dict",
+    "set_dict",
+    "load_dict",
+    "join",
+)
 
 
 class ModelObserver(Protocol):
@@ -38,6 +53,9 @@ class ModelObserver(Protocol):
     def after_clear(self) -> None:
         """Called after gradients were cleared through the model."""
 
+    def before_join(self) -> None:
+        """Called before workers may take different numbers of batches."""
+
     def before_load(self) -> None:
         """Called before a state is taken over."""
 
@@ -48,9 +66,14 @@ class ModelObserver(Protocol):
 class FleetModel(nn.Module):
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
 
-    ``module`` is the user's module. Assigning an attribute assigns it there. A method of the user's module that
+    ``module`` is the user's module. Assigning an attribute assigns it there. A method that the user's class defines
+    stands before one that all modules have (``compile``, ``eval``, ``to``). A method of the user's module that
     itself runs submodules would bypass the gradient exchange; calling one while gradients are recorded raises, until
     :meth:`mark_forward_method` names it.
+
+    A deep copy shares nothing with the model but the job. It exchanges gradients as DistributedDataParallel's does
+    where data parallel is all that happens to gradients; otherwise, and after ``torch.load``, it computes and is saved,
+    and a backward pass to its parameters raises.
 
     Args:
         module: the user's module, after strategies have rewritten parts of it.
@@ -63,7 +86,11 @@ class FleetModel(nn.Module):
         object.__setattr__(self, "_forward_methods", set())
         object.__setattr__(self, "_redirected", False)
         object.__setattr__(self, "_observer", observer)
+        object.__setattr__(self, "_trains", True)
+        object.__setattr__(self, "_exchanges", True)
         self._modules["module"] = module
+        for name in _methods_of_the_users(type(module)):
+            self.__dict__[name] = self._users_method(name)
         self.register_load_state_dict_pre_hook(_enter_module)  # type: ignore[no-untyped-call]
         self.rewrap(chain)
 
@@ -85,7 +112,17 @@ class FleetModel(nn.Module):
         """Runs the wrapped module."""
         if self._observer is not None:
             self._observer.before_forward()
-        return self._chain(*args, **kwargs)
+        result = self._chain(*args, **kwargs)
+        if not self._exchanges and self.require_backward_grad_sync:
+            raise ConfigError(
+                "model.require_backward_grad_sync is False, and an option that counts batches (gradient_merge, "
+                "sharding's accumulation) exchanges the gradients of this one. Leave it True there: the option decides."
+            )
+        if not self._trains and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_refuse_training)
+        return result
 
     def exchanged_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose gradients data parallel makes equal on all workers."""
@@ -108,6 +145,8 @@ class FleetModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets every gradient."""
         super().zero_grad(set_to_none=set_to_none)
+        if type(self.module).zero_grad is not nn.Module.zero_grad:
+            self.module.zero_grad(set_to_none=set_to_none)
         if self._observer is not None:
             self._observer.after_clear()
 
@@ -115,6 +154,41 @@ class FleetModel(nn.Module):
         """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
         no_sync = getattr(self._chain, "no_sync", None)
         return cast("AbstractContextManager[None]", no_sync()) if no_sync is not None else nullcontext()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward passes exchange gradients; assigning False is an open-ended ``no_sync()``."""
+        holder = exchanging_in(self._chain)
+        return self._exchanges if holder is None else bool(holder.require_backward_grad_sync)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        object.__setattr__(self, "_exchanges", bool(value))
+        holder = cast(Any, exchanging_in(self._chain))
+        if holder is not None:
+            holder.require_backward_grad_sync = bool(value)
+
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Returns DistributedDataParallel's context in which workers may have different numbers of batches.
+
+        Raises ConfigError where an option needs every worker in every step.
+        """
+        reducer = self._joining()
+        return nullcontext() if reducer is None else cast("AbstractContextManager[Any]", reducer.join(*args, **kwargs))
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Returns what ``torch.distributed.algorithms.join.Join([model])`` runs on a worker that is out of batches."""
+        reducer = self._joining()
+        if reducer is None:
+            raise ConfigError(
+                "Join([model]): no gradients are exchanged here. Use model.join(), which does nothing then."
+            )
+        return reducer.join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def _joining(self) -> DistributedDataParallel | None:
+        if self._observer is not None:
+            self._observer.before_join()
+        return data_parallel_in(self._chain)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns ``loss`` unchanged: gradients are averaged in the exchange (Fleet's older loops call this)."""
@@ -233,19 +307,61 @@ class FleetModel(nn.Module):
         return self._guarded(name, value) if self._is_own_method(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name == "training" or name in type(self).__dict__:
+        if name in _OWN or name == "training" or name in FleetModel.__dict__:
             object.__setattr__(self, name, value)
+        elif name == "_join_config":  # of torch's Join
+            setattr(data_parallel_in(self._chain), name, value)
         else:
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
         delattr(self.module, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FleetModel:
+        self._check_whole("copy.deepcopy(model) (AveragedModel does it too)")
+        module = copy.deepcopy(self.module, memo)
+        chain, trains = copied_chain(self._chain, self.module, module, memo)
+        twin = FleetModel.__new__(type(self))
+        FleetModel.__init__(twin, module, chain, self._observer)
+        twin.__dict__.update(
+            {n: copy.copy(hooks) for n, hooks in self.__dict__.items() if n.startswith("_forward_") and "hook" in n}
+        )
+        twin._forward_methods.update(self._forward_methods)
+        object.__setattr__(twin, "_trains", trains and self._trains)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_whole("torch.save(model)")
+        return _loaded, (self.module,)
+
+    def _check_whole(self, call: str) -> None:
+        if has_parts(dict(self.module.named_parameters())):
+            raise ConfigError(
+                f"{call}: sharding stages 2 and 3 divided the model, and a worker holds a part of it. Save "
+                "model.full_state_dict(), which a plain module loads; keep an average of the parts beside "
+                "model.parameters(), which torch._foreach_lerp_ updates; or set sharding_configs['stage'] to 1."
+            )
+
+    def __bool__(self) -> bool:
+        return True  # also a model without a length
+
     def __len__(self) -> int:
         return len(cast(Any, self.module))
 
     def __getitem__(self, index: Any) -> Any:
         return cast(Any, self.module)[index]
+
+    def _users_method(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = self.__getattr__(name)(*args, **kwargs)
+            wrapper: nn.Module | None = self._chain
+            while wrapper is not None and wrapper is not self.module:  # it may have been an eval()
+                wrapper.training, wrapper = self.module.training, inner_of(wrapper)
+            self.training = self.module.training
+            return self if result is self.module else result
+
+        return call
 
     def _is_own_method(self, value: Any) -> bool:
         return getattr(value, "__self__", None) is self.module and self._chain is not self.module
@@ -286,6 +402,32 @@ class FleetModel(nn.Module):
                 self.module.__dict__.update(own)
 
         return call
+
+
+def _methods_of_the_users(kind: type[nn.Module]) -> list[str]:
+    """Returns the names of methods that the user's class and every module or FleetModel have, and which are called."""
+    own = [name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)]
+    return [
+        name
+        for name in own
+        if not name.startswith("_")
+        and (name in _GIVES_WAY or (name not in FleetModel.__dict__ and callable(getattr(nn.Module, name, None))))
+    ]
+
+
+def _loaded(module: nn.Module) -> FleetModel:
+    """Returns what ``torch.load`` makes of a model that was saved as a whole."""
+    model = FleetModel(module, module)
+    object.__setattr__(model, "_trains", False)
+    return model
+
+
+def _refuse_training(gradient: Tensor) -> None:
+    raise ConfigError(
+        "backward() came to a copy of a model that fleet.distributed_model() returned (copy.deepcopy, AveragedModel, "
+        "torch.load), whose gradients nothing exchanges and unscales. To train it, pass its module: "
+        "fleet.distributed_model(twin.module). For gradients of inputs alone: twin.requires_grad_(False)."
+    )
 
 
 @contextmanager

@@ -279,6 +279,15 @@ class Session:
             model.release_group()
         self.process_group = self._host_group = self.mesh = None
 
+    def before_join(self) -> None:
+        """Raises ConfigError when an option needs every worker in every step, so that none can be out of batches."""
+        stuck = [strategy.name for strategy in self.strategies if strategy.steps_together]
+        if stuck:
+            raise ConfigError(
+                f"model.join() and Join([model]) let workers have different numbers of batches, and {', '.join(stuck)} "
+                "needs every worker in every step. Give all workers equally many batches, or turn it off."
+            )
+
     def before_load(self) -> None:
         """Warns when what a model takes over now would not last."""
         for strategy in self.strategies:

@@ -56,6 +56,18 @@ class AmpModel(nn.Module):
         """What this module runs."""
         return cast(nn.Module, self._modules["_orig_mod"])
 
+    @property
+    def keeps_size(self) -> bool:
+        """Whether gradients have their true size without hooks on the parameters."""
+        return self._signal is None
+
+    def around(self, chain: nn.Module, root: nn.Module) -> AmpModel:
+        """Returns the same around another chain, with the user's module ``root`` in it."""
+        return AmpModel(
+            chain, root, self._treatment, self._region, self._scale, self._signal,
+            pure=self._converts, guarded=self._guarded,
+        )  # fmt: skip
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the wrapped module returns, floating tensors in float32."""
         region: Region = self._region

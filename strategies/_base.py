@@ -147,6 +147,7 @@ class Strategy:
     reads: ClassVar[tuple[str, ...]] = ()
     in_collective_job: ClassVar[bool] = True
     in_ps_job: ClassVar[bool] = False
+    steps_together: ClassVar[bool] = False  # needs every worker in every step: no join() for uneven batches
     in_place: ClassVar[bool] = False  # wrap_model changes the module itself, outside the MODULE stage too
     also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # assigning the switch resets these keys
     refused: ClassVar[str | None] = None
@@ -165,6 +166,9 @@ class Strategy:
     def __init__(self, config: Any, session: Workers) -> None:
         """Keeps ``config`` (an instance of ``Config``, or ``None``) and the session it works in."""
         self.config, self.session = config, session
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        return self  # a copied model may hold hooks of it
 
     @classmethod
     def chosen(cls, options: Values) -> bool:

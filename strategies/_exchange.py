@@ -7,8 +7,9 @@ from what DistributedDataParallel does by itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class GradientExchange:
             they would lose otherwise; the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
         route: exchanges a bucket in another way than by a sum of its buffer; it reads the other fields itself.
+        registered: whether any of this differs from what DistributedDataParallel does by itself.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -39,7 +41,7 @@ class GradientExchange:
         self.sum: Sum = self._all_reduce
         self.route: Route | None = None
         self._module = module
-        self._registered = False
+        self.registered = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -63,10 +65,10 @@ class GradientExchange:
             self.sum = sum
         if route is not None:
             self.route = route
-        if not self._registered:
+        if not self.registered:
             # Without annotations: torch compares them as types, and here they are text.
             self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
-            self._registered = True
+            self.registered = True
 
     def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.route is not None:
@@ -108,9 +110,46 @@ def exchange_of(model: nn.Module) -> GradientExchange:
 
 def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel module that ``model`` is or wraps, or ``None``."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = model.__dict__.get("_orig_mod") or model._modules.get("_orig_mod")
-        if inner is None:
-            return None
-        model = inner
-    return model
+    holder = exchanging_in(model)
+    return holder if isinstance(holder, DistributedDataParallel) else None
+
+
+def exchanging_in(model: nn.Module) -> nn.Module | None:
+    """Returns the module that ``model`` is or wraps and that exchanges gradients in backward, or ``None``."""
+    found: nn.Module | None = model
+    while found is not None and not isinstance(found, DistributedDataParallel):
+        if isinstance(getattr(type(found), "require_backward_grad_sync", None), property):
+            return found
+        found = inner_of(found)
+    return found
+
+
+def inner_of(model: nn.Module) -> nn.Module | None:
+    """Returns what a wrapper that the strategies put around a module runs; ``None`` for any other module."""
+    if isinstance(model, DistributedDataParallel):
+        return cast(nn.Module, model.module)
+    return model.__dict__.get("_orig_mod") or model._modules.get("_orig_mod")
+
+
+def copied_chain(chain: nn.Module, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, bool]:
+    """Returns what runs ``twin``, a copy of ``module``, as ``chain`` runs ``module``; and whether it can be trained.
+
+    It can where nothing but data parallel acts on gradients: hooks of parameters, batches that are counted and other
+    exchanges belong to the original.
+    """
+    if chain is module:
+        return twin, True
+    inner = inner_of(chain)
+    if inner is None:
+        return copy.deepcopy(chain, memo), False
+    counted = bool(chain._forward_pre_hooks)
+    if isinstance(chain, DistributedDataParallel):
+        exchange = chain.__dict__.get("fleet_exchange")
+        is_plain = inner is module and not counted and (exchange is None or not exchange.registered)
+        if is_plain and chain.process_group == dist.group.WORLD:  # one of another group cannot be copied
+            return copy.deepcopy(chain, memo), True
+        return copied_chain(inner, module, twin, memo)[0], False
+    found, trains = copied_chain(inner, module, twin, memo)
+    if hasattr(chain, "around"):
+        return chain.around(found, twin), trains and not counted and chain.keeps_size
+    return found, trains and not counted  # the compiler's

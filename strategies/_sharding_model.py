@@ -64,16 +64,12 @@ class Division:
 
 
 class DividedModule(nn.Module):
-    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward.
-
-    Attributes:
-        exchanges: whether the next backward pass exchanges gradients.
-    """
+    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward."""
 
     def __init__(self, module: nn.Module, process_group: Any) -> None:
         super().__init__()
         self.module = module
-        self.exchanges = True
+        self._exchanges = True
         self._process_group = process_group
         self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for root in self._roots:
@@ -101,21 +97,26 @@ class DividedModule(nn.Module):
         for root in self._roots:
             root.reshard()
 
-    def set_exchanges(self, exchanges: bool) -> None:
-        """Sets whether backward exchanges gradients, or adds them up on each worker for a later backward."""
-        if exchanges != self.exchanges:
-            self.exchanges = exchanges
-            cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward exchanges gradients, or adds them up on each worker for a later backward."""
+        return self._exchanges
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if value != self._exchanges:
+            self._exchanges = value
+            cast(FSDPModule, self.module).set_requires_gradient_sync(value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
-        before = self.exchanges
-        self.set_exchanges(False)
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self.set_exchanges(before)
+            self.require_backward_grad_sync = before
 
     @_outside_graphs
     def _share_buffers(self) -> None:

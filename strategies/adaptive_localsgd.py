@@ -31,6 +31,7 @@ class AdaptiveLocalsgd(TrainsLocally, Strategy):
     name = "adaptive_localsgd"
     meaning = "localsgd that chooses the number of local steps, 1 to 16, from the loss and the learning rate."
     stage = Stage.STEP
+    steps_together = True
     Config = AdaptiveLocalsgdConfig
     after = ("amp",)
     replaces = ("data_parallel",)

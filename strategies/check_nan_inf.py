@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fleet.env import Environment
-from fleet.errors import NanInfError
+from fleet.errors import ConfigError, NanInfError
 from fleet.strategies._alarm import Alarm
 from fleet.strategies._amp_scale import scales_gradients
 from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
@@ -48,6 +48,7 @@ class CheckNanInf(Strategy):
     name = "check_nan_inf"
     meaning = "Stop all workers at the first NaN or Inf and name its module, rank and step; costs a wait in each step."
     stage = Stage.STEP
+    steps_together = True
     # Outermost: it sees each of the user's calls of step(), before any other strategy acts on it.
     after = ("amp", "gradient_merge", "localsgd", "adaptive_localsgd")
     in_ps_job = True
@@ -228,6 +229,14 @@ class ModuleHooks:
             self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(partial(self._after, name)))
         self._handles.append(root.register_forward_hook(self._end))
+
+    def __deepcopy__(self, memo: Any) -> ModuleHooks:
+        return self  # the modules of a copied model are looked at too
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "torch.save(model): check_nan_inf watches the modules. Save model.state_dict(), or turn check_nan_inf off."
+        )
 
     def remove(self) -> None:
         """Takes the hooks away."""

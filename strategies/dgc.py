@@ -37,6 +37,7 @@ class Dgc(Strategy):
     name = "dgc"
     meaning = "Exchange only the largest entries of each gradient (Deep Gradient Compression); the rest waits its turn."
     stage = Stage.COMM
+    steps_together = True
     Config = DgcConfig
     conflicts = {
         "fp16_allreduce": "dgc sends chosen entries as index and value, and leaves no float32 sum to narrow",

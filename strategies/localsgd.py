@@ -25,6 +25,7 @@ class Localsgd(TrainsLocally, Strategy):
     name = "localsgd"
     meaning = "Train each worker by itself and average the parameters every k steps."
     stage = Stage.STEP
+    steps_together = True
     Config = LocalsgdConfig
     after = ("amp",)
     replaces = ("data_parallel",)

@@ -96,6 +96,7 @@ class Sharding(Strategy):
         "use_hierarchical_allreduce": "sharding reduces gradients to their owners and sums none over all workers",
     }
     in_place = True
+    steps_together = True
     model_effect = (
         "stage 1 leaves the model to data_parallel; stages 2 and 3 divide parameters and gradients, and gather a unit "
         "when it runs"
@@ -316,7 +317,7 @@ class Sharding(Strategy):
             if not torch.is_grad_enabled():
                 return
             if self.zero_stage > 1:
-                cast("DividedModule", model).set_exchanges(batches.is_last)
+                cast("DividedModule", model).require_backward_grad_sync = batches.is_last
             elif batches.per_update > 1:
                 window.restore()
                 if reducer is not None:

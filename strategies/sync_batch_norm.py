@@ -18,6 +18,7 @@ class SyncBatchNorm(Strategy):
     name = "sync_batch_norm"
     meaning = "Compute batch-norm statistics over the batches of all workers."
     stage = Stage.MODULE
+    steps_together = True
     model_effect = "replaces batch-norm modules by ones that share mean and variance over all workers"
     guide = Guide(
         when="Few rows per worker, so that a worker's own mean and variance are noisy.",
@@ -37,6 +38,8 @@ class SyncBatchNorm(Strategy):
         group = self.session.process_group
         if group is None:
             return model
+        if group == dist.group.WORLD:
+            group = None  # by which torch means the same, and a module that holds a group cannot be copied
         if self.session.device.type == "cuda":
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
             return converted
