@@ -18,6 +18,7 @@ from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig, plan_layout
 from fleet.ps._lookup import LocalRows, RowLookup
 from fleet.ps._rules import Rule
+from fleet.ps._served_weight import WatchesWeight
 from fleet.ps._slots import Bags, bags_of, keys_of_slots
 from fleet.ps._table_spec import config_of_spec
 
@@ -28,7 +29,7 @@ Ids = Tensor | Sequence[Any]
 _INT64 = (-(2**63), 2**63 - 1)
 
 
-class SparseEmbedding(nn.Module):
+class SparseEmbedding(WatchesWeight):
     """Maps int64 ids, any 64-bit number, to rows of a table that grows with the ids it meets.
 
     The rows live on the parameter servers once ``fleet.init_worker()`` has run; before it the module shows the same
@@ -116,6 +117,7 @@ class SparseEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, self.table_config(Rule("sgd")).dim))
         setattr(self.weight, self.MARK, True)
         self.lookup = self._new_lookup()
+        self.watch_weight()
 
     def table_config(self, rule: Rule, name: str | None = None, accessor: Accessor | None = None) -> SparseTableConfig:
         """Returns the table this module needs.

@@ -72,12 +72,15 @@ class TrainedRows:
 
     Args:
         rows, ahead: as in :class:`RowSource`.
+        is_open: whether the servers can be asked.
     """
 
     trains = True
 
-    def __init__(self, rows: Callable[[Keys], Rows], ahead: Callable[[Keys], ComingRows | None]) -> None:
-        self.rows, self.ahead = rows, ahead
+    def __init__(
+        self, rows: Callable[[Keys], Rows], ahead: Callable[[Keys], ComingRows | None], is_open: Callable[[], bool]
+    ) -> None:
+        self.rows, self.ahead, self.is_open = rows, ahead, is_open
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainedRows:
         return self
@@ -104,7 +107,7 @@ class RowLookup:
         slot: int | None = None,
     ) -> None:
         self.label, self.source = label, None
-        self._num_counters, self._keeps_shows, self._skipped, self._slot = num_counters, keeps_shows, skipped, slot
+        self._num_counters, self.keeps_shows, self._skipped, self._slot = num_counters, keeps_shows, skipped, slot
         self._unique = UniqueKeys()
         self._ready: list[tuple[Tensor, Gradient]] = []
         self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)
@@ -137,6 +140,10 @@ class RowLookup:
             self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
         return rows, torch.from_numpy(inverse.astype(np.int64)).to(device)
 
+    def trains(self) -> bool:
+        """Returns whether the rows are on servers that can be asked now."""
+        return isinstance(self.source, TrainedRows) and self.source.is_open()
+
     def prefetch(self, ids: Keys) -> None:
         """Asks for the rows of the next batch; :meth:`find` takes them when it is given the same ids."""
         if self.source is None:
@@ -164,7 +171,7 @@ class RowLookup:
         self._ready = []
         if not found:
             return None
-        return found[0] if len(found) == 1 else merge_gradients(found, self._keeps_shows)
+        return found[0] if len(found) == 1 else merge_gradients(found, self.keeps_shows)
 
     def drop(self) -> None:
         """Forgets the gradients, as ``zero_grad`` does."""
@@ -180,7 +187,7 @@ class RowLookup:
         self, keys: Keys, inverse: NDArray[np.int32], shows: Counts | None, clicks: Counts | None
     ) -> Gradient:
         gradient = Gradient(keys, np.empty((0, 0), np.float32))
-        if self._keeps_shows:
+        if self.keeps_shows:
             n = len(keys)
             gradient.shows = np.bincount(inverse, shows, n).astype(np.float32)
             if clicks is not None:
@@ -213,7 +220,7 @@ class RowLookup:
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowLookup:
         made = RowLookup(
-            self.label, num_counters=self._num_counters, keeps_shows=self._keeps_shows, skipped=self._skipped,
+            self.label, num_counters=self._num_counters, keeps_shows=self.keeps_shows, skipped=self._skipped,
             slot=self._slot,
         )  # fmt: skip
         made.source = self.source  # two modules of one table

@@ -1,7 +1,7 @@
 """ServedEmbedding: an ``nn.Embedding(sparse=True)`` whose rows are trained on the servers.
 
-The module keeps its weight and its name. While it is connected, forward reads the rows from the servers; the weight
-shows them again after :meth:`ServedEmbedding.refresh`.
+The module keeps its weight and its name. While it is connected, forward reads the rows from the servers, and so does
+every other use of the weight (:mod:`fleet.ps._served_weight`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from fleet.ps._initializers import Initializer
 from fleet.ps._layout import SparseTableConfig
 from fleet.ps._lookup import RowLookup
 from fleet.ps._rules import Rule
+from fleet.ps._served_weight import WatchesWeight, as_plain
+from fleet.ps._shards import Gradient
 
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
 
 ROWS_AT_ONCE = 1 << 16
 
 
-class ServedEmbedding(nn.Embedding):
+class ServedEmbedding(WatchesWeight, nn.Embedding):
     """Made of an ``nn.Embedding`` by :func:`serve_embeddings`."""
 
     lookup: RowLookup
@@ -32,6 +34,20 @@ class ServedEmbedding(nn.Embedding):
     def table_config(self, rule: Rule, name: str) -> SparseTableConfig:
         """Returns the table of this module; rows begin at 0, to which worker 0 adds its initial weights."""
         return SparseTableConfig(name, self.embedding_dim, rule, initializer=Initializer("constant", 0.0, 0.0))
+
+    def take_other_gradient(self) -> Gradient | None:
+        """Returns the gradient that reached the weight outside the lookup, and forgets it; ``None`` without any."""
+        found, self.weight.grad = self.weight.grad, None
+        if found is None:
+            return None
+        if found.layout is torch.strided:
+            ids, rows = torch.arange(self.num_embeddings), found
+        else:
+            ids, rows = found.coalesce().indices()[0], found.coalesce().values()
+        gradient = Gradient(ids.cpu().numpy(), np.ascontiguousarray(rows.to("cpu", torch.float32).numpy()))
+        if self.lookup.keeps_shows:
+            gradient.shows = np.zeros(len(gradient.ids), np.float32)
+        return gradient
 
     def use_table(self, config: SparseTableConfig) -> None:
         """Makes the rows those of a table that ``sparse_table_configs`` may have changed.
@@ -81,14 +97,15 @@ class ServedEmbedding(nn.Embedding):
             for s in starts
         ]
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the rows of the servers into the weight."""
+        """Copies the rows of the servers into the weight, without a change that a graph would take notice of."""
         if self.lookup.source is None:
             return
+        with as_plain():  # type: ignore[no-untyped-call]
+            weight = self.weight.data
         for start in range(0, self.num_embeddings, ROWS_AT_ONCE):
             ids = np.arange(start, min(start + ROWS_AT_ONCE, self.num_embeddings), dtype=np.int64)
-            self.weight[start : start + len(ids)] = torch.from_numpy(self.lookup.source.rows(ids)).to(self.weight)
+            weight[start : start + len(ids)] = torch.from_numpy(self.lookup.source.rows(ids)).to(weight)
 
 
 def check_embeddings(model: nn.Module) -> None:
@@ -124,6 +141,7 @@ def serve_embeddings(model: nn.Module) -> None:
             module.__class__ = ServedEmbedding
             served: ServedEmbedding = module  # type: ignore[assignment]
             served.lookup = RowLookup(f"nn.Embedding {name!r}", skipped=module.padding_idx)
+            served.watch_weight()
 
 
 def has_rows(model: nn.Module) -> bool:

@@ -177,7 +177,8 @@ class Trainer:
 
     def has_gradients(self) -> bool:
         """Returns whether rows have gradients that were not pushed."""
-        return any(m.lookup.has_gradients() for part in self.plan.sparse for m in part.modules)
+        modules = [module for part in self.plan.sparse for module in part.modules]
+        return any(m.lookup.has_gradients() or m.weight.grad is not None for m in modules)
 
     def waiting(self) -> dict[str, int]:
         """Returns, per name of a table, how many gradients wait in its queue (async)."""
@@ -190,6 +191,7 @@ class Trainer:
         for part in self.plan.sparse:
             for module in part.modules:
                 module.lookup.drop()
+                module.weight.grad = None
 
     def non_finite_rows(self) -> str:
         """Returns a sentence that names the first row whose gradient has a NaN or Inf; forgets the gradients."""
@@ -298,7 +300,9 @@ class Trainer:
                 part.assign(values[part.table_id])
 
     def _rows_of(self, table_id: int) -> TrainedRows:
-        return TrainedRows(partial(self.rows, table_id), partial(self.rows_ahead, table_id))
+        return TrainedRows(
+            partial(self.rows, table_id), partial(self.rows_ahead, table_id), lambda: self._exchange is not None
+        )
 
     def _connect(self, channel: int) -> Client:
         client = self._make_client(channel)
@@ -347,6 +351,7 @@ class Trainer:
         found: dict[int, Gradient | Rows] = {}
         for table in self.plan.sparse:
             taken = [module.lookup.take() for module in table.modules]
+            taken += [m.take_other_gradient() for m in table.modules if isinstance(m, ServedEmbedding)]
             some = [gradient for gradient in taken if gradient is not None]
             if some and table.group is not None:
                 self.counts["pushed"] += sum(len(gradient.ids) for gradient in some)

@@ -1,0 +1,147 @@
+"""ServedWeight: the weight of an embedding whose rows are on servers, where a script uses it outside the lookup.
+
+Of ``nn.Embedding(sparse=True)`` each use reads the servers' rows first, and its gradient goes to them: an L2 penalty on
+``emb.weight`` is what it is in plain torch. Of ``fleet.SparseEmbedding``, whose weight is empty, a use is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fleet.errors import ConfigError, OptionWarning
+
+if TYPE_CHECKING:
+    from fleet.ps._lookup import RowLookup
+
+__all__ = ["ServedWeight", "WatchesWeight", "as_plain"]
+
+MANY_ROWS = 1 << 16
+as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which uses of a weight are those of any tensor
+
+# Functions that tell something about a tensor, or hang something on it, and read no value of it.
+_DESCRIBES = frozenset(
+    "size dim ndimension numel nelement stride element_size storage_offset get_device data_ptr untyped_storage "
+    "requires_grad_ retain_grad register_hook "
+    "register_post_accumulate_grad_hook __len__ empty_like zeros_like ones_like full_like rand_like randn_like "
+    "new_empty new_zeros new_ones new_full new_tensor _has_compatible_shallow_copy_type".split()
+)
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # of the attributes; the others describe
+_SHOWS = frozenset("data detach clone to cpu cuda contiguous __repr__ __format__".split())  # that a weight is empty
+_BATCH = (
+    "To penalise the rows of the batch, write rows = embedding(ids); loss = loss + l2 * rows.square().sum(), or give "
+    "the optimizer's group weight_decay, which reaches each row in the steps in which it occurs."
+)
+
+
+class WatchesWeight(nn.Module):
+    """What modules have in common whose ``weight`` is a :class:`ServedWeight`."""
+
+    weight: nn.Parameter
+    lookup: RowLookup
+    refresh: Callable[[], None] | None = None  # copies the servers' rows into the weight, where it has any
+
+    def watch_weight(self) -> None:
+        """Makes the weight a ServedWeight of this module; the same object, so that optimizers go on holding it."""
+        self.weight.__class__ = ServedWeight
+        self.weight.__dict__["module"] = weakref.ref(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.watch_weight()  # of a copy
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        with as_plain():  # type: ignore[no-untyped-call]
+            return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with as_plain():  # type: ignore[no-untyped-call]
+            super()._load_from_state_dict(*args, **kwargs)
+
+
+class ServedWeight(nn.Parameter):
+    """A parameter that stands for rows; :meth:`WatchesWeight.watch_weight` makes one of a module's weight."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Does ``func``, with the servers' rows where it reads values.
+
+        Raises:
+            ConfigError: it changes values that servers hold, or the weight has no rows to read.
+        """
+        kwargs, name = kwargs or {}, _name(func)
+        with as_plain():  # type: ignore[no-untyped-call]
+            if name is not None:
+                changed = _changed(name, args, kwargs)
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, ServedWeight):
+                        leaf._prepare(name, any(leaf is one for one in changed))
+            return func(*args, **kwargs)
+
+    def _prepare(self, name: str, is_changed: bool) -> None:
+        module = self.__dict__.get("module", lambda: None)()
+        if module is None or not module.lookup.trains():
+            return
+        label = module.lookup.label
+        if is_changed:
+            raise ConfigError(
+                f"{label}: {name} would change its weight here, and the rows are on the parameter servers. Set weights "
+                "before fleet.init_worker(), or load a save of the servers with fleet.load_model(dirname)."
+            )
+        if name == "autograd.grad":
+            raise ConfigError(
+                f"{label}: torch.autograd.grad() with respect to its weight would see no lookup: the rows are on the "
+                "parameter servers. Differentiate with respect to the rows that the lookup returns."
+            )
+        if module.refresh is not None:
+            if torch.is_grad_enabled() and self.requires_grad and len(self) > MANY_ROWS:
+                _warn_of_size(module, name, len(self))
+            module.refresh()
+        elif name not in _SHOWS:
+            raise ConfigError(
+                f"{label}: {name} uses its weight, which is empty: it stands for rows on the parameter servers, and "
+                f"this would leave them all out. {_BATCH} A loop over model.parameters() leaves out p.numel() == 0."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})  # the module knows what it is
+
+
+def _name(func: Any) -> str | None:
+    """Returns how messages call ``func``; ``None`` where it reads and changes no value."""
+    if func is torch.autograd.grad:
+        return "autograd.grad"
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute: str = func.__self__.__name__
+        if attribute not in _VALUES:
+            return None
+        return attribute if name == "__get__" else f"{attribute} = ..."
+    return None if name in _DESCRIBES or name.startswith(("is_", "_is_")) else name
+
+
+def _changed(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the tensors that a function changes in place."""
+    first = [*args, *kwargs.values()][:1]
+    in_place = name.endswith(("_", "...")) and not name.startswith("__")
+    if in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")):
+        return tree_leaves(first)
+    return tree_leaves(kwargs.get("out"))
+
+
+def _warn_of_size(module: nn.Module, name: str, count: int) -> None:
+    if "_warned_of_size" in module.__dict__:
+        return
+    module.__dict__["_warned_of_size"] = True
+    warnings.warn(
+        f"{module.lookup.label}: {name} uses its whole weight, so every such step fetches all {count} rows from the "
+        f"servers and sends as many gradients. {_BATCH}",
+        OptionWarning,
+        stacklevel=4,
+    )
