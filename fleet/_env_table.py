@@ -45,6 +45,12 @@ VARIABLES: dict[str, Variable] = _table(
     ("POD_NAME", "launcher", None, "name of the pod (node) in logs"),
     ("FLAGS_selected_gpus", "launcher", None, "device index of this worker"),
     ("PADDLE_PG_TIMEOUT", "user", 1800000, "process-group timeout in milliseconds"),
+    (
+        "FLEET_WAIT_LIMIT",
+        "user",
+        30,
+        "seconds that a worker waits for others before it says where they are, and stops when none can go on; 0: never",
+    ),
     ("FLAGS_stop_check_timeout", "user", 900, "seconds to wait for the peers at start"),
     # Parameter-server roles.
     ("TRAINING_ROLE", "launcher", None, "TRAINER, PSERVER, HETER_TRAINER or COORDINATOR"),

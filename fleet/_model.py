@@ -62,6 +62,12 @@ class ModelObserver(Protocol):
     def before_save(self) -> None:
         """Called before a state is handed out."""
 
+    def meet(self, call: str) -> None:
+        """Called where every worker must call; returns when all have."""
+
+    def explain(self, error: RuntimeError) -> None:
+        """Called with an error of the wrapped module; raises what it means for the job."""
+
 
 class FleetModel(nn.Module):
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
@@ -110,8 +116,16 @@ class FleetModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
-        if self._observer is not None:
-            self._observer.before_forward()
+        if self._observer is None:
+            return self._run(*args, **kwargs)
+        self._observer.before_forward()
+        try:
+            return self._run(*args, **kwargs)
+        except RuntimeError as error:
+            self._observer.explain(error)
+            raise
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         result = self._chain(*args, **kwargs)
         if not self._exchanges and self.require_backward_grad_sync:
             raise ConfigError(
@@ -234,9 +248,12 @@ class FleetModel(nn.Module):
         Example:
             >>> state = model.full_state_dict(keep=fleet.is_first_worker())
         """
+        state: dict[str, Any] = self.module.state_dict()
         if self._observer is not None:
             self._observer.before_save()
-        state: dict[str, Any] = whole_state(self.module.state_dict(), keep)
+            if has_parts(state):
+                self._observer.meet("model.full_state_dict()")
+        state = whole_state(state, keep)
         return state if keep else {}
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -267,6 +284,8 @@ class FleetModel(nn.Module):
 
         The argument of the other workers is not looked at and may be ``{}``.
         """
+        if self._observer is not None:
+            self._observer.meet("model.load_full_state_dict()")
         load_from_rank_0(self.module, state_dict)
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:

@@ -25,6 +25,12 @@ class StepObserver(Protocol):
     def after_step(self) -> None:
         """Called after each step of the user."""
 
+    def meet(self, call: str) -> None:
+        """Called where every worker must call; returns when all have."""
+
+    def explain(self, error: RuntimeError) -> None:
+        """Called with an error of the optimizer inside; raises what it means for the job."""
+
 
 class FleetOptimizer(OptimizerWrapper):
     """Steps the optimizer inside, through whatever the strategies put around it.
@@ -43,7 +49,12 @@ class FleetOptimizer(OptimizerWrapper):
         """Updates the parameters; what a step means is up to the strategies that are on."""
         if self._observer is not None:
             self._observer.before_step()
-        result = super().step(closure)
+        try:
+            result = super().step(closure)
+        except RuntimeError as error:
+            if self._observer is not None:
+                self._observer.explain(error)
+            raise
         self.note_gradients()
         if self._observer is not None:
             self._observer.after_step()
@@ -184,8 +195,11 @@ class FleetOptimizer(OptimizerWrapper):
         while isinstance(inner, OptimizerWrapper):
             inner = inner.optimizer
             if isinstance(inner, PartitionedOptimizer):
+                self._meet("optimizer.full_state_dict()")
                 state = {**state, "state": inner.whole_entries()}
         state.pop(PART, None)
+        if has_parts(state):
+            self._meet("optimizer.full_state_dict()")
         whole: dict[str, Any] = whole_state(state, keep)
         return whole if keep else {}
 
@@ -199,6 +213,10 @@ class FleetOptimizer(OptimizerWrapper):
         self.load_state_dict({name: value for name, value in state_dict.items() if name in known})
 
     set_dict = set_state_dict
+
+    def _meet(self, call: str) -> None:
+        if self._observer is not None:
+            self._observer.meet(call)
 
     def _has_new_gradients(self) -> bool:
         return self.has_new_gradients() or any(

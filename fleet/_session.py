@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fleet._broken_exchange import UncaughtErrors, explained
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
+from fleet._roll_call import RollCall
+from fleet._same_job import check_model, check_options
 from fleet._util import UtilBase
 from fleet.elastic._health import start_health
 from fleet.env import Environment
@@ -63,9 +67,13 @@ class Session:
     server_job: ServerJob | None = None
     meet_workers: Callable[..., dist.ProcessGroup] | None = None  # of a job with servers; takes the tensors' device
     _host_group: dist.ProcessGroup | None = None
+    _roll_call: RollCall | None = None
+    _uncaught: UncaughtErrors | None = None
     _checked: bool = False
 
     def __post_init__(self) -> None:
+        if self.roll_call is not None:
+            check_options(self.roll_call, "fleet.init()", self.options)
         self._make_strategies()
         self.util = UtilBase(self)
         self.role_maker.set_util(self.util)
@@ -115,12 +123,46 @@ class Session:
             self._host_group = self.process_group if takes_cpu else dist.new_group(backend="gloo")
         return self._host_group
 
+    @property
+    def roll_call(self) -> RollCall | None:
+        """Where the workers meet in what all must call; None in a single process and before they have a group."""
+        if self._roll_call is None and self.world_size > 1 and self.has_group:
+            self._roll_call = RollCall.start(self.global_rank, self.world_size, lambda: self.num_steps)
+            self._uncaught = UncaughtErrors(self.models, self._roll_call, self._who)
+        return self._roll_call
+
+    def meet(self, call: str) -> None:
+        """Returns when every worker has made ``call``; raises where one does not, and says where it is."""
+        if self.roll_call is not None:
+            self.roll_call.meet(call)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Makes an error of torch inside the context one that says what it means for the job."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raises what ``error`` means for the job; returns where it says so itself."""
+        meaning = explained(error, self.models, self.roll_call, self._who)
+        if meaning is not None:
+            raise meaning from error
+
+    @property
+    def _who(self) -> str:
+        return f"[rank {self.global_rank} of {self.world_size}]"
+
     def adopt(self, options: DistributedStrategy) -> None:
         """Replaces the options and the plan; models that are wrapped already are wrapped again where possible.
 
         Raises ConfigError when the new options cannot run, or when a model was already changed in place.
         """
         options = copy.deepcopy(options)
+        if self.roll_call is not None:
+            check_options(self.roll_call, "fleet.distributed_optimizer()", options)
         new_plan = plan(options, self.world_size, collective=self.collective)
         if self.models and options != self.options:
             stuck = [step.name for step in self.plan.steps if step.stage == Stage.MODULE or step.in_place]
@@ -175,6 +217,8 @@ class Session:
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
         for strategy in self.strategies:
             strategy.check_model(module)
+        if self.roll_call is not None:
+            check_model(self.roll_call, module)
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
@@ -257,6 +301,10 @@ class Session:
     def close(self) -> None:
         """Lets go of everything the strategies hold; the session is over."""
         self.closed = True
+        if self._roll_call is not None:
+            self._roll_call.close()
+        if self._uncaught is not None:
+            self._uncaught.close()
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []

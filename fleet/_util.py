@@ -1,15 +1,17 @@
 """UtilBase: what ``fleet.util`` is. Collective operations on host arrays, file shards, printing on one rank.
 
 [Note: Headers]
-Before any data, the processes exchange one fixed-size header each: operation, dtype and shape. Thus a call that does
-not match the others' raises on every rank and names the ranks, where a bare gloo call would hang or abort; and
-nothing needs pickle.
+Before any data, the processes meet in the roll call and leave one header each: dtype and shape. Thus a call that does
+not match the others', or that not all make, raises on every rank and names the ranks, where a bare gloo call would hang
+or abort; and nothing needs pickle.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -21,11 +23,11 @@ from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 
 if TYPE_CHECKING:
+    from fleet._roll_call import RollCall
     from fleet.role_maker import RoleMakerBase
 
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | np.generic"
 
-_OPERATIONS = ("barrier", "all_gather", "sum", "min", "max")
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _KINDS = "biufcSU"
 _MAX_DIMS = 16
@@ -46,6 +48,13 @@ class Peers(Protocol):
     @property
     def host_group(self) -> dist.ProcessGroup | None:
         """Process group that moves CPU tensors; ``None`` in a single process."""
+
+    @property
+    def roll_call(self) -> RollCall | None:
+        """Where the workers meet before they exchange; ``None`` in a single process."""
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Returns a context in which an error of torch becomes one that says what it means."""
 
 
 class UtilBase:
@@ -97,8 +106,10 @@ class UtilBase:
         group = self._group("all_reduce", comm_world)
         if group is None:
             return _number_or_array(array.copy())
-        _check_headers(_exchange_headers(mode, array, group), self._peers.global_rank)
-        return _number_or_array(_reduce(array, mode, group))
+        headers = self._meet(f"fleet.util.all_reduce(mode={mode!r})", array)
+        _check_headers(headers, self._peers.global_rank)
+        with self._peers.explaining():
+            return _number_or_array(_reduce(array, mode, group))
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
         """Returns the ``input`` of every worker, in rank order; numbers, texts or arrays, whose shapes may differ.
@@ -110,9 +121,9 @@ class UtilBase:
         group = self._group("all_gather", comm_world)
         if group is None:
             return [_number_or_array(array.copy())]
-        headers = _exchange_headers("all_gather", array, group)
-        _check_operations(headers)
-        return [_number_or_array(found) for found in _gather(array, headers, group)]
+        headers = self._meet("fleet.util.all_gather()", array)
+        with self._peers.explaining():
+            return [_number_or_array(found) for found in _gather(array, headers, group)]
 
     def barrier(self, comm_world: str = "worker") -> None:
         """Returns when every worker has called it.
@@ -123,9 +134,8 @@ class UtilBase:
         job = getattr(self._peers, "server_job", None)
         if comm_world == "worker" and job is not None and job.meet_at_server():
             return
-        group = self._group("barrier", comm_world)
-        if group is not None:
-            _check_operations(_exchange_headers("barrier", np.zeros((), np.int8), group))
+        if self._group("barrier", comm_world) is not None:
+            self._peers.roll_call.meet("fleet.util.barrier()")
 
     def get_file_shard(self, files: Sequence[str]) -> list[str]:
         """Returns this worker's part of ``files``: a contiguous run; the first workers take one more if need be.
@@ -153,6 +163,11 @@ class UtilBase:
             raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {peers.world_size - 1}.")
         if peers.global_rank == rank_id and not _is_server(peers):
             print(message, flush=True)
+
+    def _meet(self, call: str, array: np.ndarray[Any, np.dtype[Any]]) -> list[list[int]]:
+        """Returns every rank's header: dtype kind, item size in bytes, dimensions."""
+        header = [_KINDS.index(array.dtype.kind), array.dtype.itemsize, *array.shape]
+        return [json.loads(found) for found in self._peers.roll_call.meet(call, json.dumps(header))]
 
     def _need_peers(self, call: str) -> Any:
         if self._peers is None:
@@ -215,29 +230,7 @@ def _number_or_array(array: np.ndarray[Any, np.dtype[Any]]) -> HostArray:
     return array[()] if array.ndim == 0 else array
 
 
-def _exchange_headers(
-    operation: str, array: np.ndarray[Any, np.dtype[Any]], group: dist.ProcessGroup
-) -> list[list[int]]:
-    """Returns every rank's header: operation, dtype kind, item size in bytes, number of dimensions, dimensions."""
-    values = [_OPERATIONS.index(operation), _KINDS.index(array.dtype.kind), array.dtype.itemsize, array.ndim]
-    values += [*array.shape, *[0] * (_MAX_DIMS - array.ndim)]
-    own = torch.tensor(values, dtype=torch.int64)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    return [[int(value) for value in header.tolist()] for header in found]
-
-
-def _check_operations(headers: list[list[int]]) -> None:
-    calls = {rank: _OPERATIONS[header[0]] for rank, header in enumerate(headers)}
-    if len(set(calls.values())) > 1:
-        raise ConfigError(
-            f"The workers called different operations of fleet.util at the same point: {calls!r} (rank: operation). "
-            "Every worker makes the same calls in the same order."
-        )
-
-
 def _check_headers(headers: list[list[int]], rank: int) -> None:
-    _check_operations(headers)
     own = headers[rank]
     other = [index for index, header in enumerate(headers) if header != own]
     if other:
@@ -248,12 +241,12 @@ def _check_headers(headers: list[list[int]], rank: int) -> None:
 
 
 def _dtype(header: list[int]) -> np.dtype[Any]:
-    kind, size = _KINDS[header[1]], header[2]
+    kind, size = _KINDS[header[0]], header[1]
     return np.dtype(f"{kind}{size // 4 if kind == 'U' else size}")
 
 
 def _describe(header: list[int]) -> str:
-    return f"shape {tuple(header[4 : 4 + header[3]])} of {_dtype(header)}"
+    return f"shape {tuple(header[2:])} of {_dtype(header)}"
 
 
 def _reduce(
@@ -290,15 +283,15 @@ def _gather(
     array: np.ndarray[Any, np.dtype[Any]], headers: list[list[int]], group: dist.ProcessGroup
 ) -> list[np.ndarray[Any, np.dtype[Any]]]:
     """Moves the arrays as bytes, padded to the longest."""
-    sizes = [int(np.prod(header[4 : 4 + header[3]], dtype=np.int64)) * header[2] for header in headers]
+    sizes = [int(np.prod(header[2:], dtype=np.int64)) * header[1] for header in headers]
     longest = max(sizes)
     if longest == 0:
-        return [np.empty(header[4 : 4 + header[3]], _dtype(header)) for header in headers]
+        return [np.empty(header[2:], _dtype(header)) for header in headers]
     own = torch.zeros(longest, dtype=torch.uint8)
     own[: array.nbytes] = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
     found = [torch.empty_like(own) for _ in headers]
     dist.all_gather(found, own, group=group)
     return [
-        np.frombuffer(data[:size].numpy().tobytes(), _dtype(header)).reshape(header[4 : 4 + header[3]]).copy()
+        np.frombuffer(data[:size].numpy().tobytes(), _dtype(header)).reshape(header[2:]).copy()
         for data, size, header in zip(found, sizes, headers, strict=True)
     ]

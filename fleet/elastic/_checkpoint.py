@@ -141,6 +141,7 @@ class Checkpoint:
         self._take_folder()
         self.epoch = epoch if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
         self._session.beat(pause=True)  # writing may take longer than a step
+        self._session.meet("Checkpoint.save()")
         reports = self._agree(self._background.finish())
         write = self._plan(reports)
         self._saved_at = self.step
@@ -161,6 +162,7 @@ class Checkpoint:
             CheckpointError: the checkpoint does not fit the model, the optimizer or the data.
         """
         self._session.beat(pause=True)
+        self._session.meet("Checkpoint.resume()")
         self._raise_on_all(self._background.finish())
         restore = Restore(self._session, self.path)
         found = restore.find()
@@ -174,6 +176,7 @@ class Checkpoint:
         """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""
         if self in self._session.checkpoints:
             self._session.checkpoints.remove(self)
+        self._session.meet("Checkpoint.close()")
         self._raise_on_all(self._background.finish())
 
     def save_when_due(self, sampler: object = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fleet._role_record import Role, RoleRecord
+from fleet._roll_call import RollCall
 from fleet._util import UtilBase
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.role_maker import UserDefinedRoleMaker
@@ -25,8 +27,14 @@ def alone(rank: int = 0, world_size: int = 1, **more: Any) -> UtilBase:
 
 def joined(rank: int, world_size: int) -> UtilBase:
     """Returns the UtilBase of a worker."""
-    group = dist.group.WORLD
-    return UtilBase(SimpleNamespace(global_rank=rank, world_size=world_size, host_group=group))  # type: ignore[arg-type]
+    peers = SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        host_group=dist.group.WORLD,
+        roll_call=RollCall.start(rank, world_size, lambda: 0),
+        explaining=nullcontext,
+    )
+    return UtilBase(peers)  # type: ignore[arg-type]
 
 
 def _reduce_many(rank: int, world_size: int) -> dict[str, Any]:
@@ -140,7 +148,8 @@ def test_workers_that_disagree_are_told_instead_of_hanging() -> None:
         assert "shape (3,)" in shape
         assert "float32" in dtype
         assert "'max'" in mode
-        assert "'barrier'" in operation
+        assert "rank 1: fleet.util.barrier() at " in operation
+        assert "rank 0: fleet.util.all_gather() at " in operation
         assert after == "2"
 
 

@@ -1,0 +1,92 @@
+"""What torch's and gloo's errors mean in a job: which worker is missing and where, which parameter, which option."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fleet._whereabouts import account, user_line_of
+from fleet.errors import ConfigError, FleetError, RendezvousError
+
+if TYPE_CHECKING:
+    from fleet._model import FleetModel
+    from fleet._roll_call import RollCall
+
+_BROKEN = re.compile(
+    r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"
+    r"Read timeout|Wait timeout|wait timeout|remote process exited|NCCL (communicator was )?aborted|Watchdog caught"
+)
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+_TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
+_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+
+def explained(
+    error: BaseException, models: Iterable[FleetModel], roll_call: RollCall | None, who: str
+) -> FleetError | None:
+    """Returns what ``error`` means for this job; ``None`` where it says so itself."""
+    text = f"{error}"
+    if isinstance(error, FleetError) or not isinstance(error, RuntimeError):
+        return None
+    if _UNUSED in text:
+        return ConfigError(_unused(text, models, who))
+    if (twice := _TWICE.search(text)) is not None:
+        names = _names(models, [int(twice[1])])
+        return ConfigError(
+            f"{who} the gradient of {names} was finished twice in one backward. A part of the model that is used more "
+            "than once in a forward cannot be recomputed with use_reentrant=True; and one backward belongs to one "
+            "forward of the distributed model."
+        )
+    if roll_call is None or _BROKEN.search(text) is None:
+        return None
+    where = user_line_of(error.__traceback__)
+    others = {rank: at for rank, at in roll_call.whereabouts().items() if rank != roll_call.global_rank}
+    return RendezvousError(
+        f"{who} the exchange with the other workers broke off at {where}:\n{account(others)}\n"
+        "If one has failed, its own message is the cause. If one has ended well, it had fewer batches: give every "
+        "worker as many, with fleet.elastic.ElasticSampler or torch's DistributedSampler."
+    )
+
+
+class UncaughtErrors:
+    """Prints below an uncaught error of torch what it means for the job, from when it is made until :meth:`close`."""
+
+    def __init__(self, models: list[FleetModel], roll_call: RollCall, who: str) -> None:
+        self._models, self._roll_call, self._who = models, roll_call, who
+        self._before = sys.excepthook
+        sys.excepthook = self._hook
+
+    def close(self) -> None:
+        """Puts the hook back that was there before, unless another one has come since."""
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._before
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        meaning = explained(error, self._models, self._roll_call, self._who)
+        if meaning is not None:
+            print(f"\n{type(meaning).__name__}: {meaning}", file=sys.stderr, flush=True)
+
+
+def _unused(text: str, models: Iterable[FleetModel], who: str) -> str:
+    found = _INDICES.search(text)
+    names = _names(models, [int(index) for index in found[1].split()] if found is not None else [])
+    return (
+        f"{who} {names} took no part in the loss of the step before, and its gradient was not exchanged. Set "
+        "strategy.find_unused_parameters = True, or let every parameter take part in the loss on every worker, or set "
+        "requires_grad to False on those that do not."
+    )
+
+
+def _names(models: Iterable[FleetModel], indices: list[int]) -> str:
+    """Returns the parameters by their names; torch counts those that it exchanges."""
+    for model in models:
+        exchanged = {id(p) for p in model.exchanged_parameters() if p.requires_grad}
+        names = [name for name, p in model.module.named_parameters() if id(p) in exchanged]
+        if indices and max(indices) < len(names):
+            found = ", ".join(repr(names[index]) for index in indices)
+            return f"parameter {found}" if len(indices) == 1 else f"parameters {found}"
+    return "a parameter"

@@ -1,0 +1,281 @@
+"""RollCall: what every worker must call fails soon where only some do, and says where the others are.
+
+[Note: Who can go on]
+The workers meet in the process group's key-value store, beside gloo and NCCL: each leaves what it calls and from which
+line. A worker that has waited for ``FLEET_WAIT_LIMIT`` seconds, there or in an exchange of torch, asks the others where
+they are; a thread of each answers. A job in which a worker still computes goes on, after a line that says for whom it
+waits. One in which all have ended or wait for each other would wait for ever, and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fleet._log import LOGGER
+from fleet._whereabouts import (
+    BUSY,
+    ENDED,
+    MEETS,
+    SILENT,
+    WAITS,
+    Whereabouts,
+    account,
+    can_go_on,
+    how_it_ended,
+    is_waiting,
+    named,
+    user_line,
+)
+from fleet.env import Environment
+from fleet.errors import ConfigError, RendezvousError
+
+_LOOK_EVERY_S = 1.0
+_GROWTH = 1.5  # of the time between two looks at where the others are
+_LEAVE_WITHIN_S = 5.0
+_BREAK_WITHIN_S = 5.0
+_IDLE_SHARE = 0.05  # of a core, which threads of other libraries may use while the main thread waits
+_IDLE_S = 0.001
+_LIMIT_NOTE = "FLEET_WAIT_LIMIT sets the time to wait before this check, in seconds."
+
+
+class RollCall:
+    """The meetings of one worker with all others.
+
+    Args:
+        global_rank: rank of this worker.
+        world_size: how many there are.
+        step: returns how many steps this worker has finished.
+        limit_s: seconds to wait in silence; 0 waits without asking.
+        timeout_s: seconds after which nobody is waited for any longer.
+    """
+
+    def __init__(
+        self, global_rank: int, world_size: int, step: Callable[[], int], limit_s: float, timeout_s: float
+    ) -> None:
+        store = _get_default_store()
+        prefix = f"fleet/roll_call/{store.add(f'fleet/roll_calls/{global_rank}', 1)}"
+        self._store = dist.PrefixStore(prefix, store)
+        self.global_rank, self._world_size, self._step = global_rank, world_size, step
+        self._limit_s, self._timeout_s = limit_s, timeout_s
+        self._period_s = min(1.0, limit_s / 10) if limit_s else 1.0
+        self._number, self._has_read = 0, True
+        self._meeting: tuple[str, str] | None = None  # the call and the user's line
+        self._waits_since: float | None = None
+        self._clocks = (0.0, 0.0, 0.0)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(store, prefix), name="fleet-roll-call", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, global_rank: int, world_size: int, step: Callable[[], int]) -> RollCall:
+        """Returns the roll call of this worker, with the limits that the environment sets."""
+        environment = Environment()
+        limit_s = environment.float("FLEET_WAIT_LIMIT")
+        if not limit_s >= 0:
+            raise ConfigError(f"FLEET_WAIT_LIMIT is {limit_s:g} in the environment; it takes seconds, at least 0.")
+        return cls(global_rank, world_size, step, limit_s, environment.float("PADDLE_PG_TIMEOUT") / 1000)
+
+    def meet(self, call: str, text: str = "") -> list[str]:
+        """Returns the ``text`` of every worker in rank order, once all have made ``call``.
+
+        Raises:
+            ConfigError: a worker calls something else.
+            RendezvousError: a worker has ended, or no worker can go on.
+        """
+        number, where = self._number, user_line(sys._getframe(1))
+        names = [f"{number}/{rank}" for rank in range(self._world_size)]
+        self._number, self._has_read, self._meeting = number + 1, False, (call, where)
+        try:
+            self._store.set(names[self.global_rank], json.dumps([call, where, text]))
+            self._wait_for(names, call, where)
+            posts = [json.loads(post) for post in self._store.multi_get(names)]
+            self._has_read = True
+            if self._store.add(f"{number}/read", 1) == self._world_size:
+                for name in (*names, f"{number}/read"):
+                    self._store.delete_key(name)
+        except dist.DistError as error:
+            raise RendezvousError(
+                f"{self._who} {call} at {where}: rank 0, which serves the meeting point, has ended or cannot be "
+                "reached. Its log says more. Every worker must make this call."
+            ) from error
+        finally:
+            self._meeting = None
+        self._check_calls(dict(enumerate(posts)))
+        return [post[2] for post in posts]
+
+    def whereabouts(self, store: dist.Store | None = None) -> dict[int, Whereabouts]:
+        """Returns where every worker is; rank 0, which serves the store, counts as ended when that is gone."""
+        store = store if store is not None else self._store
+        found: dict[int, Whereabouts] = {self.global_rank: self._own()}
+        try:
+            asked = store.add("asked", 1)
+            deadline = time.monotonic() + 3 * self._period_s
+            while len(found) < self._world_size and time.monotonic() < deadline and not self._stopped.wait(0.02):
+                for rank in set(range(self._world_size)) - set(found):
+                    if (at := _answer(store, rank, asked)) is not None:
+                        found[rank] = at
+        except dist.DistError:
+            found[0] = Whereabouts(ENDED, " or cannot be reached, and the meeting point with it; its log says more")
+        return {rank: found.get(rank, Whereabouts(SILENT)) for rank in range(self._world_size)}
+
+    def close(self) -> None:
+        """Tells the others that this worker has ended; what it serves stays until they have read the last meeting."""
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(dist.DistError):
+            ended = Whereabouts(ENDED, f"{how_it_ended()}, after step {self._step()}")
+            self._store.set(f"left/{self.global_rank}", ended.to_text())
+            deadline = time.monotonic() + _LEAVE_WITHIN_S
+            last = f"{self._number - 1}/read"
+            while self._has_read and self._number and self._store.check([last]) and time.monotonic() < deadline:
+                time.sleep(0.002)
+
+    @property
+    def _who(self) -> str:
+        return f"[rank {self.global_rank} of {self._world_size}]"
+
+    def _wait_for(self, names: list[str], call: str, where: str) -> None:
+        """Returns when every worker has come; raises when one has ended, calls something else, or none can go on."""
+        began = time.monotonic()
+        look_at, ask_at, pause_s = began + _LOOK_EVERY_S, began + (self._limit_s or float("inf")), 0.0002
+        while not self._store.check(names):
+            now = time.monotonic()
+            if now >= min(look_at, ask_at):
+                present = [rank for rank, name in enumerate(names) if self._store.check([name])]
+                self._check_calls({rank: json.loads(self._store.get(names[rank])) for rank in present})
+                absent = [rank for rank in range(self._world_size) if rank not in present]
+                if any(self._store.check([f"left/{rank}"]) for rank in absent) and not self._store.check(names):
+                    self._refuse(call, where, absent, self.whereabouts())
+                look_at = now + _LOOK_EVERY_S
+                if now >= ask_at and absent:
+                    self._ask(call, where, present, absent, now - began)
+                    ask_at = began + (now - began) * _GROWTH
+            if now - began > self._timeout_s:
+                raise RendezvousError(
+                    f"{self._who} {call} at {where}: {named(absent)} did not come within {self._timeout_s:g} s, which "
+                    "PADDLE_PG_TIMEOUT allows."
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.02)
+
+    def _ask(self, call: str, where: str, present: list[int], absent: list[int], waited_s: float) -> None:
+        found = self.whereabouts()
+        if not can_go_on(found, self._limit_s / 2):
+            self._refuse(call, where, absent, found)
+        if self.global_rank == present[0]:
+            places = account({rank: found[rank] for rank in absent})
+            LOGGER.warning(f"{call} at {where} has waited for {named(absent)} for {waited_s:.0f} s:\n{places}")
+
+    def _refuse(self, call: str, where: str, absent: list[int], found: dict[int, Whereabouts]) -> NoReturn:
+        raise RendezvousError(
+            f"{self._who} {call} at {where}: every worker must make this call, and {named(absent)} cannot come:\n"
+            f"{account(found)}\nMake it on every worker after the same step: not inside `if fleet.is_first_worker():`, "
+            f"and with as many batches on each. {_LIMIT_NOTE}"
+        )
+
+    def _check_calls(self, posts: dict[int, list[str]]) -> None:
+        """Raises ConfigError unless all of ``posts`` are of the same call."""
+        places: dict[str, list[int]] = {}
+        for rank, (call, _, _) in posts.items():
+            places.setdefault(call, []).append(rank)
+        if len(places) > 1:
+            calls = [f"  {named(ranks)}: {call} at {posts[ranks[0]][1]}" for call, ranks in places.items()]
+            raise ConfigError(
+                f"{self._who} the workers make different calls where all must make the same:\n"
+                + "\n".join(calls)
+                + "\nEvery worker makes these calls in the same order."
+            )
+
+    def _own(self) -> Whereabouts:
+        """Returns where the main thread of this worker is."""
+        meeting, step = self._meeting, self._step()
+        if meeting is not None:
+            return Whereabouts(MEETS, meeting[1], meeting[0], step)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is None:
+            return Whereabouts(ENDED, f", after step {step}")
+        since = self._waits_since
+        if since is None or not is_waiting(frame):
+            return Whereabouts(BUSY, user_line(frame), step=step)
+        return Whereabouts(WAITS, user_line(frame), step=step, since_s=time.monotonic() - since)
+
+    def _watch(self, store: dist.Store, prefix: str) -> None:
+        """Answers the others, and looks after exchanges that this worker waits in; runs in a thread."""
+        answered, ask_at = 0, 0.0
+        try:
+            # A connection of its own: the main thread may block on the store's usual one.
+            own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+            while not self._stopped.wait(self._period_s):
+                self._note_waiting()
+                asked = own.add("asked", 0)
+                if asked != answered:
+                    answered = asked
+                    own.set(f"answer/{self.global_rank}", json.dumps([asked, self._own().to_text()]))
+                since = self._waits_since
+                waited_s = 0.0 if since is None else time.monotonic() - since
+                if since is None or self._meeting is not None:
+                    ask_at = self._limit_s
+                elif self._limit_s and waited_s >= ask_at:
+                    self._look_after_exchange(own, waited_s)
+                    ask_at = waited_s * _GROWTH
+        except RuntimeError:
+            return  # the store's server ended before this worker
+
+    def _note_waiting(self) -> None:
+        """Notes since when the main thread is in an exchange and neither it nor others of this process compute."""
+        ident = threading.main_thread().ident or 0
+        before = self._clocks
+        main = time.clock_gettime(time.pthread_getcpuclockid(ident))
+        self._clocks = now = (time.monotonic(), time.process_time(), main)
+        frame = sys._current_frames().get(ident)
+        wall_s, process_s, main_s = (b - a for a, b in zip(before, now, strict=True))
+        is_idle = main_s < _IDLE_S and process_s < _IDLE_SHARE * wall_s
+        if frame is None or not is_idle or not is_waiting(frame):
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = before[0]
+
+    def _look_after_exchange(self, store: dist.Store, waited_s: float) -> None:
+        """Says for whom the exchange waits; ends this process when no worker can go on."""
+        found = self.whereabouts(store)
+        states = [at.state for at in found.values()]
+        # A worker that meets the others raises by itself. The end of one that has done so breaks this exchange off.
+        if MEETS in states or (ENDED in states and self._stopped.wait(_BREAK_WITHIN_S)):
+            return
+        if self._own().state != WAITS:
+            return
+        where = found[self.global_rank].where
+        if can_go_on(found, self._limit_s / 2):
+            if self.global_rank == min(rank for rank, at in found.items() if at.state == WAITS):
+                others = account({rank: at for rank, at in found.items() if rank != self.global_rank})
+                LOGGER.warning(f"the exchange at {where} has waited for {waited_s:.0f} s:\n{others}")
+            return
+        # The main thread waits in C++, where nothing can be raised.
+        print(
+            f"{self._who} stops: the exchange at {where} cannot be finished:\n{account(found)}\nEvery worker must take "
+            f"part in each exchange, in the same order: the same number of batches, the same models. {_LIMIT_NOTE}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+def _answer(store: dist.Store, rank: int, asked: int) -> Whereabouts | None:
+    """Returns what ``rank`` answered to question ``asked`` or a later one, or that it has left."""
+    if store.check([f"left/{rank}"]):
+        return Whereabouts.from_text(store.get(f"left/{rank}"))
+    if store.check([f"answer/{rank}"]):
+        answer: list[Any] = json.loads(store.get(f"answer/{rank}"))
+        if answer[0] >= asked:
+            return Whereabouts.from_text(answer[1])
+    return None

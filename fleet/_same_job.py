@@ -1,0 +1,70 @@
+"""What must be the same on every worker is compared before anything is exchanged: the options, and the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fleet._roll_call import RollCall
+from fleet._whereabouts import named
+from fleet.errors import ConfigError
+from fleet.options import DistributedStrategy
+
+_MAX_SHOWN = 3
+
+
+def check_options(roll_call: RollCall, call: str, options: DistributedStrategy) -> None:
+    """Raises ConfigError on every worker unless all have the same options."""
+    _compare(roll_call, call, {f"strategy.{n}": f"{v!r}" for n, v in _entries("", options.to_dict(all_options=True))})
+
+
+def check_model(roll_call: RollCall, module: nn.Module) -> None:
+    """Raises ConfigError on every worker unless all have the same parameters and buffers."""
+    found = {name: f"a parameter with {_layout(p)}" for name, p in module.named_parameters()}
+    found |= {name: f"a buffer with {_layout(b)}" for name, b in module.named_buffers()}
+    found["the order of the parameters"] = "that of " + ", ".join(name for name, _ in module.named_parameters())
+    _compare(roll_call, "fleet.distributed_model()", found)
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "no shape yet"
+    grad = ", requires_grad=True" if tensor.requires_grad else ""
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
+
+
+def _compare(roll_call: RollCall, call: str, values: Mapping[str, str]) -> None:
+    """Compares the digest of ``values``; the values themselves are exchanged only where digests differ."""
+    text = json.dumps(values)
+    if len(set(roll_call.meet(call, hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    found = [json.loads(other) for other in roll_call.meet(call, text)]
+    names = list(dict.fromkeys(name for other in found for name in other))
+    differing = [name for name in names if len({other.get(name) for other in found}) > 1]
+    lines = [f"  {name}: {_by_rank([other.get(name) for other in found])}" for name in differing[:_MAX_SHOWN]]
+    more = f"\n  and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+    raise ConfigError(
+        f"{call}: the workers differ:\n" + "\n".join(lines) + f"{more}\nEvery worker must have the same ones; only the "
+        "data may depend on the rank."
+    )
+
+
+def _by_rank(values: list[str | None]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value if value is not None else "nothing", []).append(rank)
+    return "; ".join(f"{value} on {named(where)}" for value, where in ranks.items())
+
+
+def _entries(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Iterates over the values of nested dictionaries, by path."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _entries(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value

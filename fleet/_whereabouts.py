@@ -1,0 +1,146 @@
+"""Whereabouts: where a worker is in the user's script, whether it waits for others, and whether the job can go on."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+from fleet.launch._stacks import Frame, Stack
+
+BUSY, WAITS, MEETS, ENDED, SILENT = "busy", "waits", "meets", "ended", "silent"
+_LIBRARIES = (
+    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{sysconfig.get_path('stdlib')}{os.sep}",
+    "<frozen",
+)
+_DEPTH = 6
+_MAX_SOURCE = 60
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a worker says of itself.
+
+    Attributes:
+        state: BUSY in its own work, WAITS in an exchange of torch, MEETS in a call that every worker makes, ENDED, or
+            SILENT when it did not answer.
+        where: the line of the user's script, or how it ended.
+        call: the call in which it MEETS.
+        step: steps it has finished.
+        since_s: how long it WAITS without having run.
+    """
+
+    state: str
+    where: str = ""
+    call: str = ""
+    step: int = 0
+    since_s: float = 0.0
+
+    def to_text(self) -> str:
+        """Returns what :meth:`from_text` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: bytes | str) -> Whereabouts:
+        """Returns what another worker wrote."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        after = f", after step {self.step}"
+        if self.state == BUSY:
+            return f"is busy at {self.where}{after}"
+        if self.state == WAITS:
+            return f"waits in an exchange at {self.where}{after}"
+        if self.state == MEETS:
+            return f"waits in {self.call} at {self.where}{after}"
+        if self.state == ENDED:
+            return f"has ended{self.where}"
+        return "does not answer: it was killed, or a call keeps Python to itself"
+
+
+def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
+    """Returns whether some worker may still do what the others wait for.
+
+    One that has not run for ``waited_s`` seconds in an exchange cannot, nor one that waits in a call of all workers.
+    Where all wait at one line, the exchange may just be slow.
+
+    Example:
+        >>> can_go_on({0: Whereabouts(MEETS), 1: Whereabouts(BUSY)}, 1.0)
+        True
+        >>> can_go_on({0: Whereabouts(MEETS), 1: Whereabouts(WAITS, since_s=2.0)}, 1.0)
+        False
+    """
+    if any(at.state in (BUSY, SILENT) or (at.state == WAITS and at.since_s < waited_s) for at in found.values()):
+        return True
+    return all(at.state == WAITS for at in found.values()) and len({at.where for at in found.values()}) == 1
+
+
+def account(found: Mapping[int, Whereabouts]) -> str:
+    """Returns a line for each place, with the ranks that are there."""
+    ranks: dict[str, list[int]] = {}
+    for rank, at in sorted(found.items()):
+        ranks.setdefault(f"{at}", []).append(rank)
+    return "\n".join(f"  {named(where)} {text}" for text, where in ranks.items())
+
+
+def named(ranks: list[int]) -> str:
+    """Returns ``rank 1`` or ``ranks 1, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Returns whether ``frame``, the innermost of a thread, is in an exchange with other workers."""
+    inner = islice(_outward(frame), _DEPTH)
+    return Stack(tuple(Frame(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in inner)).waits
+
+
+def user_line(frame: FrameType) -> str:
+    """Returns the innermost line of the user's own code at ``frame`` or outside it, with its text."""
+    own = next((f for f in _outward(frame) if _is_own(f.f_code.co_filename)), frame)
+    return _line(own.f_code.co_filename, own.f_lineno)
+
+
+def how_it_ended() -> str:
+    """Returns what an ending worker says: the uncaught exception and its line, or that there was none."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    return f" with {type(error).__name__} at {user_line_of(error.__traceback__)}"
+
+
+def user_line_of(trace: TracebackType | None) -> str:
+    """Returns the innermost line of the user's own code in a traceback."""
+    found = "an unknown line"
+    while trace is not None:
+        if _is_own(trace.tb_frame.f_code.co_filename):
+            found = _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _line(file: str, number: int) -> str:
+    source = linecache.getline(file, number).strip()
+    inside = file.startswith(os.getcwd() + os.sep)
+    shown = f"{os.path.relpath(file) if inside else file}:{number}"
+    return f"{shown} `{source[:_MAX_SOURCE]}`" if source else shown
+
+
+def _is_own(file: str) -> bool:
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
