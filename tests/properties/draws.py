@@ -1,0 +1,289 @@
+"""Compositions of model, loop, strategies and workers: how they are drawn, and when a result is right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.strategies import REGISTRY
+from tests.properties.loops import LOOPS
+from tests.properties.models import MODELS
+from tests.properties.oracle import Oracle, states
+
+RULES = ("sgd", "momentum", "adam", "adamw")
+SHARDED = {"sharding_degree": "workers"}
+
+# Values of each switch, one of which is drawn; "workers" and "block" stand for what the composition has.
+VALUES: dict[str, list[dict[str, Any]]] = {
+    "gradient_merge": [
+        {"gradient_merge_configs": {"k_steps": 2}},
+        {"gradient_merge_configs": {"k_steps": 3, "avg": False}},
+        {"gradient_merge_configs": {"k_steps": 1}},
+    ],
+    "sharding": [
+        {"sharding_configs": {**SHARDED, "stage": 1}},
+        {"sharding_configs": {**SHARDED, "stage": 2}},
+        {"sharding_configs": {**SHARDED, "stage": 3}},
+        {"sharding_configs": {**SHARDED, "stage": 1, "gradient_merge_acc_step": 2}},
+        {"sharding_configs": {**SHARDED, "stage": 2, "gradient_merge_acc_step": 2}},
+        {"sharding_configs": {**SHARDED, "stage": 3, "segment_broadcast_MB": 0.0005}},
+        {"sharding_configs": {"sharding_degree": 2, "dp_degree": "half", "stage": 1}},
+        {"sharding_configs": {"sharding_degree": 2, "dp_degree": "half", "stage": 3}},
+        {"sharding_configs": {**SHARDED, "stage": 2, "sharding_segment_strategy": "segment_anchors",
+                              "segment_anchors": ["block"]}},
+    ],
+    "amp": [
+        {"amp_configs": {"dtype": "bfloat16"}},
+        {"amp_configs": {"dtype": "float16", "init_loss_scaling": 1024.0}},
+        {"amp_configs": {"dtype": "float16", "init_loss_scaling": 256.0, "use_dynamic_loss_scaling": False}},
+        {"amp_configs": {"use_pure_bf16": True}},
+        {"amp_configs": {"use_pure_fp16": True, "init_loss_scaling": 1024.0}},
+    ],
+    "recompute": [{"recompute_configs": {"checkpoints": ["block"]}}],
+    "localsgd": [
+        {"localsgd_configs": {"k_steps": 1}},
+        {"localsgd_configs": {"k_steps": 2, "begin_step": 0}},
+        {"localsgd_configs": {"k_steps": 3, "begin_step": 2}},
+    ],
+    "adaptive_localsgd": [
+        {"adaptive_localsgd_configs": {"init_k_steps": 1}},
+        {"adaptive_localsgd_configs": {"init_k_steps": 2, "begin_step": 0}},
+    ],
+    "dgc": [
+        {"dgc_configs": {"sparsity": [0.0]}},
+        {"dgc_configs": {"sparsity": [0.75]}},
+        {"dgc_configs": {"rampup_begin_step": 1, "sparsity": [0.99]}},
+    ],
+    "fp16_allreduce": [{}, {"fp16_allreduce_configs": {"dtype": "bfloat16"}}],
+    "lars": [{"lars_configs": {"lars_coeff": 0.01}}, {"lars_configs": {"lars_weight_decay": 0.0}}],
+    "lamb": [{}, {"lamb_configs": {"lamb_weight_decay": 0.1}}],
+    "use_hierarchical_allreduce": [{"hierarchical_allreduce_inter_nranks": 2}],
+}  # fmt: skip
+# Settings of the exchange and of the update that are no switches.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "summed": {"gradient_scale_configs": {"scale_strategy": "sum"}},
+    "unfused": {"fuse_all_reduce_ops": False},
+    "unused": {"find_unused_parameters": True},
+    "one_kernel": {"build_strategy": {"fuse_all_optimizer_ops": True}},
+}
+COMPILED = "to_static"
+SWITCHES = sorted(n for n, s in REGISTRY.items() if s.switch and not s.always and s.in_collective_job and n != COMPILED)
+NAMES = [*SWITCHES, *SETTINGS]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One draw."""
+
+    number: int
+    model: str
+    loop: str
+    rule: str
+    names: tuple[str, ...]
+    options: dict[str, Any]
+    workers: int
+    steps: int
+    optimizer_first: bool = False
+
+    def __str__(self) -> str:
+        """Returns one line that says what it is."""
+        return (
+            f"draw {self.number}: {self.model} x {self.loop} x {self.rule} x {' + '.join(self.names) or 'plain'} x "
+            f"{self.workers} workers, {self.steps} batches {self.options}"
+        )
+
+    def sent(self) -> dict[str, Any]:
+        """Returns the composition as JSON takes it."""
+        return asdict(self)
+
+
+# ---- drawing --------------------------------------------------------------------------------------------------------
+
+
+def chosen_names(number: int, draws: random.Random) -> tuple[str, ...]:
+    """Returns the strategies of a draw: nothing, then each, then each pair, then one to three by chance."""
+    listed: list[tuple[str, ...]] = [(), *((name,) for name in NAMES), *combinations(NAMES, 2)]
+    if number < len(listed):
+        return listed[number]
+    return tuple(sorted(draws.sample(NAMES, draws.choice((0, 1, 2, 3, 3)))))
+
+
+def options_of(names: tuple[str, ...], draws: random.Random, block: str, workers: int) -> dict[str, Any]:
+    """Returns the options that turn ``names`` on, each with one of its values."""
+    words = {"workers": workers, "half": max(1, workers // 2), "block": block}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        return words.get(value, value) if isinstance(value, str) else value
+
+    options: dict[str, Any] = {}
+    for name in names:
+        if name in SETTINGS:
+            options.update(SETTINGS[name])
+        else:
+            guide = REGISTRY[name].guide
+            options.update(guide.example if guide is not None and name not in VALUES else {name: True})
+            options.update(filled(draws.choice(VALUES.get(name, [{}]))))
+    return options
+
+
+def draw(number: int, seed: int) -> Composition:
+    """Returns composition ``number`` of ``seed``, a pure function of both."""
+    draws = random.Random(f"{seed}/{number}")
+    names = chosen_names(number, draws)
+    model = draws.choice(["Wide", *MODELS] if "dgc" not in names else ["Wide", "Wide", *MODELS])
+    loop = draws.choice([name for name in LOOPS if fits(model, name)])
+    workers = draws.choices((1, 2, 4), (30, 50, 20))[0]
+    rule = draws.choice(RULES)
+    if draws.random() < 0.9:  # what a strategy refuses at once teaches little
+        if {"lars", "dgc"} & {*names}:
+            rule = "momentum"
+        elif {"localsgd", "adaptive_localsgd"} & {*names}:
+            rule = draws.choice(RULES[:2])
+        elif "lamb" in names:
+            rule = "adam"
+    options = options_of(names, draws, MODELS[model].block, workers)
+    return Composition(number, model, loop, rule, names, options, workers, draws.randint(3, 6), draws.random() < 0.5)
+
+
+def fits(model: str, loop: str) -> bool:
+    """Returns whether people write such a loop for such a model."""
+    example = MODELS[model]
+    if example.shares and (not LOOPS[loop].clears_first or loop == "skipped_batch"):
+        return False
+    several = max(len(places) for _, places in example.turns) > 1
+    return not (several and loop in ("closure", "raw_optimizer", "fleet_static", "two_losses"))
+
+
+# ---- judging --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judgement:
+    """What became of a composition; ``fault`` is empty when all is right."""
+
+    outcome: str
+    fault: str = ""
+
+
+def local_steps(made: Composition) -> bool:
+    """Returns whether workers train by themselves."""
+    return bool({"localsgd", "adaptive_localsgd"} & {*made.names})
+
+
+def weak(made: Composition) -> bool:
+    """Returns whether only equal and finite workers are asked for: no short formula exists."""
+    unknown = {name for name in made.names if name in SWITCHES and name not in KNOWN}
+    return bool(unknown or (local_steps(made) and "sync_batch_norm" in made.names and MODELS[made.model].has_norm))
+
+
+KNOWN = {*VALUES, "asp", "sync_batch_norm", "check_nan_inf", "cudnn_exhaustive_search", COMPILED}
+
+
+def tolerance(made: Composition) -> float:
+    """Returns how far a parameter may be off, as a share of the largest update of it."""
+    options = made.options
+    found = 2e-4
+    if options.get("fp16_allreduce") and made.workers > 1:
+        found = 0.05 if options.get("fp16_allreduce_configs", {}).get("dtype") == "bfloat16" else 0.01
+    if options.get("amp"):
+        config = options["amp_configs"]
+        found = 0.35 if config.get("dtype") == "bfloat16" or config.get("use_pure_bf16") else 0.1
+    return found
+
+
+def judge(made: Composition, results: list[dict[str, Any]], expected: list[dict[str, Tensor]]) -> Judgement:
+    """Compares what the workers report with what plain torch gives."""
+    outcomes = [str(result["outcome"]) for result in results]
+    kinds = {outcome.partition(":")[0] for outcome in outcomes}
+    if kinds == {"refused"}:
+        if any(result["moved"] for result in results):
+            return Judgement("refused", f"refused after a step was taken: {outcomes[0]}")
+        return Judgement("refused")
+    if kinds != {"trained"}:
+        worst = next(outcome for outcome in outcomes if not outcome.startswith("trained"))
+        return Judgement(worst.partition(":")[0], f"{sorted(kinds)}: {worst}")
+    if weak(made):
+        finite = all(bool(v.isfinite().all()) for result in results for v in result["values"].values())
+        return Judgement("trained", "" if finite else "not finite")
+    return Judgement("trained", difference(made, [result["values"] for result in results], expected))
+
+
+def difference(made: Composition, got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> str:
+    """Returns the parameter that is furthest off, or nothing."""
+    start = initial(made)
+    allowed, worst, text = tolerance(made), 0.0, ""
+    moves = {
+        name: max(float((e[name] - start[name]).abs().max()) for e in expected)
+        for name, value in start.items()
+        if value.is_floating_point()
+    }
+    floor = 0.05 * max(moves.values())
+    for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
+        for name, move in moves.items():
+            if rank and "running" in name and not local_steps(made):
+                continue  # data parallel copies rank 0's statistics before each forward
+            if name not in mine or mine[name].shape != right[name].shape:
+                return f"rank {rank}: {name} is missing or has another shape; there are {sorted(mine)[:9]}"
+            off = float((mine[name].float() - right[name]).abs().max())
+            share = off / max(move, floor, 1e-6)
+            if not share <= max(allowed, worst):
+                worst = share
+                text = f"rank {rank}: {name} is off by {share:.3g} of its update (got {few(mine[name])}, " \
+                       f"plain torch {few(right[name])}, start {few(start[name])})"
+    return text
+
+
+def few(value: Tensor) -> list[float]:
+    return [round(float(v), 6) for v in value.flatten()[:3]]
+
+
+def initial(made: Composition) -> dict[str, Tensor]:
+    """Returns parameters and buffers of rank 0 before the first step, with asp's zeros in place."""
+    oracle = Oracle(made.model, made.loop, made.rule, made.options, 1, 0)
+    oracle.choose_masks()
+    return states(oracle.workers[0].nets)
+
+
+def expectation(made: Composition) -> list[dict[str, Tensor]]:
+    """Returns what plain torch gives for each worker."""
+    return Oracle(made.model, made.loop, made.rule, made.options, made.workers, made.steps).train()
+
+
+def smaller(made: Composition) -> Iterator[Composition]:
+    """Yields compositions with one thing less."""
+    for name in made.names:
+        names = tuple(other for other in made.names if other != name)
+        kept = {key: value for key, value in made.options.items() if not key.startswith(name)}
+        for key in SETTINGS.get(name, {}):
+            kept.pop(key, None)
+        yield replace(made, names=names, options=kept)
+    if made.workers > 2 and "half" not in str(made.options):
+        yield replace(made, workers=2, options=with_degree(made.options, 2))
+    if made.workers > 1:
+        yield replace(made, workers=1, options=with_degree(made.options, 1))
+    if made.steps > 3:
+        yield replace(made, steps=3)
+    if made.rule != "sgd" and not {"lars", "lamb", "dgc"} & {*made.names}:
+        yield replace(made, rule="sgd")
+    if made.model != "Mlp" and not {"checkpoints", "segment_anchors"} & {*str(made.options).split("'")}:
+        yield replace(made, model="Mlp")
+    if made.loop not in ("zero_first", "zero_last"):
+        yield replace(made, loop="zero_first")
+
+
+def with_degree(options: dict[str, Any], workers: int) -> dict[str, Any]:
+    config = options.get("sharding_configs")
+    if config is None:
+        return options
+    config = {key: value for key, value in config.items() if key != "dp_degree"}
+    return {**options, "sharding_configs": {**config, "sharding_degree": workers}}

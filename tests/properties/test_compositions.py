@@ -1,0 +1,106 @@
+"""Issue 9: in every loop that people write, a strategy does what plain torch and its formula give, or is refused.
+
+A failure prints the draw, a smaller one, and a script that shows it. ``python -m tests.properties.compositions --only
+NUMBER`` runs one draw again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.properties.compositions import Report, pools, run, run_one
+from tests.properties.draws import NAMES, Composition, draw, expectation, judge
+from tests.properties.loops import LOOPS
+from tests.properties.models import MODELS
+from tests.properties.script import script_of
+
+QUICK, ALL = 200, 5200
+PLAIN = Composition(-1, "Mlp", "zero_first", "sgd", (), {}, 1, 3)
+MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+
+
+def check(report: Report) -> None:
+    """Fails with the script of the first fault."""
+    if report.faults:
+        pytest.fail(f"{report}\n\n{report.script(0)}", pytrace=False)
+    trained = report.outcomes["trained"]
+    assert trained > report.outcomes["refused"], "most compositions work"
+
+
+def test_two_hundred_compositions() -> None:
+    check(run(range(QUICK), seed=0, most_faults=3))
+
+
+@pytest.mark.slow
+def test_five_thousand_compositions() -> None:
+    check(run(range(QUICK, ALL), seed=0))
+
+
+def test_a_draw_is_a_function_of_its_number_and_the_seed() -> None:
+    assert [draw(i, 3) for i in range(50)] == [draw(i, 3) for i in range(50)]
+    assert draw(1000, 0) != replace(draw(1000, 1))
+
+
+def test_the_draws_reach_everything() -> None:
+    made = [draw(i, 0) for i in range(QUICK)]
+    assert {one.model for one in made} == set(MODELS)
+    assert {one.loop for one in made} == set(LOOPS)
+    assert {name for one in made for name in one.names} == set(NAMES)
+
+
+def test_what_is_wrong_is_found() -> None:
+    """Workers that merge two batches are held against plain torch that does not, and the other way round."""
+    merged = replace(PLAIN, options=MERGED, steps=4)
+    with pools() as at:
+        assert run_one(PLAIN, at).fault == ""
+        assert run_one(merged, at).fault == ""
+        at[1].send(merged.sent())
+        results = at[1].results()
+    assert "is off by" in judge(merged, results, expectation(replace(merged, options={}))).fault
+    assert judge(merged, [{"outcome": "refused: X", "moved": True}], []).fault.startswith("refused after a step")
+    assert "hangs" in judge(merged, [{"outcome": "hangs", "moved": True}], []).fault
+
+
+def test_a_pool_that_hangs_is_started_again() -> None:
+    with pools() as at:
+        at[1].start()
+        at[1].limit_s = 0.0
+        assert "hangs" in run_one(PLAIN, at).fault
+        assert run_one(PLAIN, at).fault == ""
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_script_of_a_fault_stands_alone(name: str) -> None:
+    made = replace(PLAIN, loop=name, model="Penalty" if name != "closure" else "Listed")
+    compile(script_of(made, "", expectation(made)), name, "exec")
+
+
+def test_the_script_of_a_fault_runs(tmp_path: Path) -> None:
+    script = tmp_path / "shown.py"
+    script.write_text(script_of(PLAIN, "nothing is wrong", expectation(PLAIN)))
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True).stdout
+    assert "rank 0 0.0.weight: off by 0:" in shown or "off by 1e-" in shown
+
+
+def test_the_plain_oracle_is_plain_torch() -> None:
+    """The oracle itself, against a loop of five lines."""
+    from tests.properties.models import batch
+
+    torch.manual_seed(0)
+    net = MODELS["Mlp"]().nets()[0]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for number in range(3):
+        data = [batch(number, rank) for rank in range(2)]
+        x, y = (torch.cat(column) for column in zip(*data, strict=True))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    for of_worker in expectation(replace(PLAIN, workers=2)):
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(of_worker[f"0.{name}"], value, atol=1e-6, rtol=1e-5)
