@@ -57,7 +57,9 @@ def pools() -> Iterator[dict[int, Pool]]:
             pool.stop()
 
 
-def run(numbers: Iterable[int], seed: int, *, shrinks: bool = True, most_faults: int = 20, tell: bool = False) -> Report:
+def run(
+    numbers: Iterable[int], seed: int, *, shrinks: bool = True, most_faults: int = 20, tell: bool = False
+) -> Report:
     """Runs the draws of ``numbers``; stops when there are ``most_faults``."""
     report, start = Report(), time.monotonic()
     with pools() as at:

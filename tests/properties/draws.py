@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fleet.strategies import REGISTRY
@@ -72,9 +71,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "one_kernel": {"build_strategy": {"fuse_all_optimizer_ops": True}},
 }
-COMPILED = "to_static"
+COMPILED, COMPILED_EVERY = "to_static", 250  # the compiler takes half a minute
 SWITCHES = sorted(n for n, s in REGISTRY.items() if s.switch and not s.always and s.in_collective_job and n != COMPILED)
 NAMES = [*SWITCHES, *SETTINGS]
+OFFERED = [name for name in NAMES if name in SETTINGS or REGISTRY[name].refusal() is None]
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,13 @@ class Composition:
 
 def chosen_names(number: int, draws: random.Random) -> tuple[str, ...]:
     """Returns the strategies of a draw: nothing, then each, then each pair, then one to three by chance."""
-    listed: list[tuple[str, ...]] = [(), *((name,) for name in NAMES), *combinations(NAMES, 2)]
+    listed: list[tuple[str, ...]] = [(), *((name,) for name in NAMES), *combinations(OFFERED, 2)]
     if number < len(listed):
         return listed[number]
-    return tuple(sorted(draws.sample(NAMES, draws.choice((0, 1, 2, 3, 3)))))
+    if number % COMPILED_EVERY == 0:
+        others = ("amp", "gradient_merge", "recompute", "sharding", "sync_batch_norm")
+        return tuple(sorted((COMPILED, *draws.sample(others, draws.choice((0, 1, 2, 2))))))
+    return tuple(sorted(draws.sample(OFFERED, draws.choice((0, 1, 2, 3, 3)))))
 
 
 def options_of(names: tuple[str, ...], draws: random.Random, block: str, workers: int) -> dict[str, Any]:
@@ -140,7 +143,9 @@ def draw(number: int, seed: int) -> Composition:
     """Returns composition ``number`` of ``seed``, a pure function of both."""
     draws = random.Random(f"{seed}/{number}")
     names = chosen_names(number, draws)
-    model = draws.choice(["Wide", *MODELS] if "dgc" not in names else ["Wide", "Wide", *MODELS])
+    model = draws.choice(["Wide", *MODELS] if "dgc" in names else [*MODELS])
+    if COMPILED in names:
+        model = draws.choice(("ConvNorm", "Attention", "Mlp"))
     loop = draws.choice([name for name in LOOPS if fits(model, name)])
     workers = draws.choices((1, 2, 4), (30, 50, 20))[0]
     rule = draws.choice(RULES)
@@ -159,6 +164,8 @@ def fits(model: str, loop: str) -> bool:
     """Returns whether people write such a loop for such a model."""
     example = MODELS[model]
     if example.shares and (not LOOPS[loop].clears_first or loop == "skipped_batch"):
+        return False
+    if model == "Thawed" and LOOPS[loop].parameter_hook is not None:
         return False
     several = max(len(places) for _, places in example.turns) > 1
     return not (several and loop in ("closure", "raw_optimizer", "fleet_static", "two_losses"))
@@ -238,8 +245,10 @@ def difference(made: Composition, got: list[dict[str, Tensor]], expected: list[d
             share = off / max(move, floor, 1e-6)
             if not share <= max(allowed, worst):
                 worst = share
-                text = f"rank {rank}: {name} is off by {share:.3g} of its update (got {few(mine[name])}, " \
-                       f"plain torch {few(right[name])}, start {few(start[name])})"
+                text = (
+                    f"rank {rank}: {name} is off by {share:.3g} of its update (got {few(mine[name])}, "
+                    f"plain torch {few(right[name])}, start {few(start[name])})"
+                )
     return text
 
 

@@ -63,7 +63,8 @@ class Loop:
     ``parts`` batches make a step, each loss divided by their number; ``clip`` limits the norm of the gradients of an
     update; the batches in ``skipped`` run forward only; the rate is halved every ``halved_every`` batches;
     ``clears_first`` says that each turn clears the gradients of its models before its backward pass; ``hook`` comes
-    before each update, registered on the optimizer before it is wrapped; ``weight`` is a factor for each loss.
+    before each update, registered on the optimizer before it is wrapped, ``parameter_hook`` after each gradient,
+    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss.
     """
 
     run: Callable[[Job], None]
@@ -73,6 +74,7 @@ class Loop:
     halved_every: int | None = None
     clears_first: bool = False
     hook: Callable[..., None] | None = None
+    parameter_hook: Callable[[Any], None] | None = None
     weight: Callable[[Tensor, list[Any]], float] | None = None
 
 
@@ -222,6 +224,18 @@ def clip_before_step(optimizer: Any, *unused: Any) -> None:
 
 @loop(clip=CLIP, clears_first=True, hook=clip_before_step)
 def clip_in_hook(job: Job) -> None:
+    for number, turn in job:
+        turn.zero_grad()
+        turn.loss(number).backward()
+        turn.step()
+
+
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+@loop(clears_first=True, parameter_hook=halve, weight=lambda *_: 0.5)
+def halved_in_hook(job: Job) -> None:
     for number, turn in job:
         turn.zero_grad()
         turn.loss(number).backward()

@@ -180,7 +180,9 @@ class Gan(Example):
         return [judge, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))]
 
     def judge(self, nets: list[Any], x: Tensor, y: Tensor) -> Tensor:
-        return nets[0](torch.cat([y, nets[1](x).detach()])).mul(torch.tensor([[1.0]] * len(x) + [[-2.0]] * len(x))).mean()
+        return (
+            nets[0](torch.cat([y, nets[1](x).detach()])).mul(torch.tensor([[1.0]] * len(x) + [[-2.0]] * len(x))).mean()
+        )
 
     def deceive(self, nets: list[Any], x: Tensor, y: Tensor) -> Tensor:
         return nets[0](nets[1](x)).mean()

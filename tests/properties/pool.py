@@ -7,7 +7,6 @@ import io
 import json
 import multiprocessing
 import os
-import sys
 import time
 import traceback
 import warnings
@@ -26,6 +25,7 @@ from tests.properties.models import MODELS, optimizer_of
 PRELOAD = ["torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.device_mesh", "fleet.facade"]
 LIMIT_S = 20.0  # for one draw; the first of a pool also imports
 STARTED_S = 60.0
+COMPILED_S = 200.0
 STRAGGLERS_S = 6.0  # for the others, after one worker has raised
 
 
@@ -68,6 +68,8 @@ class Pool:
             self.start()
         for pipe in self.pipes:
             pipe.send_bytes(json.dumps(composition).encode())
+        if composition["options"].get("to_static"):
+            self.limit_s = COMPILED_S
 
     def results(self) -> list[dict[str, Any]]:
         """Returns what each worker reports; a worker that does not come back has ``"hangs"`` as its outcome."""
@@ -94,7 +96,9 @@ class Pool:
 def serve(pipe: Connection, environment: dict[str, str], rank: int) -> None:
     """Trains what comes through ``pipe`` until its other end is closed."""
     os.environ.update(environment)
-    sys.stdout = sys.stderr = open(os.environ.get("PROPERTY_LOG", os.devnull), "a")
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(silent, descriptor)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while True:
@@ -130,8 +134,9 @@ def train(made: dict[str, Any], rank: int) -> dict[str, Any]:
         return {"outcome": "trained", "moved": True, "values": values}
     except FleetError as error:
         return {"outcome": f"refused: {type(error).__name__}: {error}", "moved": has_moved(models, before)}
-    except Exception:
-        return {"outcome": f"error: {traceback.format_exc()[-1500:]}", "moved": has_moved(models, before)}
+    except Exception as error:
+        text = f"error: {type(error).__name__}: {str(error)[:400]}\n{traceback.format_exc()[-1200:]}"
+        return {"outcome": text, "moved": has_moved(models, before)}
 
 
 def prepared(made: dict[str, Any], rank: int) -> tuple[list[Any], Any]:
@@ -146,6 +151,9 @@ def prepared(made: dict[str, Any], rank: int) -> tuple[list[Any], Any]:
     if loop.hook is not None:
         for one in inner:
             one.register_step_pre_hook(loop.hook)
+    if loop.parameter_hook is not None:
+        for p in (p for net in nets for p in net.parameters() if p.requires_grad):
+            p.register_post_accumulate_grad_hook(loop.parameter_hook)
     if made["optimizer_first"]:
         optimizers = [fleet.distributed_optimizer(one) for one in inner]
         models = [fleet.distributed_model(net) for net in nets]

@@ -32,7 +32,7 @@ import fleet
 
 '''
 
-_MAIN = '''
+_MAIN = """
 EXPECTED = {expected}
 OPTIONS: dict[str, Any] = {options}
 
@@ -58,17 +58,29 @@ for i, model in enumerate(wrapped):
         right = EXPECTED[rank % len(EXPECTED)][f"{{i}}.{{name}}"]
         got = [round(float(v), 6) for v in value.flatten()[:{most}]]
         off = max(abs(a - b) for a, b in zip(got, right))
-        print(f"rank {{rank}} {{i}}.{{name}}: off by {{off:.2g}}: got {{got[:4]}}, plain torch {{right[:4]}}", flush=True)
-'''
+        numbers = f"got {{got[:4]}}, plain torch {{right[:4]}}"
+        print(f"rank {{rank}} {{i}}.{{name}}: off by {{off:.2g}}: {{numbers}}", flush=True)
+"""
 
 _MOST = 48
+_HOOK = "for one in inner:\n    one.register_step_pre_hook(clip_before_step)\n"
+_PARAMETER_HOOK = """for p in (p for net in nets for p in net.parameters() if p.requires_grad):
+    p.register_post_accumulate_grad_hook(halve)
+"""
 
 
 def script_of(made: Composition, fault: str, expected: list[dict[str, Tensor]]) -> str:
     """Returns the text of a script that trains ``made`` and prints how far each parameter is from plain torch's."""
     loop = loops.LOOPS[made.loop]
     command = f"python -m fleet.launch --nproc_per_node={made.workers} SCRIPT" if made.workers > 1 else "python SCRIPT"
-    parts: list[Any] = [models.batch, models.optimizer_of, models.Example, models.MODELS[made.model], loops.Turn, loops.Job]
+    parts: list[Any] = [
+        models.batch,
+        models.optimizer_of,
+        models.Example,
+        models.MODELS[made.model],
+        loops.Turn,
+        loops.Job,
+    ]
     if loop.hook is not None:
         parts.append(loop.hook)
     if loop.weight is not None:
@@ -84,7 +96,7 @@ def script_of(made: Composition, fault: str, expected: list[dict[str, Tensor]]) 
     main = _MAIN.format(
         expected=numbers, options=made.options, model=made.model, rule=made.rule, loop=made.loop, steps=made.steps,
         optimizer_first=made.optimizer_first, most=_MOST,
-        hook="for one in inner:\n    one.register_step_pre_hook(clip_before_step)\n" if loop.hook else "",
+        hook=_HOOK if loop.hook else _PARAMETER_HOOK if loop.parameter_hook else "",
     )  # fmt: skip
     head = _HEAD.format(title=str(made), fault=fault, command=command)
     clip = f"CLIP = {loops.CLIP}\n\n\n" if loop.clip is not None else ""
