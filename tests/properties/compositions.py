@@ -27,6 +27,7 @@ class Report:
     """What became of the draws: how many had each outcome, and the faults with a small composition that shows each."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
     faults: list[tuple[Composition, str, Composition]] = field(default_factory=list)
     took_s: float = 0.0
 
@@ -38,6 +39,7 @@ class Report:
     def __str__(self) -> str:
         """Returns the outcomes, and for each fault the draw and its reduced form."""
         lines = [f"{dict(self.outcomes)} in {self.took_s:.0f} s"]
+        lines += [f"  {count} x {reason}" for reason, count in self.refusals.most_common() if count]
         for made, fault, small in self.faults:
             lines += [f"FAULT {made}", f"  {fault}", f"  small: {small}"]
         return "\n".join(lines)
@@ -67,6 +69,7 @@ def run(
             made = draw(number, seed)
             found = run_one(made, at)
             report.outcomes[found.outcome] += 1
+            report.refusals[found.reason[:70]] += bool(found.reason)
             if found.fault:
                 small = shrunk(made, at) if shrinks else made
                 report.faults.append((made, found.fault, small))

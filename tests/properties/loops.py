@@ -290,8 +290,8 @@ def scheduler(job: Job) -> None:
 
 def by_norm(loss: Tensor, parameters: list[Any]) -> float:
     """Returns a factor for the loss that falls with the norm of its gradients."""
-    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    return 1 / (0.2 + sum(float(g.square().sum()) for g in gradients if g is not None) ** 0.5)
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+    return 1 / (0.2 + sum(float(g.square().sum()) for g in gradients) ** 0.5)
 
 
 @loop(weight=by_norm, clears_first=True)

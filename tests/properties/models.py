@@ -57,7 +57,7 @@ class ConvNorm(Example):
     has_norm = True
 
     def nets(self) -> list[nn.Module]:
-        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 4)
+        layers = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 4)
         return [nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Sequential(*layers))]
 
     block = "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -67,7 +68,8 @@ class Pool:
         if not self.processes:
             self.start()
         for pipe in self.pipes:
-            pipe.send_bytes(json.dumps(composition).encode())
+            with contextlib.suppress(ConnectionError):  # a worker that has died is found when it does not answer
+                pipe.send_bytes(json.dumps(composition).encode())
         if composition["options"].get("to_static"):
             self.limit_s = COMPILED_S
 
