@@ -17,7 +17,14 @@ from fleet._options_text import option_listing_markdown, option_table_markdown
 from fleet.env import VARIABLES
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ("README.md", "README.zh-CN.md", "docs/options.md", "docs/environment.md", "docs/strategies.md")
+TEXTS = (
+    "README.md",
+    "README.zh-CN.md",
+    "docs/options.md",
+    "docs/options.zh-CN.md",
+    "docs/environment.md",
+    "docs/strategies.md",
+)
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,7 +57,6 @@ def environment_table() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "diff": training_diff,
     "environment": environment_table,
-    "options": option_table_markdown,
     "options-zh": partial(option_table_markdown, "zh"),
     "option-listing": option_listing_markdown,
     "strategies": strategies_markdown,
