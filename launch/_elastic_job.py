@@ -174,7 +174,7 @@ def run_hook(words: Sequence[str], environment: Mapping[str, str], log: LaunchLo
                 hook.kill()
                 raise StoppedBySignalError(f"Terminating with signal {stops[0]}", 128 + stops[0])
     for line in output.splitlines():
-        log.info(f"elastic_pre_hook: {line}")
+        log.opening(f"elastic_pre_hook: {line}")
     if hook.returncode:
         code = hook.returncode if hook.returncode > 0 else 128 - hook.returncode
         raise LaunchError(

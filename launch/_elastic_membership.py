@@ -91,7 +91,7 @@ class ElasticMembership:
         self._publish(phase=_world.WAITING, peer={**peer, PORT_FIELD: self._answer.port})
         began = time.monotonic()
         next_notice = began + _FIRST_NOTICE_S
-        self._log.info("Waiting peer start...")
+        self._log.opening("Waiting peer start...", room=2)
         while True:
             self._admit()
             action = self._step()

@@ -209,7 +209,13 @@ _SERVERS = (
 )
 
 _LOGS = (
-    _flag("log_dir", LOGS, "log", "folder of the log files", env=("PADDLE_LOG_DIR", "PET_LOG_DIR")),
+    _flag(
+        "log_dir",
+        LOGS,
+        "log",
+        "folder of the log files; those of the job before move to previous/",
+        env=("PADDLE_LOG_DIR", "PET_LOG_DIR"),
+    ),
     _flag(
         "log_level",
         LOGS,
@@ -217,12 +223,13 @@ _LOGS = (
         "level of the launcher's own lines: DEBUG, INFO, WARNING, ERROR",
         env=("PADDLE_LOG_LEVEL",),
     ),
-    _flag("log_overwrite", LOGS, False, "start the log files anew instead of appending", env=("PADDLE_LOG_OVERWRITE",)),
+    _flag("log_overwrite", LOGS, False, "remove the log files of the job before", env=("PADDLE_LOG_OVERWRITE",)),
     _flag(
         "log_style",
         LOGS,
         None,
-        "launch: LAUNCH INFO lines; fleetrun: the argument block and the tables as well; default by the flags used",
+        "what the launcher writes to its log file, and when this flag is given to the terminal: launch: LAUNCH INFO "
+        "lines; fleetrun: the argument block and the tables as well; default by the flags used",
         choices=(LAUNCH, FLEETRUN),
     ),
     _flag("enable_gpu_log", LOGS, True, "write {job_id}.gpu.log while GPU workers run"),
@@ -387,7 +394,7 @@ REMOVED: dict[str, str] = {
     "node_ip": "use --host; the address is found by itself when absent",
     "use_paddlecloud": "the scheduler's environment is read without a flag",
     "started_port": "use --start_port",
-    "print_config": "the configuration is always printed; --log_level WARNING hides it",
+    "print_config": "the configuration is in the launcher's log file; --log_level DEBUG prints it",
 }
 
 PS_FLAGS = (

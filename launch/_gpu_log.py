@@ -51,7 +51,7 @@ def _sample(
     if devices:
         command.append(f"--id={','.join(devices)}")
     try:
-        fd = open_log(path, overwrite=False)
+        fd = open_log(path)
     except OSError as error:
         log.warning(f"--enable_gpu_log: {path} cannot be written: {error.strerror}.")
         return

@@ -26,6 +26,7 @@ from fleet.launch._gpu_log import write_gpu_log
 from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
 from fleet.launch._interfaces import interface_to, means_itself
 from fleet.launch._job_files import write_job_files
+from fleet.launch._log_folder import own_log_folder
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Alone, Generation, LeftJobError, Membership, Outcome, StoppedBySignalError
 from fleet.launch._peers import peer_from_json, peer_to_json
@@ -64,7 +65,7 @@ def run(config: LaunchConfig, environment: Environment) -> int:
     mark = make_mark(config.pod_id, environment.inherited().get(MARK_VARIABLE))
     guardian = Guardian.start(mark)
     try:
-        with SignalInbox() as signals, _launch_log(config) as log, _scratch_folder(config):
+        with SignalInbox() as signals, _log_folder(config), _launch_log(config) as log, _scratch_folder(config):
             supervisor = Supervisor(
                 log=log,
                 signals=signals,
@@ -86,9 +87,27 @@ def _open_standard_descriptors() -> None:
 
 
 @contextlib.contextmanager
+def _log_folder(config: LaunchConfig) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(own_log_folder(config.log_dir, keep=not config.log_overwrite))
+        except OSError as error:
+            raise LaunchError(
+                f"--log_dir {config.log_dir} cannot be written: {error.strerror}. Choose another folder."
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
 def _launch_log(config: LaunchConfig) -> Iterator[LaunchLog]:
-    log = LaunchLog(config.log_level)
+    log = LaunchLog(config.log_level, verbose="log_style" in config.given)
     try:
+        try:
+            log.open_file(config.log_dir / f"{config.job_id}.{config.pod_name}.log")
+        except OSError as error:
+            raise LaunchError(
+                f"--log_dir {config.log_dir} cannot be written: {error.strerror}. Choose another folder."
+            ) from error
         yield log
     finally:
         log.close()
@@ -115,12 +134,6 @@ def _run_logged(
     mark: str,
 ) -> int:
     """Runs the job; whatever ends it is said in the log, with the exit code as the last line."""
-    try:
-        log.open_file(config.log_dir / f"{config.job_id}.{config.pod_name}.log")
-    except OSError as error:
-        raise LaunchError(
-            f"--log_dir {config.log_dir} cannot be written: {error.strerror}. Choose another folder."
-        ) from error
     announce(config, log)
     try:
         config, membership = _open_membership(config, environment, log, signals)
@@ -154,7 +167,9 @@ def _open_membership(
 
     meeting, master = open_meeting(config, log, signals)
     if config.master is None:
-        _print(copy_command_lines(config, master))
+        lines = copy_command_lines(config, master)
+        log.count_shown(len(lines))
+        _print(lines)
     return config, meeting
 
 
@@ -212,12 +227,11 @@ class JobLoop:
             held.release()
             result = self._supervisor.run(
                 specs,
-                overwrite_logs=is_first and (config.log_overwrite or config.log_style == "fleetrun"),
                 news=self._membership.news,
                 watch=open_watch(config, self._log, len(peers)),
                 ends_servers=not self._has_unknown_workers(),
                 replacements=config.replacements,
-                started=lambda: self._log.info(watching_pod_line(config, specs)),
+                started=lambda: (self._log.opening if is_first else self._log.info)(watching_pod_line(config, specs)),
                 ending=lambda result: self._membership.announce_end(result, _failure_line(result, own)),
             )
         self._preempted = result.preempted
@@ -228,10 +242,13 @@ class JobLoop:
     ) -> None:
         config, own = self._config, peers[generation.node_rank]
         if is_first:
-            self._log.info(job_line(config, len(peers)))
+            self._log.opening(job_line(config, len(peers)))
             self._log.file_only(node_line(config, own.host, generation.node_rank))
-            for message in start_messages(config, specs):
-                self._log.plain(message)
+            *tables, where = start_messages(config, specs) or [""]
+            for table in tables:
+                self._log.detail(table, prefix=False)
+            if where:
+                self._log.opening(where, prefix=False)
         elif generation.restarts != self._restarts:
             self._log.info(f"Restart {generation.restarts} of {config.max_restart}")
         else:
@@ -239,7 +256,8 @@ class JobLoop:
             self._log.info(f"The job goes on with {size}; this one has rank {generation.node_rank}")
         self._restarts = generation.restarts
         write_job_files(config.log_dir, specs)
-        self._log.info(run_pod_line(config, specs))
+        say = self._log.opening if is_first else self._log.info
+        say(run_pod_line(config, specs))
 
     def _run_hook(self) -> None:
         words = split_hook(self._config.elastic_pre_hook, "--elastic_pre_hook")

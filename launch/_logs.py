@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 LOG_MODE = 0o640
+MAX_OPENING_LINES = 5  # of the launcher, before the first line of the script
 LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
 _ECHO_PERIOD_S = 0.05
 _ECHO_BLOCK_BYTES = 1 << 16  # one write is one step of progress; a slow reader must see several in 5 s
@@ -27,16 +28,19 @@ class LaunchLog:
 
     Args:
         level: lines below it are dropped: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+        verbose: shows on standard error also what otherwise stands in the file alone; DEBUG does so as well.
     """
 
-    def __init__(self, level: str = "INFO") -> None:
+    def __init__(self, level: str = "INFO", *, verbose: bool = False) -> None:
         self._threshold = LEVELS.get(level.upper(), LEVELS["INFO"])
+        self._verbose = (verbose or self._threshold == LEVELS["DEBUG"]) and self._threshold <= LEVELS["INFO"]
+        self._num_shown = 0
         self._file_fd: int | None = None
         self._early: list[str] = []
 
     def open_file(self, path: Path) -> None:
         """Opens the pod's log file; the lines written before go into it first."""
-        self._file_fd = open_log(path, overwrite=False)
+        self._file_fd = open_log(path)
         for line in self._early:
             write_all(self._file_fd, line.encode("utf-8", "backslashreplace"))
         self._early.clear()
@@ -70,6 +74,26 @@ class LaunchLog:
         """Writes an INFO line into the pod's log file alone."""
         self._to_file(f"LAUNCH INFO {_timestamp()} {text}\n")
 
+    def detail(self, text: str, *, prefix: bool = True) -> None:
+        """Writes an INFO line for somebody who looks it up: into the file, and when verbose to standard error."""
+        line = f"LAUNCH INFO {_timestamp()} {text}\n" if prefix else f"{text}\n"
+        (self._emit if self._verbose else self._to_file)(line)
+
+    def opening(self, text: str, *, prefix: bool = True, room: int = 1) -> None:
+        """Writes an INFO line before the first one of the script: on standard error while few lines stand there.
+
+        ``room`` says how many more there have to be, this one included.
+        """
+        is_shown = self._num_shown + room <= MAX_OPENING_LINES and self._threshold <= LEVELS["INFO"]
+        if self._verbose or not is_shown:
+            self.detail(text, prefix=prefix)
+        else:
+            self.info(text) if prefix else self.plain(text)
+
+    def count_shown(self, num_lines: int) -> None:
+        """Notes lines that others have printed before the first one of the script."""
+        self._num_shown += num_lines
+
     def close(self) -> None:
         """Closes the file; later lines go to standard error only."""
         if self._file_fd is not None:
@@ -77,6 +101,7 @@ class LaunchLog:
             self._file_fd = None
 
     def _emit(self, line: str) -> None:
+        self._num_shown += line.count("\n")
         with contextlib.suppress(OSError, ValueError):  # a closed terminal must not end a running job
             sys.stderr.write(line)
             sys.stderr.flush()
@@ -95,14 +120,16 @@ def _timestamp() -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03d}"
 
 
-def open_log(path: Path, *, overwrite: bool) -> int:
-    """Opens ``path`` for appending with mode 0640, emptied first when ``overwrite``; returns the descriptor.
-
-    Appending holds in both cases, because data-loader children write to the same file.
-    """
+def open_log(path: Path) -> int:
+    """Opens ``path`` with mode 0640, for appending, because data-loader children write to it too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if overwrite else 0)
-    return os.open(path, flags, LOG_MODE)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, LOG_MODE)
+
+
+def mark_start(fd: int, name: str) -> None:
+    """Writes a line that parts the output of process ``name`` from what stands in the file already."""
+    if os.fstat(fd).st_size:
+        write_all(fd, f"\nLAUNCH INFO {_timestamp()} {name} starts; what stands above is from before\n".encode())
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from fleet.errors import LaunchError
 from fleet.launch._guardian import MARK_VARIABLE
-from fleet.launch._logs import open_log
+from fleet.launch._logs import mark_start, open_log
 from fleet.launch._records import ProcessExit, ProcessSpec
 
 _PR_SET_PDEATHSIG = 1
@@ -46,10 +46,11 @@ def _parent_death_hook() -> Callable[[], None] | None:
 class Process:
     """A started process; ``ended`` holds its end once :meth:`poll` has seen it."""
 
-    def __init__(self, spec: ProcessSpec, inherited: Mapping[str, str], *, mark: str, overwrite_log: bool) -> None:
+    def __init__(self, spec: ProcessSpec, inherited: Mapping[str, str], *, mark: str) -> None:
         self.spec = spec
         self.ended: ProcessExit | None = None
-        log_fd = open_log(spec.log_path, overwrite=overwrite_log)
+        log_fd = open_log(spec.log_path)
+        mark_start(log_fd, self.name)
         self.log_start_bytes = os.fstat(log_fd).st_size
         self.started_at = time.monotonic()
         self.kill_reason = ""

@@ -139,7 +139,7 @@ class Rendezvous:
         """
         self._publish(replace(self._node, phase=_world.WAITING, generation=self._generation, peer=peer))
         began = noticed = time.monotonic()
-        self._log.info("Waiting peer start...")
+        self._log.opening("Waiting peer start...", room=2)
         while True:
             view = self._watch.view()
             world = self._step(view)

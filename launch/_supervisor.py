@@ -94,11 +94,11 @@ class ProcessGroup:
         self.kill()
         self._selector.close()
 
-    def start(self, spec: ProcessSpec, *, overwrite_log: bool) -> Process:
+    def start(self, spec: ProcessSpec) -> Process:
         """Starts one process; its end is watched from now on."""
         if self.watch is not None:
             self.watch.prepare(spec)
-        process = Process(spec, self._inherited, mark=self._mark, overwrite_log=overwrite_log)
+        process = Process(spec, self._inherited, mark=self._mark)
         self._guardian.add_group(process.pid)
         if self.watch is not None:
             self.watch.started(process)
@@ -198,7 +198,6 @@ class Supervisor:
         self,
         specs: Sequence[ProcessSpec],
         *,
-        overwrite_logs: bool = False,
         news: PeerNews | None = None,
         watch: WorkerWatch | None = None,
         ends_servers: bool = True,
@@ -210,7 +209,6 @@ class Supervisor:
 
         Args:
             specs: the processes, servers first.
-            overwrite_logs: empties the log files first.
             news: what the other nodes want; None on one node.
             watch: what the workers share with the launcher; None when nothing asks for it.
             ends_servers: whether the end of this node's workers is the end of its servers. False when the workers
@@ -227,7 +225,7 @@ class Supervisor:
             group = stack.enter_context(self._group(news))
             group.watch = watch
             for spec in specs:
-                group.start(spec, overwrite_log=overwrite_logs)
+                group.start(spec)
             started()
             return self._supervise(group, news, watch, ends_servers)
 
@@ -289,7 +287,7 @@ class Supervisor:
                 f"{spec.role} {spec.index} ended with code {ended.exit_code} and is started again; "
                 f"{self._replacements} restart(s) left"
             )
-            group.start(replace(spec, echo=False), overwrite_log=False)  # its log is echoed already
+            group.start(replace(spec, echo=False))  # its log is echoed already
         return left
 
     def _preempt(self, group: ProcessGroup, news: PeerNews | None, watch: WorkerWatch, *, asked: bool) -> GroupResult:

@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from fleet.launch._logs import LaunchLog
+from fleet.launch._logs import MAX_OPENING_LINES, LaunchLog
 from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
 from fleet.launch._records import LaunchConfig, ProcessSpec
 from fleet.launch._redact import is_secret_name, redact, redact_arguments
@@ -74,13 +74,26 @@ _RULE = "-" * 80
 
 
 def announce(config: LaunchConfig, log: LaunchLog) -> None:
-    """Writes what will run: the configuration in the asked style, then every note on how it was read."""
-    for line in fleetrun_lines(config):
-        log.plain(line)
+    """Writes what will run: the configuration in the asked style, then every note on how it was read.
+
+    The terminal gets the warnings alone, and of many the first ones.
+    """
     for line in configuration_lines(config):
-        log.info(line)
+        log.detail(line)
+    for line in fleetrun_lines(config):
+        log.detail(line, prefix=False)
     for note in config.notes:
+        if note.level == "INFO":
+            log.detail(note.text)
+    warnings = [note for note in config.notes if note.level != "INFO"]
+    shown = warnings if len(warnings) < MAX_OPENING_LINES else warnings[: MAX_OPENING_LINES - 2]
+    for note in shown:
         log.write(note.level, note.text)
+    for note in warnings[len(shown) :]:
+        log.detail(f"{note.level}: {note.text}")
+    if len(shown) < len(warnings):
+        file = config.log_dir / f"{config.job_id}.{config.pod_name}.log"
+        log.warning(f"{len(warnings) - len(shown)} more warnings are in {file}.")
 
 
 def configuration_lines(config: LaunchConfig) -> list[str]:

@@ -133,14 +133,19 @@ except ValueError:
 
 
 def test_report_shows_this_runs_lines_only(tmp_path: Path) -> None:
-    """The log file is appended to; an old traceback is not this run's."""
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "workerlog.0").write_text("Traceback (most recent call last):\nOldError: yesterday\n")
-    with Launcher(tmp_path, "import sys; sys.exit(4)") as job:
+    """A process that starts again writes behind the lines of the one before; an old traceback is not the last one's."""
+    script = """
+import os, sys
+if os.environ["FLEET_GENERATION"] == "0":
+    raise KeyError("the first time")
+sys.exit(4)
+"""
+    with Launcher(tmp_path, script, "--max_restart=1") as job:
         assert job.wait() == 4
-        assert "OldError" not in job.stderr
-        assert "OldError" in job.log()
-        assert "OldError" not in job.stdout
+        assert "KeyError: 'the first time'" in job.log()
+        assert re.search(r"\nLAUNCH INFO .* worker 0 starts; what stands above is from before\n$", job.log())
+        report = job.stderr[job.stderr.index("Pod failed") :]
+        assert "KeyError" not in report
 
 
 ORPHANS = """
@@ -292,17 +297,21 @@ def test_echo_is_live(tmp_path: Path) -> None:
         job.wait()
 
 
-def test_log_files_modes_and_appending(tmp_path: Path) -> None:
-    """000-14, 000-19; C.6: appended to by default, emptied with --log_overwrite; nobody else may read them."""
-    for flags, count in ((), 1), ((), 2), (("--log_overwrite=True",), 1):
-        with Launcher(tmp_path, "print('one line')", *flags) as job:
+def test_log_files_are_those_of_the_last_job(tmp_path: Path) -> None:
+    """000-14, 000-19; nobody else may read them. An earlier job's go to previous/, or with --log_overwrite away."""
+    pods = []
+    for flags, num_previous in ((), 0), ((), 1), (("--log_overwrite=True",), 1):
+        with Launcher(tmp_path, "print('one line')", "--nproc_per_node=2", *flags) as job:
             assert job.wait() == 0
-            assert job.log().count("one line") == count
-    for path in (tmp_path / "log").iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) & 0o027 == 0, path
-    pods = [path for path in (tmp_path / "log").iterdir() if re.fullmatch(r"default\.[a-z]{6}\.log", path.name)]
-    assert len(pods) == 3
-    assert "127.0.0.1" in pods[0].read_text()
+            assert job.log() == "one line\n"
+        logs = tmp_path / "log"
+        assert len([*(logs / "previous").glob("workerlog.1")]) == num_previous
+        pods.append([path for path in logs.iterdir() if re.fullmatch(r"default\.[a-z]{6}\.log", path.name)])
+        assert len(pods[-1]) == 1
+        assert "127.0.0.1" in pods[-1][0].read_text()
+    assert pods[0] != pods[1] != pods[2]
+    for path in (tmp_path / "log").rglob("*"):
+        assert path.is_dir() or stat.S_IMODE(path.stat().st_mode) & 0o027 == 0, path
 
 
 def test_lines_of_a_good_job_in_order(tmp_path: Path) -> None:

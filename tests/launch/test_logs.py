@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._logs import LaunchLog, LogEcho, open_log, read_tail, write_all
+from fleet.launch._logs import LaunchLog, LogEcho, mark_start, open_log, read_tail, write_all
 
 
 def test_line_format_and_levels(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -35,15 +35,46 @@ def test_line_format_and_levels(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "shown" in capfd.readouterr().err
 
 
+def test_a_start_is_marked_behind_other_output_only(tmp_path: Path) -> None:
+    path = tmp_path / "workerlog.0"
+    for _ in range(2):
+        fd = open_log(path)
+        mark_start(fd, "worker 3")
+        write_all(fd, b"said")
+        os.close(fd)
+    assert re.fullmatch(
+        r"said\nLAUNCH INFO [\d :,-]+ worker 3 starts; what stands above is from before\nsaid", path.read_text()
+    )
+
+
+def test_the_opening_takes_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = LaunchLog()
+    log.open_file(tmp_path / "pod.log")
+    log.detail("detail")
+    log.count_shown(2)
+    log.warning("first")
+    for text in ("second", "third", "fourth"):
+        log.opening(text, room=2 if text == "third" else 1)
+    log.close()
+    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["first", "second", "fourth"]
+    everything = ["detail", "first", "second", "third", "fourth"]
+    assert [line.split()[-1] for line in (tmp_path / "pod.log").read_text().splitlines()] == everything
+    for verbose in (LaunchLog("DEBUG"), LaunchLog(verbose=True)):
+        verbose.count_shown(9)
+        verbose.detail("detail")
+        verbose.opening("line")
+        assert len(capsys.readouterr().err.splitlines()) == 2
+    LaunchLog("WARNING", verbose=True).opening("line")
+    assert capsys.readouterr().err == ""
+
+
 def test_open_log(tmp_path: Path) -> None:
     path = tmp_path / "new" / "workerlog.0"
-    for text, overwrite in (("a", False), ("b", False), ("c", True)):
-        fd = open_log(path, overwrite=overwrite)
+    for text in "ab":
+        fd = open_log(path)
         write_all(fd, text.encode())
         os.close(fd)
-        if text == "b":
-            assert path.read_text() == "ab"
-    assert path.read_text() == "c"
+    assert path.read_text() == "ab"
     assert stat.S_IMODE(path.stat().st_mode) & 0o137 == 0
 
 

@@ -27,7 +27,7 @@ def spec(path: Path, *command: str, **fields: object) -> ProcessSpec:
 
 def run(path: Path, code: str, **fields: object) -> Process:
     one = spec(path, sys.executable, "-c", code, **fields)
-    return Process(one, dict(os.environ), mark="m", overwrite_log=False)
+    return Process(one, dict(os.environ), mark="m")
 
 
 def ended(process: Process) -> tuple[int, str | None]:
@@ -59,21 +59,21 @@ def test_exit_codes(tmp_path: Path, code: str, expected: tuple[int, str | None])
 def test_environment_is_inherited_reduced_extended_and_marked(tmp_path: Path) -> None:
     code = "import os; e = os.environ; print(e.get('GONE'), e['ADDED'], e['FLEET_POD'], e['KEPT'])"
     one = spec(tmp_path, sys.executable, "-c", code, environment={"ADDED": "a", "FLEET_POD": "x"}, removed=("GONE",))
-    process = Process(one, {"GONE": "g", "KEPT": "k"}, mark="outer,m", overwrite_log=False)
+    process = Process(one, {"GONE": "g", "KEPT": "k"}, mark="outer,m")
     assert ended(process) == (0, None)
     assert (tmp_path / "workerlog.0").read_text() == "None a outer,m k\n"
 
 
 def test_missing_program_is_said(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="'/no/such' cannot be started") as caught:
-        Process(spec(tmp_path, "/no/such"), {}, mark="m", overwrite_log=False)
+        Process(spec(tmp_path, "/no/such"), {}, mark="m")
     assert caught.value.exit_code == 127
 
 
 def test_log_start_is_where_this_run_begins(tmp_path: Path) -> None:
     (tmp_path / "workerlog.0").write_text("before")
     process = run(tmp_path, "pass")
-    assert process.log_start_bytes == 6
+    assert (tmp_path / "workerlog.0").read_bytes()[process.log_start_bytes - 1 :] == b"\n", "behind the marker"
     ended(process)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 
@@ -227,11 +228,30 @@ def test_no_text_and_no_file_holds_a_secret(flags: tuple[str, ...]) -> None:
         assert config.secret not in text or not config.secret
 
 
-def test_announcing_writes_block_and_notes() -> None:
+def test_the_file_gets_block_and_notes_and_the_terminal_the_warnings(tmp_path: Path) -> None:
     """000-10, 002-11: LAUNCH INFO date time,ms in front of each line, the notes after the block."""
+    log = LaunchLog("INFO")
+    log.open_file(tmp_path / "pod.log")
+    config = read("--gpus=0,1")
     with redirect_stderr(io.StringIO()) as terminal:
-        _texts.announce(read("--gpus=0,1"), LaunchLog("INFO"))
+        _texts.announce(config, log)
+    log.close()
+    lines = (tmp_path / "pod.log").read_text().splitlines()
+    assert re.fullmatch(r"LAUNCH INFO \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} -{11}  Configuration  -{22}", lines[0])
+    assert "-----------  Configuration Arguments -----------" in lines
+    assert any("OMP_NUM_THREADS is not set" in line for line in lines)
+    (shown,) = terminal.getvalue().splitlines()
+    assert shown.startswith("LAUNCH WARNING")
+    assert "no GPU" in shown
+    with redirect_stderr(io.StringIO()) as terminal:
+        _texts.announce(config, LaunchLog("INFO", verbose=True))
+    assert len(terminal.getvalue().splitlines()) == len(lines)
+
+
+def test_of_many_warnings_the_first_are_shown() -> None:
+    flags = ("--legacy=1", "--auto_tuner_json=x", "--monitor_interval=1", "--start_method=fork", "--role=trainer")
+    with redirect_stderr(io.StringIO()) as terminal:
+        _texts.announce(read(*flags), LaunchLog("INFO"))
     lines = terminal.getvalue().splitlines()
-    assert lines[0] == "-----------  Configuration Arguments -----------"
-    assert re.fullmatch(r"LAUNCH INFO \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} -{11}  Configuration  -{22}", lines[15])
-    assert any(line.startswith("LAUNCH WARNING") and "no GPU" in line for line in lines)
+    assert len(lines) == 4
+    assert re.search(r"2 more warnings are in log/default\.[a-z]{6}\.log", lines[-1])
