@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -162,6 +164,8 @@ def spawn(
         raise UnsupportedOptionError(f"spawn(nprocs={count}): distributed training runs on Linux, not on Windows.")
     if not callable(func):
         raise ConfigError(f"spawn(func={func!r}) takes a function.")
+    if start_method != "fork":
+        _check_importable(func)
     on_gpu = backend != "gloo" and torch.cuda.is_available()
     if backend == "nccl" and not on_gpu:
         raise ConfigError("spawn(backend='nccl') needs a GPU that torch can use, and there is none. Use 'gloo'.")
@@ -181,6 +185,26 @@ def spawn(
         daemon=daemon,
         start_method=start_method,
     )
+
+
+def _check_importable(func: Callable[..., Any]) -> None:
+    """Raises ConfigError for a function that a new process cannot import by its name."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    name = getattr(func, "__qualname__", "")
+    problem = ""
+    if "<lambda>" in name:
+        problem = "is a lambda, and new processes import the function by its name. Write it as a def in a .py file."
+    elif "<locals>" in name:
+        problem = (
+            "is defined inside another function, and new processes import it by its name. Move it to the top level."
+        )
+    elif getattr(func, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        problem = (
+            "is defined in a notebook or at the prompt, where new processes cannot import it. Put it in a .py file."
+        )
+    if problem:
+        raise ConfigError(f"spawn(func={name or func!r}): it {problem}")
 
 
 def _run_worker(

@@ -27,7 +27,7 @@ from fleet.launch._nodes import Nodes, first_port, read_meeting, read_nodes, set
 from fleet.launch._parser import CommandLine, parse_command_line
 from fleet.launch._records import LaunchConfig
 from fleet.launch._roles import Roles, read_roles
-from fleet.launch._script import read_script
+from fleet.launch._script import check_shadow, misplaced_flags, read_script
 from fleet.launch._settings import Settings, launcher_environment, read_settings
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -52,6 +52,9 @@ def read_config(
         no_python=bool(settings.values["no_python"]),
         path=inherited.get("PATH"),
     )
+    check_shadow(script)
+    for sentence in misplaced_flags(script):
+        settings.warn(sentence)
     visible = inherited.get("CUDA_VISIBLE_DEVICES")
     mode = infer_mode(settings, environment, len(visible_cards(machine.num_gpus, visible)))
     choice = choose_devices(settings, machine, visible)

@@ -70,9 +70,14 @@ def choose_devices(settings: Settings, machine: Machine, visible: str | None) ->
     if requested is None:
         return _without_request(settings, machine, usable, asked)
     if machine.num_gpus == 0:
-        settings.warn(f"{_device_flag(settings)}: this machine has no GPU; the workers run on the CPU, with gloo.")
+        settings.warn(
+            f"{_device_flag(settings)}: this machine has no GPU; the workers run on the CPU, with gloo."
+            f"{_not_a_count(settings, requested)}"
+        )
         return _on_cpu(settings, asked or len(requested), requested)
     cards = _find(settings, machine, requested, usable, visible)
+    if hint := _not_a_count(settings, requested):
+        settings.warn(f"{_device_flag(settings)} starts one worker, on card {requested[0]}.{hint}")
     return _on_gpus(settings, cards, asked, joined=True)
 
 
@@ -87,6 +92,17 @@ def _without_request(settings: Settings, machine: Machine, usable: list[Card], a
 def _device_flag(settings: Settings) -> str:
     name = "gpus" if settings.has("gpus") else "devices"
     return f"{settings.named(name)}={settings.text(name)}"
+
+
+def _not_a_count(settings: Settings, requested: Sequence[int]) -> str:
+    """Returns what to write when the one number that was given may be meant as a number of cards; else nothing."""
+    count = requested[0]
+    if len(requested) > 1 or count < 2 or settings.has("nproc_per_node"):
+        return ""
+    name = "gpus" if settings.has("gpus") else "devices"
+    return f" --{name} takes card numbers, not how many: for {count} workers write --nproc_per_node={count}" + (
+        f", or --{name}={','.join(map(str, range(count)))}." if count <= 16 else "."
+    )
 
 
 def _requested(settings: Settings) -> list[int] | None:
@@ -159,7 +175,7 @@ def _find(
         if number >= machine.num_gpus:
             raise ConfigError(
                 f"{flag}: card {number} does not exist; this machine has {machine.num_gpus}, numbered "
-                f"from 0 to {machine.num_gpus - 1}."
+                f"from 0 to {machine.num_gpus - 1}.{_not_a_count(settings, requested)}"
             )
         if f"{number}" not in by_name:
             raise ConfigError(

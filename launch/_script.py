@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fleet.errors import ConfigError
+from fleet.launch._flags import BY_SPELLING
 from fleet.launch._parser import CommandLine
+
+_IMPORTS_FLEET = re.compile(r"^\s*(from|import) fleet\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,42 @@ def read_script(command: CommandLine, *, is_module: bool, no_python: bool, path:
         f"The script {name!r} is neither a .py file nor an executable. Make it executable (chmod +x), or "
         "give it the ending .py."
     )
+
+
+def misplaced_flags(script: Script) -> list[str]:
+    """Returns a sentence for each flag of the launcher that stands behind the script and is not the script's own.
+
+    A flag whose name stands in the script's text is taken to be its own.
+    """
+    text = _text_of(script)
+    flags = [(word, BY_SPELLING.get(word.partition("=")[0])) for word in script.script_args if word.startswith("--")]
+    return [
+        f"{word} stands behind the script, so {script.script} gets it and the launcher does not. If it is meant for "
+        f"the launcher, write it before {script.script}."
+        for word, flag in flags
+        if flag is not None and not any(name in text for name in (flag.name, *flag.aliases))
+    ]
+
+
+def check_shadow(script: Script) -> None:
+    """Raises ConfigError when ``import fleet`` in the script finds a file of the user instead of this package."""
+    folder = Path() if script.is_module else Path(script.script).parent
+    own_package = folder / "fleet" / "__init__.py"
+    shadow = folder / "fleet.py" if not own_package.exists() else own_package
+    if script.run_direct or not shadow.exists() or (folder / "fleet" / "facade.py").exists():
+        return
+    if script.is_module or _IMPORTS_FLEET.search(_text_of(script)):
+        raise ConfigError(
+            f"{shadow} stands beside {script.script}, so `import fleet` there finds it instead of this package. "
+            "Rename it."
+        )
+
+
+def _text_of(script: Script) -> str:
+    try:
+        return Path(script.script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _near(name: str) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fleet import parallel
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError
 from fleet.parallel import ParallelEnv, get_rank, get_world_size, spawn
@@ -156,3 +159,25 @@ def test_several_processes_on_windows_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(torch.multiprocessing.ProcessRaisedException):
         spawn(_fail, ("x",), nprocs=1, **QUICK)
     assert sys.platform != "win32"
+
+
+def nothing() -> None:
+    """A function that could be imported."""
+
+
+def test_a_function_that_new_processes_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inner() -> None: ...
+
+    def started(*args: object, **kwargs: object) -> str:
+        return "started"
+
+    monkeypatch.setattr(parallel, "start_processes", started)
+    for func, reason in ((lambda: None, "is a lambda"), (inner, "inside another function"), (partial(inner), "inside")):
+        with pytest.raises(ConfigError, match=reason):
+            spawn(func, nprocs=2, backend="gloo")
+        assert spawn(func, nprocs=2, backend="gloo", start_method="fork") == "started"
+    assert spawn(nothing, nprocs=2, backend="gloo") == "started"
+    monkeypatch.setattr(nothing, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # as in a notebook: it has no file
+    with pytest.raises(ConfigError, match=r"in a notebook .* Put it in a .py file"):
+        spawn(nothing, nprocs=2, backend="gloo")

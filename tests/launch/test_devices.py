@@ -142,3 +142,15 @@ def test_visible_cards_end_at_the_first_invalid_entry() -> None:
     assert [card.name for card in visible_cards(4, "2, 0,9,1")] == ["2", "0"]
     assert visible_cards(4, "-1") == []
     assert visible_cards(0, "0") == []
+
+
+@pytest.mark.parametrize("flag", ["gpus", "devices"])
+def test_a_number_of_cards_is_noticed(flag: str) -> None:
+    """Users of --nproc write a count; here it is the number of one card."""
+    hint = f"--{flag} takes card numbers, not how many: for 2 workers write --nproc_per_node=2, or --{flag}=0,1."
+    with pytest.raises(ConfigError, match=f"card 2 does not exist.*{hint}"):
+        read(f"--{flag}=2", num_gpus=2)
+    assert hint in notes(read(f"--{flag}=2", num_gpus=4))
+    assert hint in notes(read(f"--{flag}=2"))
+    for flags in ((f"--{flag}=1",), (f"--{flag}=2,3",), (f"--{flag}=2", "--nproc_per_node=1")):
+        assert "not how many" not in notes(read(*flags, num_gpus=4))

@@ -8,7 +8,7 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.launch._script import Script, python_command
-from tests.helpers.launching import read
+from tests.helpers.launching import notes, read
 
 
 @pytest.fixture
@@ -53,3 +53,32 @@ def test_a_missing_script_is_named_with_the_nearest_file(folder: Path) -> None:
 def test_a_command_of_its_own_gets_no_interpreter() -> None:
     assert python_command("./a", ("b",), is_module=False, run_direct=True) == ("./a", "b")
     assert Script("a", ()).is_module is False
+
+
+def test_a_flag_of_the_launcher_behind_the_script_is_noticed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys")
+    assert notes(read(script=(f"{script}", "--gpus=0,1", "--lr", "1"))).startswith(
+        f"--gpus=0,1 stands behind the script, so {script} gets it and the launcher does not."
+    )
+    assert "--node-rank" in notes(read(script=(f"{script}", "--node-rank", "1")))
+    script.write_text("parser.add_argument('--gpus')")
+    assert notes(read(script=(f"{script}", "--gpus=0,1"))) == ""
+
+
+@pytest.mark.parametrize("shadow", ["fleet.py", "fleet/__init__.py"])
+def test_a_users_own_fleet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shadow: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nfrom fleet import fleet\n")
+    (tmp_path / "launch.py").touch()
+    (tmp_path / "strategies.py").touch()
+    assert read(script=(f"{script}",)).script == f"{script}"
+    (tmp_path / shadow).parent.mkdir(exist_ok=True)
+    (tmp_path / shadow).touch()
+    with pytest.raises(ConfigError, match=f"{shadow} stands beside .*train.py.*Rename it"):
+        read(script=(f"{script}",))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="Rename it"):
+        read("-m", script=("train",))
+    script.write_text("import torch\n")
+    assert read(script=(f"{script}",)).script == f"{script}"
