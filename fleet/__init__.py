@@ -31,6 +31,7 @@ _HOMES = {
     "CommunicateTopology": "fleet.topology",
     "CountFilterEntry": "fleet.ps",
     "DataParallel": "fleet.data_parallel",
+    "DatasetFactory": "fleet.dataset._factory",
     "DistributedStrategy": "fleet.options",
     "ExecutionStrategy": "fleet.options",
     "Fleet": "fleet.facade",
@@ -82,6 +83,8 @@ _CALLS = (
     "amp_init",
     "barrier_worker",
     "clear_grad",
+    "clear_gradient",
+    "clear_gradients",
     "distributed_model",
     "distributed_optimizer",
     "distributed_scaler",
@@ -129,6 +132,7 @@ _CALLS = (
     "set_lr",
     "set_state_dict",
     "shrink",
+    "split_files",
     "state_dict",
     "step",
     "stop_worker",
@@ -148,6 +152,15 @@ _REMOVED = {
     "startup_program": "torch has no programs: modules are initialised when they are made "
     "(Fleet: paddle.static.default_startup_program())",
     "Distributedstrategy": "write DistributedStrategy",
+    **dict.fromkeys(
+        ("DistributeTranspiler", "DistributeTranspilerConfig", "TrainerRuntimeConfig"),
+        "what it said of the mode is a_sync and a_sync_configs of DistributedStrategy (sync_mode: a_sync = False)",
+    ),
+    "CollectiveOptimizer": "write fleet.distributed_optimizer(optimizer, strategy)",
+    **{
+        f"{mode}Strategy": f"write StrategyFactory.create_{call}_strategy()"
+        for mode, call in (("Sync", "sync"), ("Async", "async"), ("HalfAsync", "half_async"), ("Geo", "geo"))
+    },
     **dict.fromkeys(
         ("BoxPSDataset", "FileInstantDataset", "TreeIndex"),
         "it is not offered, and fleet.dataset has the reason under this name; use InMemoryDataset or QueueDataset",

@@ -322,6 +322,8 @@ class FleetModel(nn.Module):
             chain = self.__dict__["_chain"]
             if chain is not modules["module"] and hasattr(chain, name):
                 return getattr(chain, name)
+            if name == "_layers":  # Fleet's name of the user's module
+                return modules["module"]
             raise AttributeError(f"{type(modules['module']).__name__!r} has no attribute {name!r}") from None
         return self._guarded(name, value) if self._is_own_method(value) else value
 

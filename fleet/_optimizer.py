@@ -156,7 +156,7 @@ class FleetOptimizer(OptimizerWrapper):
         """Clears the gradients: forgets them, or with ``set_to_zero`` fills them with zeros."""
         self.zero_grad(set_to_none=not set_to_zero)
 
-    clear_gradients = clear_grad
+    clear_gradient = clear_gradients = clear_grad
 
     def get_lr(self) -> float:
         """Returns the learning rate: the first parameter group's, without the factor that Fleet's groups may have."""

@@ -32,14 +32,14 @@ _HOST = torch.device("cpu")
 def start_session(role_maker: RoleMakerBase | None, collective: bool, options: DistributedStrategy) -> Session:
     """Returns the session of this process; its process group runs when there is more than one worker."""
     role_maker = role_maker if role_maker is not None else PaddleCloudRoleMaker(is_collective=collective)
-    record = role_maker.record
+    record, collective = role_maker.record, collective or role_maker.is_collective
     check_role(record, collective)
     # Without servers there is nothing for the parameter-server options to act on, whatever was passed.
     made = plan(options, record.world_size, collective=not record.server_endpoints)
     environment = Environment()
     device = torch.device("cpu") if record.kind is Role.SERVER else choose_device(record, environment)
     show_log()
-    alone = record.world_size == 1 and not collective and not role_maker.is_collective
+    alone = record.world_size == 1 and not collective
     # With servers notes come with the optimizer, and its strategy; alone init_worker() may still start a server.
     for note in () if record.server_endpoints else made.notes:
         if not (alone and "belongs to the parameter server" in note):
@@ -111,7 +111,8 @@ def check_role(record: RoleRecord, collective: bool) -> None:
     if record.world_size > 1 and not collective:
         raise ConfigError(
             f"fleet.init() was called without is_collective=True, and {record.world_size} workers were started by "
-            f"{record.source} with no parameter server. Call fleet.init(is_collective=True)."
+            f"{record.source} with no parameter server. Call fleet.init(is_collective=True), or give it a role maker "
+            "with is_collective=True."
         )
     _check_platform(record)
 

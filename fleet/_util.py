@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fleet._file_shard import split_files
+from fleet.elastic._running import running_session
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class UtilBase:
     """Collective operations on host arrays among the workers, file shards, and printing on one rank.
 
     Args:
-        session: the running session; ``fleet.util`` passes its own.
+        session: the session to work in; ``None`` takes the one that runs, for a class of the script's own that is
+            assigned to ``fleet.util``.
 
     Example:
         >>> fleet.util.all_reduce(np.array([1.0, 2.0]), "sum")
@@ -106,9 +108,9 @@ class UtilBase:
         group = self._group("all_reduce", comm_world)
         if group is None:
             return _number_or_array(array.copy())
-        headers = self._meet(f"fleet.util.all_reduce(mode={mode!r})", array)
-        _check_headers(headers, self._peers.global_rank)
-        with self._peers.explaining():
+        peers = self._need_peers("all_reduce")
+        _check_headers(self._meet(f"fleet.util.all_reduce(mode={mode!r})", array), peers.global_rank)
+        with peers.explaining():
             return _number_or_array(_reduce(array, mode, group))
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
@@ -122,7 +124,7 @@ class UtilBase:
         if group is None:
             return [_number_or_array(array.copy())]
         headers = self._meet("fleet.util.all_gather()", array)
-        with self._peers.explaining():
+        with self._need_peers("all_gather").explaining():
             return [_number_or_array(found) for found in _gather(array, headers, group)]
 
     def barrier(self, comm_world: str = "worker") -> None:
@@ -131,11 +133,11 @@ class UtilBase:
         Raises:
             ConfigError: a worker calls something else.
         """
-        job = getattr(self._peers, "server_job", None)
+        job = getattr(self._need_peers("barrier"), "server_job", None)
         if comm_world == "worker" and job is not None and job.meet_at_server():
             return
         if self._group("barrier", comm_world) is not None:
-            self._peers.roll_call.meet("fleet.util.barrier()")
+            self._need_peers("barrier").roll_call.meet("fleet.util.barrier()")
 
     def get_file_shard(self, files: Sequence[str]) -> list[str]:
         """Returns this worker's part of ``files``: a contiguous run; the first workers take one more if need be.
@@ -167,12 +169,13 @@ class UtilBase:
     def _meet(self, call: str, array: np.ndarray[Any, np.dtype[Any]]) -> list[list[int]]:
         """Returns every rank's header: dtype kind, item size in bytes, dimensions."""
         header = [_KINDS.index(array.dtype.kind), array.dtype.itemsize, *array.shape]
-        return [json.loads(found) for found in self._peers.roll_call.meet(call, json.dumps(header))]
+        return [json.loads(found) for found in self._need_peers(call).roll_call.meet(call, json.dumps(header))]
 
     def _need_peers(self, call: str) -> Any:
-        if self._peers is None:
+        peers = running_session() if self._peers is None else self._peers
+        if peers is None:
             raise NotInitializedError(f"fleet.util.{call} needs fleet.init() first.")
-        return self._peers
+        return peers
 
     def _group(self, call: str, comm_world: str) -> dist.ProcessGroup | None:
         """Returns the group to use, ``None`` for a single process."""

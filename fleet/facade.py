@@ -40,6 +40,7 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
     def __init__(self) -> None:
         self._session: Session | None = None
         self._init_had_strategy = False
+        self._util: Any = None
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,13 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         Example:
             >>> fleet.init(is_collective=True)
         """
+        if isinstance(role_maker, DistributedStrategy) or isinstance(is_collective, DistributedStrategy):
+            raise ConfigError(
+                "fleet.init() got a DistributedStrategy where the role maker or is_collective goes. Name it: "
+                "fleet.init(is_collective=True, strategy=strategy)."
+            )
+        if isinstance(role_maker, bool):
+            raise ConfigError(f"fleet.init({role_maker}): a role maker comes first. Write is_collective={role_maker}.")
         if not isinstance(is_collective, bool):
             raise ConfigError(f"fleet.init(is_collective=...) takes True or False, got {is_collective!r}.")
         if role_maker is not None and not isinstance(role_maker, RoleMakerBase):
@@ -172,8 +180,16 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
 
     @property
     def util(self) -> UtilBase:
-        """Collective operations on host arrays, file shards, printing on one rank."""
-        return self._need("util").util
+        """Collective operations on host arrays, file shards, printing on one rank; a script may assign its own."""
+        return self._need("util").util if self._util is None else self._util
+
+    @util.setter
+    def util(self, util: Any) -> None:
+        self._util = util
+
+    def split_files(self, files: list[str]) -> list[str]:
+        """Returns this worker's part of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
+        return self._need("split_files").util.get_file_shard(files)
 
     def barrier_worker(self) -> None:
         """Returns when every worker has called it."""
@@ -285,6 +301,8 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
     def clear_grad(self) -> None:
         """Clears the gradients of the last distributed optimizer."""
         self._last_optimizer("clear_grad").clear_grad()
+
+    clear_gradient = clear_gradients = clear_grad
 
     def get_lr(self) -> float:
         """Returns the learning rate of the last distributed optimizer."""

@@ -32,6 +32,17 @@ RENAMED = {
     "use_dgc": "dgc",
     "use_amp": "amp",
     "mode_type": "mode",
+    "sync_mode": "a_sync = False",
+    "async_mode": "a_sync = True",
+    "runtime_split_send_recv": "a_sync = True",
+    "half_async": "strategy = fleet.StrategyFactory.create_half_async_strategy()",
+    "half_async_mode": "strategy = fleet.StrategyFactory.create_half_async_strategy()",
+    "geo_sgd_mode": "a_sync = True and a_sync_configs = {'k_steps': 100}",
+    "geo_sgd_need_push_nums": "a_sync_configs (key 'k_steps')",
+    "collective_mode": "localsgd = True for 'local_sgd', and nothing for 'grad_allreduce'",
+    "local_sgd_frequency": "localsgd_configs (key 'k_steps')",
+    "amp_loss_scaling": "amp_configs (key 'init_loss_scaling')",
+    "use_recompute": "recompute",
 }
 # Fleet's own code spells these with an underscore too.
 ALIASES = {

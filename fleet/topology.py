@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ class CommunicateTopology:
                 "number of at least 1 for each."
             )
         self._dims = dict(zip(names, sizes, strict=True))
-        self._coordinates = list(itertools.product(*(range(size) for size in sizes)))
+        self.coordinate = namedtuple("Coordinate", names)  # type: ignore[misc]  # the names are known here only
+        self._coordinates = list(itertools.starmap(self.coordinate, itertools.product(*(range(s) for s in sizes))))
 
     def get_hybrid_group_names(self) -> list[str]:
         """Returns the axes, the outermost first."""
@@ -68,11 +70,11 @@ class CommunicateTopology:
             self._check_place(axis, place)
         return self._coordinates.index(tuple(coordinate[axis] for axis in self._dims))
 
-    def get_coord(self, rank: int) -> dict[str, int]:
-        """Returns the place of ``rank`` along each axis."""
+    def get_coord(self, rank: int) -> Any:
+        """Returns the place of ``rank`` along each axis, as a named tuple."""
         if not 0 <= rank < self.world_size():
             raise ConfigError(f"get_coord(rank={rank!r}): ranks are 0 to {self.world_size() - 1}.")
-        return dict(zip(self._dims, self._coordinates[rank], strict=True))
+        return self._coordinates[rank]
 
     def get_axis_list(self, axis_name: str, index: int) -> list[int]:
         """Returns the ranks whose place along the axis is ``index``, in order."""
@@ -102,7 +104,7 @@ class CommunicateTopology:
 
     def get_rank_from_stage(self, global_rank: int, **places: int) -> int:
         """Returns the rank that stands as ``global_rank`` does, except for the axes named in ``places``."""
-        return self.get_rank(**{**self.get_coord(global_rank), **places})
+        return self.get_rank(**{**self.get_coord(global_rank)._asdict(), **places})
 
     def _known(self, axis_name: str) -> str:
         if axis_name not in self._dims:
@@ -126,12 +128,56 @@ class ParallelMode:
     SEGMENT_PARALLEL = 4
 
 
+class _CallableNumber(int):
+    """A rank as Paddle has it, ``group.rank``, which torch calls: ``group.rank()``."""
+
+    def __call__(self) -> int:
+        return int(self)
+
+
+class CommunicateGroup:
+    """A process group with Paddle's attributes; the calls of ``torch.distributed`` take it as a group.
+
+    What wants torch's own object (``DistributedDataParallel``, collectives of Python objects) takes ``process_group``,
+    which is ``None`` in a single process.
+    """
+
+    def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
+        self.ranks, self.process_group = list(ranks), process_group
+        self.nranks = self.world_size = len(self.ranks)
+        self.rank = _CallableNumber(self.get_group_rank(global_rank))
+
+    def get_group_rank(self, rank: int) -> int:
+        """Returns the place of a rank of the job in this group; -1 when it is outside."""
+        return self.ranks.index(rank) if rank in self.ranks else -1
+
+    def is_member(self) -> bool:
+        """Returns True: a worker is given the groups that it belongs to."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "process_group" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.process_group, name)
+
+    def __eq__(self, other: object) -> bool:
+        other = other.process_group if isinstance(other, CommunicateGroup) else other
+        return other is self.process_group  # torch looks its groups up in dictionaries
+
+    def __hash__(self) -> int:
+        return hash(self.process_group)
+
+    def __repr__(self) -> str:
+        return f"CommunicateGroup(rank={int(self.rank)}, ranks={self.ranks})"
+
+
 class HybridCommunicateGroup:
     """This worker's place along every axis of the mesh, and the process groups; ``fleet`` makes it.
 
     For each axis ``data``, ``model``, ``pipe`` (its group and rank: ``stage``), ``sharding``, ``sep`` and ``context``
     there is ``get_<axis>_parallel_rank()``, ``get_<axis>_parallel_world_size()``, ``get_<axis>_parallel_group()`` and
-    ``get_<axis>_parallel_group_src_rank()``. An axis of degree 1 has a group of this worker alone.
+    ``get_<axis>_parallel_group_src_rank()``. An axis of degree 1 has a group of this worker alone. A group has
+    ``nranks``, ``ranks`` and ``rank``, and the calls of ``torch.distributed`` take it.
 
     Args:
         topology: the layout.
@@ -170,9 +216,9 @@ class HybridCommunicateGroup:
             return ParallelMode.SEGMENT_PARALLEL
         return ParallelMode.SHARDING_PARALLEL if size("sharding") > 1 else ParallelMode.DATA_PARALLEL
 
-    def get_check_parallel_group(self, sharding: bool = False) -> dist.ProcessGroup | None:
+    def get_check_parallel_group(self, sharding: bool = False) -> CommunicateGroup:
         """Returns the group that must agree on whether a gradient is inf or nan; with ``sharding`` that axis too."""
-        return self.group("sharding") if sharding else self.group("model")
+        return self.communicate_group("sharding" if sharding else "model")
 
     check_parallel_group = get_check_parallel_group
 
@@ -184,12 +230,14 @@ class HybridCommunicateGroup:
         """Returns the number of stages of the pipeline."""
         return self._topology.get_dim("pipe")
 
+    @property
     def is_first_stage(self) -> bool:
-        """Returns whether this worker is the first stage."""
+        """Whether this worker is the first stage."""
         return self.get_stage_id() == 0
 
+    @property
     def is_last_stage(self) -> bool:
-        """Returns whether this worker is the last stage."""
+        """Whether this worker is the last stage."""
         return self.get_stage_id() == self.get_num_stages() - 1
 
     def get_p2p_groups(self) -> None:
@@ -200,22 +248,26 @@ class HybridCommunicateGroup:
         """Returns the rank that is stage ``stage_id`` of this worker's pipeline."""
         return self._topology.get_rank_from_stage(self.global_rank, pipe=stage_id, **places)
 
-    def get_dp_sep_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_dp_sep_parallel_group(self) -> CommunicateGroup:
         """Returns the group along the data and sep axes together; sep has degree 1."""
-        return self.group("data")
+        return self.communicate_group("data")
 
-    def get_pp_mp_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_pp_mp_parallel_group(self) -> CommunicateGroup:
         """Returns the group along the pipeline and model axes together; both have degree 1."""
-        return self.group("model")
+        return self.communicate_group("model")
 
     def rank(self, axis: str) -> int:
         """Returns the place of this worker along ``axis``."""
         self._topology.get_dim(axis)
-        return self._topology.get_coord(self.global_rank)[axis]
+        return int(getattr(self._topology.get_coord(self.global_rank), axis))
 
     def ranks(self, axis: str) -> list[int]:
         """Returns the ranks of this worker's group along ``axis``."""
         return next(group for group in self._topology.get_comm_list(axis) if self.global_rank in group)
+
+    def communicate_group(self, axis: str) -> CommunicateGroup:
+        """Returns this worker's group along ``axis``, with Paddle's attributes."""
+        return CommunicateGroup(self.ranks(axis), self.global_rank, self.group(axis))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Returns this worker's process group along ``axis``; ``None`` in a single process.
@@ -248,8 +300,8 @@ def _add_getters() -> None:
         def world_size(self: HybridCommunicateGroup, _axis: str = axis) -> int:
             return self.topology().get_dim(_axis)
 
-        def group(self: HybridCommunicateGroup, _axis: str = axis) -> dist.ProcessGroup | None:
-            return self.group(_axis)
+        def group(self: HybridCommunicateGroup, _axis: str = axis) -> CommunicateGroup:
+            return self.communicate_group(_axis)
 
         def source(self: HybridCommunicateGroup, _axis: str = axis) -> int:
             return self.ranks(_axis)[0]

@@ -164,3 +164,14 @@ def test_first_use_costs_little_beside_torch() -> None:
     """At most 0.1 s more than importing torch, in processor time, the median of seven runs."""
     costs = [float(fresh(COST)) for _ in range(7)]
     assert statistics.median(costs) <= 0.1, costs
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("DistributeTranspilerConfig", "a_sync_configs of DistributedStrategy"), ("GeoStrategy", "create_geo_strategy"),
+     ("CollectiveOptimizer", "distributed_optimizer")],
+)  # fmt: skip
+def test_classes_of_1x_name_what_replaced_them(name: str, instead: str) -> None:
+    """B.13: scripts of Fleet 1.x import these."""
+    with pytest.raises(AttributeError, match=instead):
+        getattr(fleet, name)

@@ -17,6 +17,7 @@ _HOMES = {
     "Batch": "_batch",
     "BoxPSDataset": "_not_offered",
     "DatasetBase": "_base",
+    "DatasetFactory": "_factory",
     "FileInstantDataset": "_not_offered",
     "InMemoryDataset": "_in_memory",
     "QueueDataset": "_queue",

@@ -24,6 +24,7 @@ class DatasetBase:
 
     def __init__(self) -> None:
         self._settings = Settings(data_feed_type=self._feed)
+        self._set_apart: dict[str, Any] = {}  # by set_... and _init_distributed_settings, which init() leaves alone
         self.filelist: list[str] = []
         self._has_filelist = False
 
@@ -48,7 +49,9 @@ class DatasetBase:
             ConfigError: an unknown option or a wrong value; nothing was changed.
         """
         call = f"{type(self).__name__}.init"
-        self._settings = Settings(data_feed_type=self._feed).changed(options, self._options, call)
+        made = Settings(data_feed_type=self._feed).changed({**self._set_apart, **options}, self._options, call)
+        self._set_apart = {name: value for name, value in self._set_apart.items() if name not in options}
+        self._settings = made
 
     def set_filelist(self, filelist: Sequence[str]) -> None:
         """Sets the files of this worker; ``fleet.util.get_file_shard`` gives each worker its part of a list.
@@ -59,6 +62,50 @@ class DatasetBase:
         if not isinstance(filelist, list | tuple) or not all(isinstance(file, str | os.PathLike) for file in filelist):
             raise ConfigError(f"set_filelist({filelist!r}) takes a list of file names.")
         self.filelist, self._has_filelist = [os.fspath(file) for file in filelist], True
+
+    def _change(self, call: str, **options: Any) -> None:
+        self._settings = self._settings.changed(options, self._options, f"{type(self).__name__}.{call}")
+
+    def _set(self, call: str, **options: Any) -> None:
+        """Changes some options by a call of older scripts."""
+        self._change(call, **options)
+        self._set_apart |= options
+
+    def set_use_var(self, var_list: Sequence[Any]) -> None:
+        """Sets ``use_var`` of :meth:`init`."""
+        self._set("set_use_var", use_var=var_list)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Sets ``batch_size`` of :meth:`init`."""
+        self._set("set_batch_size", batch_size=batch_size)
+
+    def set_thread(self, thread_num: int) -> None:
+        """Sets ``thread_num`` of :meth:`init`."""
+        self._set("set_thread", thread_num=thread_num)
+
+    def set_pipe_command(self, pipe_command: str) -> None:
+        """Sets ``pipe_command`` of :meth:`init`."""
+        self._set("set_pipe_command", pipe_command=pipe_command)
+
+    def set_input_type(self, input_type: int) -> None:
+        """Sets ``input_type`` of :meth:`init`."""
+        self._set("set_input_type", input_type=input_type)
+
+    def set_download_cmd(self, download_cmd: str) -> None:
+        """Sets ``download_cmd`` of :meth:`init`."""
+        self._set("set_download_cmd", download_cmd=download_cmd)
+
+    def set_feed_type(self, data_feed_type: str) -> None:
+        """Checks ``data_feed_type`` of :meth:`init`."""
+        self._set("set_feed_type", data_feed_type=data_feed_type)
+
+    def set_hdfs_config(self, fs_name: str, fs_ugi: str) -> None:
+        """Sets ``fs_name`` and ``fs_ugi`` of :meth:`init`."""
+        self._set("set_hdfs_config", fs_name=fs_name, fs_ugi=fs_ugi)
+
+    _set_use_var, _set_batch_size, _set_thread = set_use_var, set_batch_size, set_thread
+    _set_pipe_command, _set_input_type, _set_download_cmd = set_pipe_command, set_input_type, set_download_cmd
+    _set_feed_type, _set_hdfs_config = set_feed_type, set_hdfs_config
 
     def _start_reading(self) -> tuple[TextForm, Source]:
         """Returns form and source once everything that can be checked before reading is checked."""

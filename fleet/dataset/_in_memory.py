@@ -85,13 +85,53 @@ class InMemoryDataset(DatasetBase):
         Raises:
             ConfigError: an unknown option or a wrong value; nothing was changed.
         """
-        made = self._settings.changed(options, self._options, f"{type(self).__name__}.update_settings")
+        self._change("update_settings", **options)
+
+    def _change(self, call: str, **options: Any) -> None:
+        made = self._settings.changed(options, self._options, f"{type(self).__name__}.{call}")
         fixed = [name for name in _FORM_OPTIONS if getattr(made, name) != getattr(self._settings, name)]
         if fixed and (self._samples is not None or self._preload is not None):
-            raise ConfigError(
-                f"update_settings({fixed[0]}=...) while samples are in memory; call release_memory() first."
-            )
+            raise ConfigError(f"{call}({fixed[0]}=...) while samples are in memory; call release_memory() first.")
         self._settings: Settings = made
+
+    def _init_distributed_settings(self, **options: Any) -> None:
+        """Sets options that a later :meth:`init` leaves alone; with ``merge_size`` ids are read, as it needs them."""
+        if isinstance(options.get("merge_size"), int) and options["merge_size"] > 0:
+            options = {"parse_ins_id": True, **options}
+        self._set("_init_distributed_settings", **options)
+
+    def set_parse_ins_id(self, parse_ins_id: bool) -> None:
+        """Sets ``parse_ins_id`` of :meth:`init`."""
+        self._set("set_parse_ins_id", parse_ins_id=parse_ins_id)
+
+    def set_parse_content(self, parse_content: bool) -> None:
+        """Sets ``parse_content`` of :meth:`init`."""
+        self._set("set_parse_content", parse_content=parse_content)
+
+    def set_merge_by_lineid(self, merge_size: int = 2) -> None:
+        """Sets ``merge_size`` of :meth:`init`, and ``parse_ins_id``."""
+        self._set("set_merge_by_lineid", merge_size=merge_size, parse_ins_id=True)
+
+    def set_fleet_send_batch_size(self, fleet_send_batch_size: int = 1024) -> None:
+        """Sets ``fleet_send_batch_size`` of :meth:`init`."""
+        self._set("set_fleet_send_batch_size", fleet_send_batch_size=fleet_send_batch_size)
+
+    def set_fleet_send_sleep_seconds(self, fleet_send_sleep_seconds: float = 0) -> None:
+        """Sets ``fleet_send_sleep_seconds`` of :meth:`init`."""
+        self._set("set_fleet_send_sleep_seconds", fleet_send_sleep_seconds=fleet_send_sleep_seconds)
+
+    def set_fea_eval(self, record_candidate_size: int, fea_eval: bool = True) -> None:
+        """Sets ``candidate_size`` and ``fea_eval`` of :meth:`init`."""
+        self._set("set_fea_eval", candidate_size=record_candidate_size, fea_eval=fea_eval)
+
+    def set_queue_num(self, queue_num: int) -> None:
+        """Warns: ``queue_num`` has no effect here."""
+        self._change("set_queue_num", queue_num=queue_num)
+
+    _set_parse_ins_id, _set_parse_content, _set_queue_num = set_parse_ins_id, set_parse_content, set_queue_num
+    _set_merge_by_lineid, _set_fea_eval = set_merge_by_lineid, set_fea_eval
+    _set_fleet_send_batch_size = set_fleet_send_batch_size
+    _set_fleet_send_sleep_seconds = set_fleet_send_sleep_seconds
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

@@ -214,7 +214,11 @@ class HDFSClient(FS):
         self._operation(lambda end: self._command(["-put", "-f", local_path, fs_path], end))
 
     def _get(self, fs_path: str, local_path: str) -> None:
-        self._operation(lambda end: self._command(["-get", "-f", fs_path, local_path], end))
+        def make_room() -> None:  # of what an earlier try left: -get has no -f in Hadoop 2.7
+            if os.path.lexists(local_path):
+                _delete_local(local_path)
+
+        self._operation(lambda end: self._command(["-get", fs_path, local_path], end, make_room))
 
     def _rows(self, fs_path: str) -> list[tuple[str, int, str]]:
         """Returns kind ("d" or "-"), size in bytes and full path of each entry of a listing."""
@@ -252,8 +256,9 @@ class HDFSClient(FS):
             return False
         raise self._failure(["-test", flag, fs_path], done)
 
-    def _command(self, arguments: list[str], end: float) -> _Done:
+    def _command(self, arguments: list[str], end: float, before_try: Callable[[], None] = lambda: None) -> _Done:
         for attempt in range(self._retry_times + 1):
+            before_try()
             done = self._run(arguments, end)
             if done.returncode == 0:
                 return done

@@ -57,6 +57,15 @@ def test_init_arguments() -> None:
     for wrong in ({"is_collective": 1}, {"role_maker": "me"}, {"strategy": {"amp": True}}, {"log_level": "LOUD"}):
         with pytest.raises(ConfigError):
             fleet.init(**wrong)  # type: ignore[arg-type]
+    strategy = fleet.DistributedStrategy()
+    for call in (
+        lambda: fleet.init(strategy, True),  # type: ignore[arg-type]
+        lambda: fleet.init(None, strategy),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=r"Name it: fleet.init\(is_collective=True, strategy=strategy\)\.$"):
+            call()
+    with pytest.raises(ConfigError, match="Write is_collective=True"):
+        fleet.init(True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not compatible"):
         fleet.init(strategy=object())  # type: ignore[arg-type]
 
@@ -224,3 +233,48 @@ def test_an_exit_without_a_group_collects_no_garbage(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(grouped.session), "has_group", property(lambda _: True))
     grouped._close()
     assert collected
+
+
+def test_names_that_scripts_of_paddle_use() -> None:
+    """B.2, 003-32: clear_gradient beside clear_grad, the user's module as _layers, split_files."""
+    fleet.init(is_collective=True)
+    net, optimizer = wrapped()
+    assert net._layers is net.module
+    for clear in (optimizer.clear_gradient, optimizer.clear_gradients, fleet.clear_gradient, fleet.clear_gradients):
+        net(torch.ones(2, 3)).sum().backward()
+        clear()
+        assert all(p.grad is None for p in net.parameters())
+    assert fleet.split_files(["a", "b"]) == ["a", "b"]
+
+    class Own(nn.Linear):
+        """A module that has the name itself."""
+
+        _layers = 3
+
+    assert fleet.distributed_model(Own(1, 1))._layers == 3
+
+
+def test_a_util_of_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B.2: ``fleet.util = MyUtil()``, before or after init; its inherited calls work in the running job."""
+
+    class MyUtil(fleet.UtilBase):
+        """What Paddle's documentation shows."""
+
+        def user_id(self) -> int:
+            """Returns a number."""
+            return 7
+
+    with pytest.raises(NotInitializedError, match="fleet.util.barrier"):
+        MyUtil().barrier()
+    monkeypatch.setitem(vars(fleet), "util", None)  # takes away afterwards what is assigned here
+    fleet.util = MyUtil()
+    fleet.init(is_collective=True)
+    assert fleet.util.user_id() == 7
+    assert fleet.util.all_reduce(2.0) == 2.0
+    assert fleet.util.get_file_shard(["a"]) == ["a"]
+    fleet.barrier_worker()
+    own = fleet.Fleet()
+    own.util = MyUtil()
+    own.init(is_collective=True, log_level="WARNING")
+    assert own.util.user_id() == 7
+    own.session.close()

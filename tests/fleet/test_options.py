@@ -192,7 +192,9 @@ def test_environment_flags_have_no_effect(monkeypatch: pytest.MonkeyPatch, flag:
 @pytest.mark.parametrize(
     ("old", "new"),
     [("exec_strategy", "execution_strategy"), ("forward_recompute", "recompute"),
-     ("recompute_checkpoints", "recompute_configs"), ("use_local_sgd", "localsgd")],
+     ("recompute_checkpoints", "recompute_configs"), ("use_local_sgd", "localsgd"),
+     ("sync_mode", "a_sync = False"), ("async_mode", "a_sync = True"), ("half_async_mode", ".*half_async_strategy"),
+     ("geo_sgd_mode", "a_sync = True and a_sync_configs"), ("collective_mode", "localsgd = True for 'local_sgd'")],
 )  # fmt: skip
 def test_old_names_raise_with_the_new_one(old: str, new: str) -> None:
     """A0.15, 003-12 to 003-15."""

@@ -6,7 +6,9 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
+import fleet
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError
 from fleet.role_maker import (
@@ -14,11 +16,13 @@ from fleet.role_maker import (
     MPISymetricRoleMaker,
     PaddleCloudRoleMaker,
     Role,
+    RoleMakerBase,
     UserDefinedCollectiveRoleMaker,
     UserDefinedRoleMaker,
 )
 from tests.fleet.test_starter_fleet import LAUNCHED
 from tests.fleet.test_starter_ps import SERVER, WORKER
+from tests.helpers.workers import free_ports, run_workers
 
 
 def test_cloud_role_of_a_server_and_a_worker() -> None:
@@ -130,3 +134,30 @@ def test_role_makers_of_1x_that_are_gone(maker: type) -> None:
     """B.3: refused with what to use instead."""
     with pytest.raises(UnsupportedOptionError, match="PaddleCloudRoleMaker"):
         maker()
+
+
+def trained_with(rank: int, world_size: int, kind: str, ports: list[int]) -> list[float]:
+    """Trains after ``fleet.init(role)``, as 29 public scripts begin."""
+    endpoints = [f"127.0.0.1:{port}" for port in ports]
+    role: RoleMakerBase = PaddleCloudRoleMaker(is_collective=True)
+    if kind == "user":
+        role = UserDefinedRoleMaker(is_collective=True, current_id=rank, worker_endpoints=endpoints)
+    elif kind == "user of 1.x":
+        role = UserDefinedCollectiveRoleMaker(current_id=rank, worker_endpoints=endpoints)
+    fleet.init(role)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    net = fleet.distributed_model(model)
+    net(torch.tensor([[float(rank)]])).sum().backward()
+    optimizer.step()
+    assert fleet.session.collective
+    return [fleet.worker_index(), fleet.worker_num(), model.weight.item()]
+
+
+@pytest.mark.parametrize("kind", ["cloud", "user", "user of 1.x"])
+def test_a_collective_role_maker_alone_starts_a_collective_job(kind: str) -> None:
+    """B.3: the role maker says so; is_collective=True need not be repeated."""
+    found = run_workers(trained_with, 2, kind, free_ports(2), backend=None)
+    for rank, result in enumerate(found):
+        assert result == [rank, 2, pytest.approx(0.95)]

@@ -6,12 +6,15 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fleet
 from fleet.errors import ConfigError
 from fleet.topology import CommunicateTopology
+from tests.helpers.workers import run_workers
 
 NAMES = ["data", "pipe", "sharding", "sep", "context", "model"]
 
@@ -40,11 +43,11 @@ def test_comm_lists(dims: list[int], names: list[str]) -> None:
         groups = topology.get_comm_list(axis)
         assert groups == brute_force(names, dims, axis)
         for group in groups:
-            assert [topology.get_coord(rank)[axis] for rank in group] == list(range(topology.get_dim(axis)))
+            assert [getattr(topology.get_coord(rank), axis) for rank in group] == list(range(topology.get_dim(axis)))
         for index in range(topology.get_dim_size(axis)):
             assert topology.get_axis_list(axis, index) == sorted(group[index] for group in groups)
     for rank in range(topology.world_size()):
-        assert topology.get_rank(**topology.get_coord(rank)) == rank
+        assert topology.get_rank(**topology.get_coord(rank)._asdict()) == rank
 
 
 def test_known_layout() -> None:
@@ -56,6 +59,9 @@ def test_known_layout() -> None:
     assert topology.get_fused_ranks(["pipe", "model"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert topology.get_rank_from_stage(5, pipe=1) == 7
     assert topology.get_hybrid_group_names() == ["data", "pipe", "model"]
+    place = topology.get_coord(6)
+    assert place == topology.coordinate(data=1, pipe=1, model=0) == (1, 1, 0)
+    assert (place.data, place.pipe, place.model) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +89,54 @@ def test_one_process() -> None:
     for axis in NAMES:
         assert getattr(group, f"get_{axis}_parallel_world_size")() == 1
         assert getattr(group, f"get_{axis}_parallel_rank")() == 0
-        assert getattr(group, f"get_{axis}_parallel_group")() is None
+        own = getattr(group, f"get_{axis}_parallel_group")()
+        assert (own.nranks, own.ranks, own.rank, own.process_group) == (1, [0], 0, None)
         assert getattr(group, f"get_{axis}_parallel_group_src_rank")() == 0
     assert group.get_parallel_mode() == fleet.ParallelMode.DATA_PARALLEL
     assert (group.get_stage_id(), group.get_num_stages()) == (0, 1)
-    assert group.is_first_stage()
-    assert group.is_last_stage()
+    assert group.is_first_stage is True
+    assert group.is_last_stage is True
     assert group.get_p2p_groups() is None
     assert group.get_rank_from_stage(0) == 0
     assert group.get_global_rank() == 0
     for name in ("get_check_parallel_group", "get_dp_sep_parallel_group", "get_pp_mp_parallel_group"):
-        assert getattr(group, name)() is None
+        assert getattr(group, name)().nranks == 1
     assert group.topology().world_size() == 1
+
+
+def groups_of(rank: int, world_size: int) -> list[Any]:
+    """Uses the groups of a 2 x 2 grid as scripts do."""
+    strategy = fleet.DistributedStrategy()
+    strategy.sharding = True
+    strategy.sharding_configs = {"dp_degree": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    place = fleet.get_hybrid_communicate_group()
+    found: list[Any] = []
+    for group in (place.get_data_parallel_group(), place.get_sharding_parallel_group()):
+        tensor, gathered = torch.tensor([float(rank)]), [torch.zeros(1) for _ in range(2)]
+        dist.all_gather(gathered, tensor, group=group)
+        dist.all_reduce(tensor, group=group)
+        first = torch.tensor([float(rank)])
+        dist.broadcast(first, src=group.ranks[0], group=group)
+        parts = torch.zeros(1)
+        dist.scatter(parts, [torch.ones(1), torch.ones(1) * 2] if group.rank == 0 else None, group.ranks[0], group)
+        work = dist.isend(parts, group.ranks[1], group) if group.rank == 0 else dist.irecv(parts, group.ranks[0], group)
+        assert work is not None
+        work.wait()
+        dist.barrier(group=group)
+        own = (group.nranks, group.world_size, int(group.rank), group.ranks, group.get_group_rank(rank))
+        same = group.rank == dist.get_rank(group) and dist.get_world_size(group) == group.nranks
+        found.append((own, same, dist.get_process_group_ranks(group) == group.ranks, tensor.item(), first.item(),
+                      [t.item() for t in gathered], parts.item()))  # fmt: skip
+        assert group.process_group is not None
+        assert group == group.process_group
+        assert group.get_group_rank(9) == -1
+    return found
+
+
+def test_groups_have_the_attributes_of_paddle() -> None:
+    """B.10: nranks, ranks and rank, and torch's collectives take the group as it is."""
+    for rank, (data, sharding) in enumerate(run_workers(groups_of, 4, backend=None)):
+        for found, ranks in ((data, [rank % 2, rank % 2 + 2]), (sharding, [rank // 2 * 2, rank // 2 * 2 + 1])):
+            own = (2, 2, ranks.index(rank), ranks, ranks.index(rank))
+            assert found == (own, True, True, sum(ranks), ranks[0], ranks, 1.0)

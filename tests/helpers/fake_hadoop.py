@@ -89,6 +89,10 @@ def main() -> None:
     elif command == "-put":
         copy(Path(paths[0]), place(paths[1]))
     elif command == "-get":
+        if "-f" in rest:  # of Hadoop 3; 2.7 has -p, -ignoreCrc and -crc
+            sys.exit("-get: Illegal option -f")
+        if Path(paths[1]).is_file():
+            sys.exit(f"get: `{paths[1]}': File exists")
         copy(first, Path(paths[1]))
     else:
         sys.exit(f"unknown command {command}")

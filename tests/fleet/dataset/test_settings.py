@@ -116,3 +116,54 @@ def test_a_dataset_that_was_given_no_list_of_files_says_so(kind: type[InMemoryDa
     if isinstance(dataset, InMemoryDataset):
         dataset.load_into_memory()
     assert list(dataset) == []
+
+
+def test_the_calls_of_older_scripts_set_the_same() -> None:
+    """B.7: set_... of 1.x and 2.x; what they set survives init(), which resets what init() set."""
+    slots = [Slot("words", lod_level=1)]
+    dataset = InMemoryDataset()
+    dataset.set_use_var(slots)
+    dataset.set_batch_size(4)
+    dataset.set_thread(3)
+    dataset.set_pipe_command("python reader.py")
+    dataset.set_download_cmd("./get")
+    dataset.set_hdfs_config("hdfs://a", "user,pw")
+    dataset.set_merge_by_lineid(3)
+    dataset._set_parse_content(True)
+    dataset.set_fleet_send_batch_size(10)
+    dataset.set_fleet_send_sleep_seconds(1)
+    dataset.set_fea_eval(100)
+    dataset.set_feed_type("MultiSlotInMemoryDataFeed")
+    same = InMemoryDataset()
+    same.init(
+        use_var=slots, batch_size=4, thread_num=3, pipe_command="python reader.py", download_cmd="./get",
+        fs_name="hdfs://a", fs_ugi="user,pw", merge_size=3, parse_ins_id=True, parse_content=True,
+        fleet_send_batch_size=10, fleet_send_sleep_seconds=1, fea_eval=True, candidate_size=100,
+    )  # fmt: skip
+    assert dataset._settings == same._settings
+    queue = QueueDataset()
+    queue._set_thread(2)
+    queue.set_input_type(1)
+    assert (queue._settings.thread_num, queue._settings.input_type) == (2, 1)
+    with pytest.raises(ConfigError, match=r"QueueDataset.set_batch_size\(batch_size=0\) takes a whole number"):
+        queue.set_batch_size(0)
+    with pytest.warns(OptionWarning, match="set_queue_num") as caught:
+        dataset.set_queue_num(4)
+    assert caught[0].filename == __file__
+    with pytest.raises(UnsupportedOptionError, match="other readers"):
+        dataset.set_feed_type("SlotRecordInMemoryDataFeed")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_distributed_settings_before_and_after_init(first: bool) -> None:
+    """B.7: Paddle's scripts call _init_distributed_settings on either side of init()."""
+    dataset = InMemoryDataset()
+    if first:
+        dataset._init_distributed_settings(merge_size=2, fleet_send_batch_size=7)
+    dataset.init(batch_size=4, use_var=[Slot("x")])
+    if not first:
+        dataset._init_distributed_settings(merge_size=2, fleet_send_batch_size=7)
+    made = dataset._settings
+    assert (made.batch_size, made.merge_size, made.parse_ins_id, made.fleet_send_batch_size) == (4, 2, True, 7)
+    with pytest.raises(UnknownOptionError, match="Did you mean 'merge_size'"):
+        dataset._init_distributed_settings(merge_siz=2)

@@ -1,0 +1,35 @@
+"""DatasetFactory: the way in which scripts of Fleet 1.x make a dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet.dataset._in_memory import InMemoryDataset
+from fleet.dataset._queue import QueueDataset
+from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
+
+__all__ = ["DatasetFactory"]
+
+_OFFERED = {"InMemoryDataset": InMemoryDataset, "QueueDataset": QueueDataset}
+
+
+class DatasetFactory:
+    """Makes a dataset by the name of its class; its options are set by ``set_batch_size`` and the like.
+
+    Example:
+        >>> dataset = fleet.DatasetFactory().create_dataset("InMemoryDataset")
+        >>> dataset.set_batch_size(32)
+    """
+
+    def create_dataset(self, datafeed_class: str = "QueueDataset") -> Any:
+        """Returns a new dataset; raises ConfigError for an unknown class."""
+        if datafeed_class in ("BoxPSDataset", "FileInstantDataset"):
+            raise UnsupportedOptionError(
+                f"create_dataset({datafeed_class!r}) is not offered; fleet.dataset.{datafeed_class}() has the reason."
+            )
+        if datafeed_class not in _OFFERED:
+            raise ConfigError(
+                f"create_dataset({datafeed_class!r}) takes one of {', '.join(map(repr, _OFFERED))}."
+                f"{did_you_mean(str(datafeed_class), _OFFERED)}"
+            )
+        return _OFFERED[datafeed_class]()
