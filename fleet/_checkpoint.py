@@ -86,7 +86,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
     target = _checked_path("load", path)
     if not target.is_file():
         what = "this is a folder" if target.is_dir() else "there is no such file"
-        raise CheckpointError(f"load(path={str(path)!r}): {what}.")
+        raise CheckpointError(f"load(path={str(path)!r}): {what}.{_paddle_model_in(target)}")
     try:
         if check_sums:
             _compare_sums(target)
@@ -94,7 +94,14 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
     except OSError as error:
         raise CheckpointError(f"load(path={str(path)!r}): {error.strerror or error}.") from error
     except Exception as error:
-        raise CheckpointError(_reason(f"load(path={str(path)!r})", error)) from error
+        hint = _paddle_model_in(target.parent) if target.name in ("__model__", "__params__") else ""
+        raise CheckpointError(_reason(f"load(path={str(path)!r})", error) + hint) from error
+
+
+def _paddle_model_in(folder: Path) -> str:
+    from fleet.ps._manifest import paddle_model_in  # which a job without servers does not need
+
+    return paddle_model_in(folder)
 
 
 def known_entries(state_dict: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

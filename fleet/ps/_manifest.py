@@ -127,10 +127,22 @@ def read_parts(folder: Path) -> list[Manifest]:
     return parts
 
 
+def paddle_model_in(folder: Path) -> str:
+    """Returns a sentence that says so when ``folder`` holds a model that Paddle wrote, else an empty text."""
+    names = ("__model__", "__params__", "*.pdmodel", "*.pdiparams")  # fleet.save may have written a .pdparams
+    found = next((path.name for name in names for path in folder.glob(name)), None)
+    if found is None:
+        return ""
+    return (
+        f" {folder} holds a model that Paddle wrote ({found}), which only Paddle reads. Load it there, save its "
+        "parameters as numpy arrays, and give them to load_state_dict() here."
+    )
+
+
 def _what_is_there(folder: Path) -> str:
+    if hint := paddle_model_in(folder) or paddle_model_in(folder.parent):
+        return hint
     if not folder.is_dir():
         return " The folder does not exist; check the directory and the table's name."
-    if (folder / "__model__").exists() or list(folder.glob("*.pdparams")):
-        return " It holds a model of another layout, which only its own program reads."
     names = sorted(path.name for path in folder.iterdir())[:5]
     return f" It holds {names}." if names else " It is empty."

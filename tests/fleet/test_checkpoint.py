@@ -238,3 +238,13 @@ def test_a_tensor_nobody_knows_is_a_mistake() -> None:
     saved = {**nn.Linear(2, 1).state_dict(), "other.weight": torch.zeros(1)}
     with pytest.raises(CheckpointError, match=r"other\.weight"):
         known_entries(saved, ["weight", "bias"])
+
+
+def test_a_model_that_paddle_wrote_is_named(tmp_path: Path) -> None:
+    """003-09: worker 0 of a 1.x script loads the folder, or the program in it, to predict."""
+    (tmp_path / "__model__").write_bytes(b"x")
+    for path in (tmp_path, tmp_path / "__model__"):
+        with pytest.raises(CheckpointError, match="holds a model that Paddle wrote .* give them to load_state_dict"):
+            load(str(path))
+    with pytest.raises(CheckpointError, match=r"there is no such file\.$"):
+        load(str(tmp_path / "absent"))

@@ -251,11 +251,14 @@ def test_rows_of_another_shape(change: dict[str, object], word: str, tmp_path: P
         load_table(table, tmp_path)
 
 
-def test_layouts_of_other_programs_are_named(tmp_path: Path) -> None:
-    """003-09: a model directory of the 1.x layout gives a clear error."""
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "__model__").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="another layout"):
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["__model__", "model.pdmodel"])
+def test_layouts_of_other_programs_are_named(inside: bool, name: str, tmp_path: Path) -> None:
+    """003-09: a model directory of the 1.x layout, which has no folder of the table, gives a clear error."""
+    folder = tmp_path / "t" if inside else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=rf"a model that Paddle wrote \({name}\), which only Paddle reads"):
         load_table(SparseTable(CONFIGS["plain adam"]), tmp_path)
 
 
