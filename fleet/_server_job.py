@@ -6,8 +6,10 @@ starts one inside itself.
 
 from __future__ import annotations
 
+import os
 import secrets
 import ssl
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerJob"]
 
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _QUEUE_VARIABLES = {
     "max_merge_var_num": "FLAGS_communicator_max_merge_var_num",
     "send_queue_size": "FLAGS_communicator_send_queue_size",
@@ -72,6 +75,7 @@ class ServerJob:
         self._embedded: Server | None = None
         self._metrics: list[Callable[[], None]] = []  # what ends them
         self.trainer: Trainer | None = None
+        self._has_served = False
 
     # -- worker --------------------------------------------------------------------------------------------------
 
@@ -199,8 +203,28 @@ class ServerJob:
         """Serves until every worker has said goodbye."""
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
+        self._has_served = True
         transport, say = SocketTransport(server_tls=self._server_tls), self._session.say
         run_server(self._serve_config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
+
+    def check_served(self) -> None:
+        """Ends this process with code 1 when it is a server that trains a model and never served, at its exit.
+
+        Its workers would wait for it; so the launcher ends the job at once. After an exception there is no more to say.
+        """
+        begun = self._session.optimizers or self._serve_config is not None
+        is_server = (self._environment.raw("TRAINING_ROLE") or "").strip().upper() == "PSERVER"
+        if self._has_served or not begun or not is_server or getattr(sys, "last_value", None) is not None:
+            return
+        print(
+            f"Parameter server {self._session.global_rank} ended without serving: the script did not call "
+            "fleet.run_server(), so its workers would wait for it. Write if fleet.is_server(): fleet.init_server(); "
+            "fleet.run_server() after distributed_optimizer() and distributed_model().",
+            file=sys.stderr,
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
     def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Callable[[Machine], None]:
         session = self._session
@@ -315,7 +339,17 @@ class ServerJob:
             num_batches=read_count(environment, "CPU_NUM"),
             launch_barrier=config.launch_barrier,
             check_finite=environment.bool("FLAGS_check_nan_inf"),
+            user_call=_user_call,
         )
+
+
+def _user_call() -> str:
+    """Returns the call of Fleet that the script is in, with the script's line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    outside = frame.f_back or frame
+    return f"fleet.{frame.f_code.co_name}() at {os.path.relpath(outside.f_code.co_filename)}:{outside.f_lineno}"
 
 
 def _sender_config(config: Any, environment: Environment) -> SenderConfig:

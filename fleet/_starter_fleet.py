@@ -159,6 +159,12 @@ def _master(env: Environment, endpoints: tuple[str, ...], world_size: int) -> st
         )
     master = torch_master or fleet_master or (endpoints[0] if endpoints else None)
     if master is None and world_size > 1:
+        if env.has("TRAINING_ROLE"):
+            raise ConfigError(
+                f"TRAINING_ROLE is {env.raw('TRAINING_ROLE')!r} and PADDLE_TRAINERS_NUM is {world_size!r}, but "
+                "PADDLE_PSERVERS_IP_PORT_LIST is not set, so this process has no parameter servers. Set it to ip:port of "
+                "every server, the same in each process; a collective job needs PADDLE_MASTER, host:port of worker 0."
+            )
         raise ConfigError(
             f"PADDLE_TRAINERS_NUM is {world_size!r} and nothing says where the workers meet: PADDLE_MASTER, "
             f"MASTER_ADDR with MASTER_PORT, and {_ENDPOINTS} are not set. Start the script with "

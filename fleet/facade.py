@@ -371,6 +371,8 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         had_group = dist.is_available() and dist.is_initialized()
         if self._session is not None:
             had_group = had_group or self._session.has_group
+            if self._session.server_job is not None:
+                self._session.server_job.check_served()
             self._session.close()
             self._session.release_groups()
             self._session = None

@@ -29,7 +29,9 @@ def check_bind(endpoint: str, secret: bytes | None) -> None:
     if not secret and not is_loopback(endpoint):
         raise ConfigError(
             f"the parameter server would listen on {endpoint!r} without a job secret: anyone who reaches that "
-            "address could read and change the model. Give the job a secret, or listen on 127.0.0.1."
+            "address could read and change the model. Make a secret with\n"
+            '  export FLEET_JOB_SECRET=$(python -c "import secrets; print(secrets.token_hex(32))")\n'
+            "and set the same value for every server and worker, or listen on 127.0.0.1."
         )
 
 

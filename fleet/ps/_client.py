@@ -289,8 +289,10 @@ class Client:
 
     # -- the whole job -------------------------------------------------------------------------------------------
 
-    def barrier(self, name: str = "worker") -> str | None:
+    def barrier(self, name: str = "worker", call: str = "") -> str | None:
         """Waits until every worker that lives has come to its same-numbered barrier of this name.
+
+        ``call`` is how messages name it. Raises PSError where all workers stand at barriers and none can open.
 
         Returns a key that all who met have in common; ``None`` where the others have met again since.
         In sync mode, and where staleness is bounded, the workers go on with the same step, also those that took fewer
@@ -299,7 +301,7 @@ class Client:
         number = self._barriers.get(name, 0) + 1
         # Then every server must know that this worker stands here, or it waits for a step of it for ever.
         links = self._links if self.staleness is not None else self._links[:1]
-        answers = self._all(Op.BARRIER, {"name": name}, links=links, step=number)
+        answers = self._all(Op.BARRIER, {"name": name, "call": call}, links=links, step=number)
         self._barriers[name] = number
         if self.staleness is not None:
             self.step = max(self.step, *(int(answer.get("step", 0)) for answer in answers))

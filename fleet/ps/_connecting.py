@@ -29,7 +29,7 @@ def wait_for_servers(
     """
     began = time.monotonic()
     absent = list(endpoints)
-    said = began - interval_s
+    said, explained = began - interval_s, False
     while True:
         absent = [endpoint for endpoint in absent if not _answers(endpoint, transport, connect_timeout_s)]
         if not absent:
@@ -44,6 +44,13 @@ def wait_for_servers(
             said = now
             notify(f"server not ready, wait {interval_s:g} sec to retry...")
             notify(f"not ready endpoints:{absent}")
+            if now - began >= interval_s and not explained:
+                explained = True
+                limit = "" if timeout_s is None else f" This worker waits {timeout_s:g} s (FLAGS_stop_check_timeout)."
+                notify(
+                    f"nobody listens on {', '.join(absent)}: that parameter server has not come to fleet.run_server() "
+                    f"yet, has ended (its log says why), or PADDLE_PSERVERS_IP_PORT_LIST is wrong here.{limit}"
+                )
         time.sleep(_POLL_S)
 
 

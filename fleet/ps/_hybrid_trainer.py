@@ -110,10 +110,11 @@ class HybridTrainer(Trainer):
         """Waits until every worker has come here, and takes part in the steps of those that still train."""
         failures: list[BaseException] = []
         keys: list[str | None] = []
+        call = self.config.user_call()
 
         def stand() -> None:
             try:
-                keys.append(self.client.barrier(name))
+                keys.append(self.client.barrier(name, call))
             except BaseException as error:
                 failures.append(error)
 

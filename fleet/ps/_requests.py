@@ -34,6 +34,7 @@ from fleet.ps._transport import Connection
 __all__ = ["Answer", "Peer", "Requests"]
 
 BEAT_S = 2.0
+STUCK_S = 5.0  # a worker that came back may still be on its way from one barrier to the next
 MAX_CHANNEL = 1 << 16
 
 
@@ -285,22 +286,53 @@ class Requests:
     # -- meeting points ------------------------------------------------------------------------------------------
 
     def _barrier(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        name, number, session = decode_control(body).get("name"), header.step, self._session
-        if not isinstance(name, str) or len(name) > 256 or number < 1:
+        fields, number, session = decode_control(body), header.step, self._session
+        name, call = fields.get("name"), fields.get("call") or f"barrier {fields.get('name')!r}"
+        if not isinstance(name, str) or len(name) > 256 or number < 1 or not isinstance(call, str):
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
         with session.changed:
             is_past = session.barriers.get(name, 0) >= number  # the worker comes a second time, after a restart
             session.arrive(name, number, worker.rank)
         self._machine.settle()  # the others no longer wait for a step of this worker
-        place = f"barrier {name!r}: they have to call what this one has called"
-        absent = lambda: session.absent(name, number)  # noqa: E731
-        self._wait(worker, lambda: session.barriers.get(name, 0) >= number, beat, absent, place)
+        self._stand(worker, name, number, call, beat)
         # Those who have made fewer steps than others go on with the same number, or the others would wait for them.
         clocks = [worker.clock for worker in session.active()] if self._config.staleness is not None else []
         step = 0 if is_past else max([session.applied_step, *clocks])
         with session.changed:
             key = session.keys.get(name, "") if session.barriers[name] == number else None
         return Answer(buffers=[control_body({"step": step, "key": key})])
+
+    def _stand(self, worker: Worker, name: str, number: int, call: str, beat: Beat) -> None:
+        """Returns when the barrier is open.
+
+        Raises:
+            Refused: every worker stands at a barrier, and they are different ones.
+        """
+        session, rank = self._session, worker.rank
+
+        def say() -> None:
+            with session.changed:
+                session.note_stuck(STUCK_S)
+            place = f"{call}: they have to call it, too. {session.account()}"
+            beat({"place": place, "waiting_for": session.absent(name, number)})
+
+        with session.changed:
+            session.standing[rank] = (call, time.monotonic())
+            session.stuck.pop(rank, None)
+        try:
+            with self._busy(worker):
+                session.wait_for(
+                    lambda: session.barriers.get(name, 0) >= number or rank in session.stuck, say, BEAT_S
+                )
+        finally:
+            with session.changed:
+                session.standing.pop(rank, None)
+                account = session.stuck.pop(rank, None)
+        if account is not None:
+            raise Refused(
+                f"{call} waits for all workers, and none can go on: {account}. Every worker makes this call, at the "
+                "same place of the script, not under fleet.is_first_worker()."
+            )
 
     def _wait_for_step(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
         self._wait(worker, predicate, beat, lambda: self._session.slower_than(step), f"step {step}")

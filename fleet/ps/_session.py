@@ -105,6 +105,8 @@ class Session:
         self.barriers: dict[str, int] = {}
         self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all who met there
         self.arrived: dict[tuple[str, int], set[int]] = {}
+        self.standing: dict[int, tuple[str, float]] = {}  # by rank: the call it stands in, and since when
+        self.stuck: dict[int, str] = {}  # by rank: why it waits for nothing, until it was told
         self.recorder = GeoRecorder(num_workers)
         self.saved: dict[str, dict[str, Any]] = {}  # answers of the latest saves, by save id
         self.stopped = False
@@ -226,6 +228,29 @@ class Session:
         """Returns the ranks that are waited for at the ``number``-th barrier ``name``."""
         standing = self.arrived.get((name, number), set())
         return [worker.rank for worker in self.active() if worker.rank not in standing]
+
+    def note_stuck(self, after_s: float) -> None:
+        """Lets all workers go when they have stood for so long at barriers of which none can open."""
+        standing = dict(self.standing)
+        if not {worker.rank for worker in self.active()} <= standing.keys():
+            return
+        if time.monotonic() - max(since for _, since in standing.values()) >= after_s:
+            self.stuck = dict.fromkeys(standing, self.account())
+            for ranks in self.arrived.values():
+                ranks -= standing.keys()
+            self.changed.notify_all()
+
+    def account(self) -> str:
+        """Returns where each worker is, as far as this server knows."""
+        found, standing = [], dict(self.standing)
+        for worker in self.workers:
+            if worker.rank in standing:
+                found.append(f"worker {worker.rank} waits in {standing[worker.rank][0]}")
+            elif worker.state == "active":
+                found.append(f"worker {worker.rank} is elsewhere, {worker.clock} steps done")
+            else:
+                found.append(f"worker {worker.rank} is {worker.state}")
+        return "; ".join(found)
 
     def settle_barriers(self) -> dict[str, int]:
         """Opens every barrier at which all active workers stand; returns the numbers of those that opened."""

@@ -47,6 +47,7 @@ class TrainerConfig:
         num_batches: batches per push of half-async mode.
         launch_barrier: all workers wait for each other before the first step.
         check_finite: a gradient with a NaN or Inf raises and is not pushed.
+        user_call: returns the call of the script that is running, for messages.
     """
 
     mode: str = "async"
@@ -56,6 +57,7 @@ class TrainerConfig:
     num_batches: int = 1
     launch_barrier: bool = True
     check_finite: bool = False
+    user_call: Callable[[], str] = str
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -111,11 +113,11 @@ class Trainer:
         if client.config.rank == 0:
             give_initial_values(client, self.plan, self._connect)
         if self.config.launch_barrier or not self.plan.dense:
-            client.barrier(START)
+            client.barrier(START, self.config.user_call())
         wait_for_values(client, self.plan)  # the barrier does not wait for a worker 0 that is silent for too long
         self._take_parameters(client)
         if self.config.launch_barrier:
-            client.barrier(READY)  # nobody trains before all have taken the same parameters
+            client.barrier(READY, self.config.user_call())  # nobody trains before all have taken the same parameters
         rejoin(client, self._pending)  # after the barriers of the start, which a worker that comes back passes again
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
@@ -223,7 +225,7 @@ class Trainer:
 
     def meet(self, name: str) -> str | None:
         """Waits until every worker has come to its same-numbered barrier of this name; returns their common key."""
-        return self.client.barrier(name)
+        return self.client.barrier(name, self.config.user_call())
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 
@@ -254,7 +256,7 @@ class Trainer:
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
             rows = sum(client.alter(part.table_id, "shrink", **fields) for part in parts)
-        client.barrier(SAVE)
+        client.barrier(SAVE, self.config.user_call())
         return rows
 
     def set_date(self, table_id: int, day: str) -> None:
@@ -276,14 +278,14 @@ class Trainer:
         """
         key = self._come_to_save()
         found = 0 if key is None else act(f"{key}-{zlib.crc32(what.encode()):08x}")
-        self.client.barrier(SAVE)
+        self.client.barrier(SAVE, self.config.user_call())
         return found
 
     def _come_to_save(self) -> str | None:
         """Returns when every worker has come here with its steps applied, with the key of their meeting."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
-            self.client.barrier(SAVE)  # the end of a save that the process before this one did not live to see
+            self.client.barrier(SAVE, self.config.user_call())  # the end of a save that the process before this one did not live to see
         return self.meet(SAVE)
 
     def _after_goodbye(self) -> None:
