@@ -197,7 +197,7 @@ class FleetModel(nn.Module):
             raise ConfigError(
                 "Join([model]): no gradients are exchanged here. Use model.join(), which does nothing then."
             )
-        return reducer.join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        return reducer.join_hook(**kwargs)
 
     def _joining(self) -> DistributedDataParallel | None:
         if self._observer is not None:
@@ -357,7 +357,7 @@ class FleetModel(nn.Module):
         return _loaded, (self.module,)
 
     def _check_whole(self, call: str) -> None:
-        if has_parts(dict(self.module.named_parameters())):
+        if has_parts(dict(self.named_parameters())):
             raise ConfigError(
                 f"{call}: sharding stages 2 and 3 divided the model, and a worker holds a part of it. Save "
                 "model.full_state_dict(), which a plain module loads; keep an average of the parts beside "

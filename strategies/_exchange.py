@@ -150,6 +150,7 @@ def copied_chain(chain: nn.Module, module: nn.Module, twin: nn.Module, memo: dic
             return copy.deepcopy(chain, memo), True
         return copied_chain(inner, module, twin, memo)[0], False
     found, trains = copied_chain(inner, module, twin, memo)
-    if hasattr(chain, "around"):
-        return chain.around(found, twin), trains and not counted and chain.keeps_size
+    wrapper: Any = chain
+    if hasattr(wrapper, "around"):
+        return wrapper.around(found, twin), trains and not counted and wrapper.keeps_size
     return found, trains and not counted  # the compiler's

@@ -222,9 +222,9 @@ def divide_model(
         part.set_force_sum_reduction_for_comms(division.sum_first or division.divisor is not None)
     new = dict(module.named_parameters(remove_duplicate=False))
     replaced = {parameter: new[name] for name, parameter in old.items()}
-    for parameter, part in replaced.items():
+    for parameter, new_parameter in replaced.items():
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             # The dictionary itself: handle.remove() of the user's goes on working.
-            setattr(part, hooks, getattr(parameter, hooks))
+            setattr(new_parameter, hooks, getattr(parameter, hooks))
             setattr(parameter, hooks, None)
     return DividedModule(module, division.process_group), replaced
