@@ -43,9 +43,8 @@ def explained(
     if roll_call is None or _BROKEN.search(text) is None:
         return None
     where = user_line_of(error.__traceback__)
-    others = {rank: at for rank, at in roll_call.whereabouts().items() if rank != roll_call.global_rank}
     return RendezvousError(
-        f"{who} the exchange with the other workers broke off at {where}:\n{account(others)}\n"
+        f"{who} the exchange with the other workers broke off at {where}:\n{account(roll_call.others_after(error))}\n"
         "If one has failed, its own message is the cause. If one has ended well, it had fewer batches: give every "
         "worker as many, with fleet.elastic.ElasticSampler or torch's DistributedSampler."
     )

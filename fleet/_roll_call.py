@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -41,7 +42,8 @@ from fleet.errors import ConfigError, RendezvousError
 
 _LOOK_EVERY_S = 1.0
 _GROWTH = 1.5  # of the time between two looks at where the others are
-_LEAVE_WITHIN_S = 5.0
+_ANSWER_WITHIN_S = 3.0
+_READ_WITHIN_S = 60.0
 _BREAK_WITHIN_S = 5.0
 _IDLE_SHARE = 0.05  # of a core, which threads of other libraries may use while the main thread waits
 _IDLE_S = 0.001
@@ -68,9 +70,11 @@ class RollCall:
         self.global_rank, self._world_size, self._step = global_rank, world_size, step
         self._limit_s, self._timeout_s = limit_s, timeout_s
         self._period_s = min(1.0, limit_s / 10) if limit_s else 1.0
-        self._number, self._has_read = 0, True
+        self._server = _connection_to(store)
+        self._number = self._answered = 0
         self._meeting: tuple[str, str] | None = None  # the call and the user's line
         self._waits_since: float | None = None
+        self._error: BaseException | None = None
         self._clocks = (0.0, 0.0, 0.0)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(store, prefix), name="fleet-roll-call", daemon=True)
@@ -94,15 +98,14 @@ class RollCall:
         """
         number, where = self._number, user_line(sys._getframe(1))
         names = [f"{number}/{rank}" for rank in range(self._world_size)]
-        self._number, self._has_read, self._meeting = number + 1, False, (call, where)
+        self._number, self._meeting, self._error = number + 1, (call, where), None
         try:
             self._store.set(names[self.global_rank], json.dumps([call, where, text]))
             self._wait_for(names, call, where)
             posts = [json.loads(post) for post in self._store.multi_get(names)]
-            self._has_read = True
-            if self._store.add(f"{number}/read", 1) == self._world_size:
-                for name in (*names, f"{number}/read"):
-                    self._store.delete_key(name)
+            self._store.add(f"{number}/read", 1)
+            if self.global_rank == 0:
+                self._clear(names, f"{number}/read")
         except dist.DistError as error:
             raise RendezvousError(
                 f"{self._who} {call} at {where}: rank 0, which serves the meeting point, has ended or cannot be "
@@ -113,14 +116,23 @@ class RollCall:
         self._check_calls(dict(enumerate(posts)))
         return [post[2] for post in posts]
 
+    def others_after(self, error: BaseException) -> dict[int, Whereabouts]:
+        """Returns where the other workers are, who hear from now on that this one ends with ``error``."""
+        self._error = error
+        return {rank: at for rank, at in self.whereabouts().items() if rank != self.global_rank}
+
     def whereabouts(self, store: dist.Store | None = None) -> dict[int, Whereabouts]:
         """Returns where every worker is; rank 0, which serves the store, counts as ended when that is gone."""
         store = store if store is not None else self._store
         found: dict[int, Whereabouts] = {self.global_rank: self._own()}
         try:
+            if not self._is_served():
+                raise dist.DistNetworkError
             asked = store.add("asked", 1)
-            deadline = time.monotonic() + 3 * self._period_s
+            deadline = time.monotonic() + _ANSWER_WITHIN_S
             while len(found) < self._world_size and time.monotonic() < deadline and not self._stopped.wait(0.02):
+                if store is not self._store:
+                    self._reply(store)  # the thread that asks is the one that answers
                 for rank in set(range(self._world_size)) - set(found):
                     if (at := _answer(store, rank, asked)) is not None:
                         found[rank] = at
@@ -129,16 +141,15 @@ class RollCall:
         return {rank: found.get(rank, Whereabouts(SILENT)) for rank in range(self._world_size)}
 
     def close(self) -> None:
-        """Tells the others that this worker has ended; what it serves stays until they have read the last meeting."""
+        """Tells the others that this worker has ended."""
         self._stopped.set()
         self._thread.join()
+        self._error = self._error or getattr(sys, "last_value", None)
         with contextlib.suppress(dist.DistError):
-            ended = Whereabouts(ENDED, f"{how_it_ended()}, after step {self._step()}")
-            self._store.set(f"left/{self.global_rank}", ended.to_text())
-            deadline = time.monotonic() + _LEAVE_WITHIN_S
-            last = f"{self._number - 1}/read"
-            while self._has_read and self._number and self._store.check([last]) and time.monotonic() < deadline:
-                time.sleep(0.002)
+            if self._is_served():
+                self._store.set(f"left/{self.global_rank}", self._ended().to_text())
+        if self._server is not None:
+            self._server.close()
 
     @property
     def _who(self) -> str:
@@ -146,7 +157,7 @@ class RollCall:
 
     def _wait_for(self, names: list[str], call: str, where: str) -> None:
         """Returns when every worker has come; raises when one has ended, calls something else, or none can go on."""
-        began = time.monotonic()
+        began, absent = time.monotonic(), list(range(self._world_size))
         look_at, ask_at, pause_s = began + _LOOK_EVERY_S, began + (self._limit_s or float("inf")), 0.0002
         while not self._store.check(names):
             now = time.monotonic()
@@ -167,6 +178,16 @@ class RollCall:
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
+
+    def _clear(self, names: list[str], read: str) -> None:
+        """Removes what was left at a meeting, once all have read it; rank 0 serves it and must not end before."""
+        deadline = time.monotonic() + _READ_WITHIN_S
+        while self._store.add(read, 0) < self._world_size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.0002)
+        for name in (*names, read):
+            self._store.delete_key(name)
 
     def _ask(self, call: str, where: str, present: list[int], absent: list[int], waited_s: float) -> None:
         found = self.whereabouts()
@@ -199,28 +220,32 @@ class RollCall:
     def _own(self) -> Whereabouts:
         """Returns where the main thread of this worker is."""
         meeting, step = self._meeting, self._step()
+        if self._error is not None:
+            return self._ended()
         if meeting is not None:
             return Whereabouts(MEETS, meeting[1], meeting[0], step)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None:
-            return Whereabouts(ENDED, f", after step {step}")
+            return self._ended()
         since = self._waits_since
         if since is None or not is_waiting(frame):
             return Whereabouts(BUSY, user_line(frame), step=step)
         return Whereabouts(WAITS, user_line(frame), step=step, since_s=time.monotonic() - since)
 
+    def _ended(self) -> Whereabouts:
+        return Whereabouts(ENDED, f"{how_it_ended(self._error)}, after step {self._step()}")
+
     def _watch(self, store: dist.Store, prefix: str) -> None:
         """Answers the others, and looks after exchanges that this worker waits in; runs in a thread."""
-        answered, ask_at = 0, 0.0
+        ask_at = self._limit_s
         try:
             # A connection of its own: the main thread may block on the store's usual one.
             own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
             while not self._stopped.wait(self._period_s):
                 self._note_waiting()
-                asked = own.add("asked", 0)
-                if asked != answered:
-                    answered = asked
-                    own.set(f"answer/{self.global_rank}", json.dumps([asked, self._own().to_text()]))
+                if not self._is_served():
+                    return
+                self._reply(own)
                 since = self._waits_since
                 waited_s = 0.0 if since is None else time.monotonic() - since
                 if since is None or self._meeting is not None:
@@ -230,6 +255,24 @@ class RollCall:
                     ask_at = waited_s * _GROWTH
         except RuntimeError:
             return  # the store's server ended before this worker
+
+    def _reply(self, store: dist.Store) -> None:
+        """Answers the newest question for this worker's whereabouts."""
+        asked = store.add("asked", 0)
+        if asked != self._answered:
+            self._answered = asked
+            store.set(f"answer/{self.global_rank}", json.dumps([asked, self._own().to_text()]))
+
+    def _is_served(self) -> bool:
+        """Returns whether the store's server still runs; torch prints a stack for each request that it misses."""
+        if self._server is None:
+            return True
+        try:
+            return bool(self._server.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def _note_waiting(self) -> None:
         """Notes since when the main thread is in an exchange and neither it nor others of this process compute."""
@@ -262,12 +305,23 @@ class RollCall:
             return
         # The main thread waits in C++, where nothing can be raised.
         print(
-            f"{self._who} stops: the exchange at {where} cannot be finished:\n{account(found)}\nEvery worker must take "
-            f"part in each exchange, in the same order: the same number of batches, the same models. {_LIMIT_NOTE}",
+            f"RendezvousError: {self._who} the exchange at {where} cannot be finished:\n{account(found)}\nEvery worker "
+            "must take part in each exchange, in the same order: the same number of batches, the same models. "
+            f"{_LIMIT_NOTE}",
             file=sys.stderr,
             flush=True,
         )
+        ended = Whereabouts(ENDED, f" with RendezvousError at {where}, after step {self._step()}")
+        store.set(f"left/{self.global_rank}", ended.to_text())
+        store.check(["asked"])  # the post has arrived when this is answered
         os._exit(1)
+
+
+def _connection_to(store: dist.Store) -> socket.socket | None:
+    """Returns a connection that ends with the store's server; None for a store that no worker serves."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return socket.create_connection((store.host, store.port)) if isinstance(store, dist.TCPStore) else None
 
 
 def _answer(store: dist.Store, rank: int, asked: int) -> Whereabouts | None:

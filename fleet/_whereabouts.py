@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import linecache
 import os
-import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ _LIBRARIES = (
     f"{Path(__file__).parent}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{sysconfig.get_path('stdlib')}{os.sep}",
-    "<frozen",
+    "<",  # frozen modules, and functions that dataclasses make
 )
 _DEPTH = 6
 _MAX_SOURCE = 60
@@ -91,7 +90,7 @@ def account(found: Mapping[int, Whereabouts]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, at in sorted(found.items()):
         ranks.setdefault(f"{at}", []).append(rank)
-    return "\n".join(f"  {named(where)} {text}" for text, where in ranks.items())
+    return "\n".join(f"  {named(where)}: {text}" for text, where in ranks.items())
 
 
 def named(ranks: list[int]) -> str:
@@ -107,16 +106,14 @@ def is_waiting(frame: FrameType) -> bool:
 
 def user_line(frame: FrameType) -> str:
     """Returns the innermost line of the user's own code at ``frame`` or outside it, with its text."""
-    own = next((f for f in _outward(frame) if _is_own(f.f_code.co_filename)), frame)
+    frames = list(_outward(frame))
+    own = next((f for f in frames if _is_own(f.f_code.co_filename)), frames[-1])
     return _line(own.f_code.co_filename, own.f_lineno)
 
 
-def how_it_ended() -> str:
-    """Returns what an ending worker says: the uncaught exception and its line, or that there was none."""
-    error = getattr(sys, "last_value", None)
-    if error is None:
-        return ""
-    return f" with {type(error).__name__} at {user_line_of(error.__traceback__)}"
+def how_it_ended(error: BaseException | None) -> str:
+    """Returns what a worker that ends with ``error`` says of it."""
+    return "" if error is None else f" with {type(error).__name__} at {user_line_of(error.__traceback__)}"
 
 
 def user_line_of(trace: TracebackType | None) -> str:

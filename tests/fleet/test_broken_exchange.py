@@ -1,0 +1,108 @@
+"""Errors of torch and gloo say which worker is missing, which parameter is meant, and which option helps."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fleet
+from fleet._broken_exchange import UncaughtErrors, explained
+from fleet._whereabouts import ENDED, Whereabouts
+from fleet.errors import ConfigError, RendezvousError
+from tests.helpers.workers import run_workers
+
+GONE: Any = SimpleNamespace(others_after=lambda error: {1: Whereabouts(ENDED, ", after step 3")})
+CLOSED = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4. GLHF!")
+
+
+def test_a_lost_connection_names_who_has_ended() -> None:
+    meaning = explained(CLOSED, [], GONE, "[rank 0 of 2]")
+    assert isinstance(meaning, RendezvousError)
+    assert "rank 1: has ended, after step 3" in f"{meaning}"
+
+
+def test_other_errors_are_left_alone() -> None:
+    assert explained(RuntimeError("shape mismatch"), [], GONE, "") is None
+    assert explained(ConfigError("Connection closed by peer"), [], GONE, "") is None
+    assert explained(KeyError("Connection closed by peer"), [], GONE, "") is None
+    assert explained(CLOSED, [], None, "") is None
+
+
+def test_what_nobody_catches_is_explained_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.excepthook
+    uncaught = UncaughtErrors([], GONE, "[rank 0 of 2]")
+    sys.excepthook(RuntimeError, CLOSED, None)
+    uncaught.close()
+    assert sys.excepthook is before
+    first, _, meaning = capsys.readouterr().err.partition("\n\n")
+    assert "GLHF" in first
+    assert meaning.startswith("RendezvousError: [rank 0 of 2] the exchange with the other workers broke off")
+
+
+class Branches(torch.nn.Module):
+    """Uses a part of itself when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.body, self.extra = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, full: bool) -> torch.Tensor:
+        """Runs one or both."""
+        return self.extra(self.body(x)) if full else self.body(self.frozen(x))
+
+
+def _unused(rank: int, world_size: int) -> tuple[str, bool]:
+    fleet.init(is_collective=True)
+    model = fleet.distributed_model(Branches())
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 2), full=False).sum().backward()
+    except ConfigError as error:
+        return f"{error}", isinstance(error.__cause__, RuntimeError)
+    return "", False
+
+
+def test_an_unused_parameter_is_named_with_the_option_that_allows_it() -> None:
+    """torch: 'Parameter indices which did not receive grad for rank 1: 2 3'."""
+    for rank, (said, is_chained) in enumerate(run_workers(_unused, 2, backend=None)):
+        assert f"[rank {rank} of 2] parameters 'extra.weight', 'extra.bias' took no part" in said
+        assert "strategy.find_unused_parameters = True" in said
+        assert is_chained
+
+
+def _uneven(rank: int, world_size: int) -> str:
+    fleet.init(is_collective=True, log_level="ERROR")
+    net = torch.nn.Linear(2, 2)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    try:
+        for _ in range(3 - rank):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return _meaning(error)
+    fleet.session.close()
+    dist.destroy_process_group()
+    time.sleep(2.0)
+    return ""
+
+
+def _meaning(error: RuntimeError) -> str:
+    with pytest.raises(RendezvousError) as caught:
+        fleet.session.explain(error)
+    assert caught.value.__cause__ is error
+    return f"{caught.value}"
+
+
+def test_a_worker_with_a_batch_more_is_told_who_had_fewer() -> None:
+    said = run_workers(_uneven, 2, backend=None)[0]
+    assert "`model(torch.ones(1, 2)).sum().backward()`" in said
+    assert "rank 1: has ended, after step 2" in said
+    assert "ElasticSampler" in said
