@@ -73,7 +73,11 @@ class Session:
 
     def __post_init__(self) -> None:
         if self.roll_call is not None:
-            check_options(self.roll_call, "fleet.init()", self.options)
+            try:
+                check_options(self.roll_call, "fleet.init()", self.options)
+            except BaseException:
+                self._leave_roll_call()
+                raise
         self._make_strategies()
         self.util = UtilBase(self)
         self.role_maker.set_util(self.util)
@@ -178,6 +182,11 @@ class Session:
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
+
+    def _leave_roll_call(self) -> None:
+        if self._roll_call is not None and self._uncaught is not None:
+            self._roll_call.close()
+            self._uncaught.close()
 
     def become_served(self) -> None:
         """Makes a single process that trains alone one whose updates happen on servers.
@@ -301,10 +310,7 @@ class Session:
     def close(self) -> None:
         """Lets go of everything the strategies hold; the session is over."""
         self.closed = True
-        if self._roll_call is not None:
-            self._roll_call.close()
-        if self._uncaught is not None:
-            self._uncaught.close()
+        self._leave_roll_call()
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []
