@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol, cast
@@ -27,10 +27,20 @@ from fleet.strategies._parts import (
     warn_of_parts,
     whole_state,
 )
+from fleet.strategies._passes import passes_of
 
 # Kept out of the module's own attributes: they belong to the wrapper.
 _OWN = frozenset(
-    {"_chain", "_observer", "_forward_methods", "_redirected", "_trains", "_exchanges", "_compiled_call_impl"}
+    {
+        "_chain",
+        "_passes",
+        "_observer",
+        "_forward_methods",
+        "_redirected",
+        "_trains",
+        "_exchanges",
+        "_compiled_call_impl",
+    }
 )
 # These give way to a method of the user's that has their name, as everything does that comes from nn.Module alone.
 _GIVES_WAY = (
@@ -50,8 +60,11 @@ class ModelObserver(Protocol):
     def before_forward(self) -> None:
         """Called before each forward."""
 
-    def after_clear(self) -> None:
-        """Called after gradients were cleared through the model."""
+    def after_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Called after the gradients of ``parameters`` were cleared through their model."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Returns the parameters of all wrapped models."""
 
     def before_join(self) -> None:
         """Called before workers may take different numbers of batches."""
@@ -103,6 +116,9 @@ class FleetModel(nn.Module):
     def rewrap(self, chain: nn.Module) -> None:
         """Makes calls run ``chain`` from now on."""
         object.__setattr__(self, "_chain", chain)
+        object.__setattr__(self, "_passes", passes_of(chain))
+        if self._observer is not None:
+            self._passes.everyone = self._observer.parameters
         super().train(self.module.training)
 
     def replace_module(self, module: nn.Module) -> None:
@@ -126,12 +142,7 @@ class FleetModel(nn.Module):
             raise
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._chain(*args, **kwargs)
-        if not self._exchanges and self.require_backward_grad_sync:
-            raise ConfigError(
-                "model.require_backward_grad_sync is False, and an option that counts batches (gradient_merge, "
-                "sharding's accumulation) exchanges the gradients of this one. Leave it True there: the option decides."
-            )
+        result = self._passes.forward(self._chain, args, kwargs)
         if not self._trains and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -162,7 +173,7 @@ class FleetModel(nn.Module):
         if type(self.module).zero_grad is not nn.Module.zero_grad:
             self.module.zero_grad(set_to_none=set_to_none)
         if self._observer is not None:
-            self._observer.after_clear()
+            self._observer.after_clear(list(self.parameters()))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""

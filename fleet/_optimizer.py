@@ -13,6 +13,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._amp_optimizer import AmpOptimizer
 from fleet.strategies._optimizer import OptimizerWrapper
 from fleet.strategies._parts import PART, has_parts, local_state, warn_of_parts, whole_state
+from fleet.strategies._passes import forwards_behind
 from fleet.strategies._sharding_owners import PartitionedOptimizer
 
 
@@ -43,7 +44,8 @@ class FleetOptimizer(OptimizerWrapper):
         super().__init__(chain)
         self.user_optimizer = user_optimizer
         self._observer: StepObserver | None = observer
-        self._cleared: dict[int, tuple[int, int]] = {}
+        self._filled = False  # a gradient came since the last step or clear; kept once minimize() has to know
+        self._counted: dict[nn.Parameter, Any] = {}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means is up to the strategies that are on."""
@@ -55,7 +57,7 @@ class FleetOptimizer(OptimizerWrapper):
             if self._observer is not None:
                 self._observer.explain(error)
             raise
-        self.note_gradients()
+        self._filled = False
         if self._observer is not None:
             self._observer.after_step()
         return result
@@ -69,8 +71,8 @@ class FleetOptimizer(OptimizerWrapper):
     ) -> tuple[list[None], list[tuple[nn.Parameter, Tensor]]]:
         """Updates the parameters once with the gradients of ``loss``, and leaves the gradients in place.
 
-        Fleet's eager loop calls ``loss.backward()`` first; the static form does not. Both work: when ``loss`` has a
-        graph and no parameter of the optimizer received a gradient since the last step or clear, this call runs
+        Fleet's eager loop calls ``loss.backward()`` first; the static form does not. Both work: when no backward pass
+        has come from ``loss`` to the output of the model, this call clears the optimizer's gradients and runs
         ``loss.backward()``; otherwise it uses the gradients that are there.
 
         Args:
@@ -88,16 +90,23 @@ class FleetOptimizer(OptimizerWrapper):
         total = sum(loss[1:], loss[0]) if isinstance(loss, list | tuple) else loss
         if not isinstance(total, Tensor):
             raise ConfigError(f"minimize() takes the loss tensor, got {loss!r}.")
-        if total.grad_fn is not None and not self._has_new_gradients():
-            total.backward()
         only = None if parameter_list is None else {id(p) for p in parameter_list}
         never = set() if no_grad_set is None else {id(p) for p in no_grad_set}
+        left_out = {p for p in self.parameters() if (only is not None and id(p) not in only) or id(p) in never}
+        if left_out and self.merges():
+            raise ConfigError(
+                "minimize(parameter_list=..., no_grad_set=...) restricts one update, and an update takes the gradients "
+                "of several batches here. Set requires_grad of the other parameters to False instead."
+            )
+        if total.grad_fn is not None and not self._has_backward(total):
+            self.zero_grad()
+            total.backward()
         kept: list[tuple[nn.Parameter, Tensor]] = []
         pairs: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in self.parameters():
             if parameter.grad is None:
                 continue
-            if (only is not None and id(parameter) not in only) or id(parameter) in never:
+            if parameter in left_out:
                 kept.append((parameter, parameter.grad))
                 parameter.grad = None
             else:
@@ -150,7 +159,7 @@ class FleetOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every parameter."""
         super().zero_grad(set_to_none=set_to_none)
-        self.note_gradients()
+        self._filled = False
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
         """Clears the gradients: forgets them, or with ``set_to_zero`` fills them with zeros."""
@@ -218,14 +227,36 @@ class FleetOptimizer(OptimizerWrapper):
         if self._observer is not None:
             self._observer.meet(call)
 
-    def _has_new_gradients(self) -> bool:
-        return self.has_new_gradients() or any(
-            p.grad is not None and self._cleared.get(id(p)) != (id(p.grad), p.grad._version) for p in self.parameters()
-        )
+    def _has_backward(self, loss: Tensor) -> bool:
+        """Returns whether the user's loop ran backward for ``loss``; the same on all ranks that run the same script.
 
-    def note_gradients(self) -> None:
-        """Remembers the gradients that a step has used up or a clear has zeroed, so that only newer ones count."""
-        self._cleared = {id(p): (id(p.grad), p.grad._version) for p in self.parameters() if p.grad is not None}
+        Known from the wrapped models that ``loss`` was computed by; without one, from the gradients of this process.
+        """
+        forwards = forwards_behind(loss)
+        if not forwards:
+            return self._has_gradients()
+        if any(not made.differentiated for made in forwards):
+            for made in forwards:
+                made.differentiated = made.differentiated or "minimize"
+            return False
+        if all(made.differentiated == "minimize" for made in forwards):
+            raise ConfigError(
+                "minimize(loss) was called for a loss that another minimize() has differentiated already, and its "
+                "graph is gone. Call loss.backward() once, then minimize(loss) of each optimizer."
+            )
+        return True
+
+    def _has_gradients(self) -> bool:
+        """Returns whether a gradient came since the last step or clear."""
+        if not self._counted:  # so far nobody has counted
+            self._filled = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters())
+        for parameter in self.parameters():
+            if parameter.requires_grad and parameter not in self._counted:
+                self._counted[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        return self._filled or self.has_new_gradients()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self._filled = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_observer": None, "_cleared": {}}
+        return {**super().__getstate__(), "_observer": None, "_counted": {}}

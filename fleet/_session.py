@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,10 @@ class Session:
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """Returns the qualified name of every parameter of the wrapped models."""
         return {p: name for model in self.models for name, p in model.named_parameters()}
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Returns the parameters of all wrapped models."""
+        return (parameter for model in self.models for parameter in model.parameters())
 
     def has_equal_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Returns whether data parallel gives every worker the same gradients of all ``parameters``."""
@@ -284,12 +288,10 @@ class Session:
         if self.health is not None:
             self.health.beat(pause)
 
-    def after_clear(self) -> None:
-        """Lets the optimizers know that the gradients they see are used up."""
+    def after_clear(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Lets the strategies know that the gradients of ``parameters`` were cleared through their model."""
         for strategy in self.strategies:
-            strategy.note_clear()
-        for optimizer in self.optimizers:
-            optimizer.note_gradients()
+            strategy.note_clear(parameters)
 
     def before_forward(self) -> None:
         """Raises ConfigError when training starts although an option that acts in the optimizer has none to act in.

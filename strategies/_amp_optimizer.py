@@ -27,8 +27,20 @@ class AmpOptimizer(OptimizerWrapper):
 
     _step_supports_amp_scaling = True  # tells a GradScaler so
 
-    def __init__(self, optimizer: Optimizer, scale: LossScale, session: Workers, *, is_pure: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scale: LossScale,
+        session: Workers,
+        *,
+        is_pure: bool = False,
+        others: list[AmpOptimizer] | None = None,
+    ) -> None:
         super().__init__(optimizer)
+        # All optimizers with this scale, this one included, also those that come later.
+        self._all: list[AmpOptimizer] = [] if others is None else others
+        self._all.append(self)
+        self._place = len(self._all)
         self.is_pure = is_pure
         self._scale, self._session = scale, session
         self._non_finite: Tensor | None = None
@@ -55,7 +67,7 @@ class AmpOptimizer(OptimizerWrapper):
             super().step()
         else:
             self.note_step()
-        self._scale.update(finite=finite)
+        self._scale.count(self._place, finite=finite, num_optimizers=len(self._all))
         return loss
 
     def _found_by_any(self) -> bool:
@@ -140,7 +152,7 @@ class AmpOptimizer(OptimizerWrapper):
             self._scale.load_state_dict(state_dict["amp"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_session": None, "_non_finite": None}
+        return {**super().__getstate__(), "_session": None, "_non_finite": None, "_all": []}
 
 
 @torch.no_grad()

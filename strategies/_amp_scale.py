@@ -36,6 +36,7 @@ class LossScale:
         self.in_use = enabled
         self.scale: float = config.init_loss_scaling if enabled else 1.0
         self.good = self.bad = 0
+        self._stepped: dict[int, bool] = {}
         self.scaler: Any = None
 
     @property
@@ -52,8 +53,24 @@ class LossScale:
         """Returns the scale in force: the explicit scaler's when there is one, 1.0 without scaling."""
         return float(self.scaler.get_scale()) if self.scaler is not None else self.factor
 
+    def count(self, optimizer: int, *, finite: bool, num_optimizers: int) -> None:
+        """Counts a step of one optimizer; the scale moves once for each round of all of them.
+
+        A round ends when each has stepped, or when one steps again (a discriminator that steps more often). It is
+        finite when all its steps were.
+        """
+        if optimizer in self._stepped:
+            self._end_round()
+        self._stepped[optimizer] = finite
+        if len(self._stepped) >= num_optimizers:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        finite, self._stepped = all(self._stepped.values()), {}
+        self.update(finite=finite)
+
     def update(self, *, finite: bool) -> None:
-        """Counts a step and moves the scale."""
+        """Counts a round of steps and moves the scale."""
         config = self._config
         if not self.in_use or not config.use_dynamic_loss_scaling:
             return

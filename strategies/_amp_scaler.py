@@ -46,11 +46,7 @@ def _share(scaler: Any, session: Workers) -> None:
         nonlocal waits
         found: dict[torch.device, Tensor] = unscale(optimizer, *args, **kwargs)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        waits = (
-            isinstance(optimizer, OptimizerWrapper)
-            and optimizer.has_new_gradients()
-            and all(p.grad is None for p in parameters)
-        )
+        waits = isinstance(optimizer, OptimizerWrapper) and optimizer.only_counts()
         mine = torch.zeros((), device=session.device)
         for value in found.values():
             mine = torch.maximum(mine, value.to(session.device, non_blocking=True))

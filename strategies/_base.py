@@ -17,7 +17,7 @@ The plan applies strategies from the user's objects outwards:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -224,8 +224,8 @@ class Strategy:
         """Returns ``optimizer``, or one around it that stands outside all, where the user's steps are counted."""
         return optimizer
 
-    def note_clear(self) -> None:
-        """Takes note that gradients were cleared through the model."""
+    def note_clear(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Takes note that the gradients of ``parameters`` were cleared through their model."""
 
     def before_load(self) -> None:
         """Comes before the model takes a state over; warns where the state would not last."""

@@ -144,6 +144,10 @@ def copied_chain(chain: nn.Module, module: nn.Module, twin: nn.Module, memo: dic
         return copy.deepcopy(chain, memo), False
     counted = bool(chain._forward_pre_hooks)
     if isinstance(chain, DistributedDataParallel):
+        passes = chain.__dict__.get("fleet_passes")
+        if passes is not None:
+            memo[id(passes)] = None  # a copy gets its own
+            counted = counted or bool(passes.gates or passes.starts or passes.checks)
         exchange = chain.__dict__.get("fleet_exchange")
         is_plain = inner is module and not counted and (exchange is None or not exchange.registered)
         if is_plain and chain.process_group == dist.group.WORLD:  # one of another group cannot be copied

@@ -1,37 +1,59 @@
 """Several batches, one update: gradients are added up aside until the batch that completes the window.
 
 [Note: Where the sum is kept]
-Between two updates the sum is not in ``.grad`` but aside: code that stands between ``backward()`` and ``step()`` in the
-user's loop (clipping, above all) would change a sum that is not complete, and ``zero_grad()`` would lose it. Each
-gradient is set aside the moment it has been accumulated; before the backward pass that completes the window it is put
-back, so that pass exchanges, and clipping then sees, the whole merged gradient.
+What a batch adds to the sum is what ``.grad`` would hold at ``step()`` in a loop that updates each time. It is aside
+from the end of its backward pass, because code that stands between ``backward()`` and ``step()`` (clipping, above all)
+would change a sum that is not complete; ``zero_grad()`` before ``step()`` drops it, as it would drop ``.grad``, and
+never what earlier batches have added. When the backward pass that completes the window begins, the sums are put into
+``.grad``: that pass exchanges, and clipping then sees, the whole merged gradient. They are kept until the update, in
+case gradients are cleared and another pass follows.
+
+The smallest parameter has a gradient of zeros meanwhile. Code that clips finds something to clip, and a script that
+clears ``.grad`` by hand is noticed.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.errors import CheckpointError
+from fleet.errors import CheckpointError, ConfigError
 from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._passes import Passes, accumulator_of
 
 
 class Window:
-    """The gradients of the batches since the last update; see [Note: Where the sum is kept].
+    """The gradients of the batches since the last update of one optimizer; see [Note: Where the sum is kept].
 
-    ``batch`` counts the batches of this window that are done, 0 to ``k_steps`` - 1.
+    Args:
+        k_steps: batches per update.
+        average: divide gradients by ``k_steps``.
+        models: the passes of the models that exchange gradients, also of those that come later.
+
+    Attributes:
+        batch: the batches of this window that are done, 0 to ``k_steps`` - 1.
+        sums: what these have added up.
+        pending: what the present batch will add.
     """
 
-    def __init__(self, k_steps: int, average: bool) -> None:
+    def __init__(self, k_steps: int, average: bool, models: Sequence[Passes] = ()) -> None:
         self.k_steps, self.average = k_steps, average
         self.batch = 0
         self.sums: dict[Tensor, Tensor] = {}
-        self.has_new_gradients = False
-        self._watched: dict[Tensor, None] = {}
+        self.pending: dict[Tensor, Tensor] = {}
+        self._models = models
+        self._accumulators: dict[Tensor, Any] = {}  # kept alive, with the hook
+        self._frozen: list[Tensor] = []
+        self._restored = False
+        self._running = False
+        self._zeros: tuple[Tensor, Tensor] | None = None  # the parameter with a gradient of zeros, and that
+        self._leftover: set[Tensor] = set()
 
     @property
     def is_last(self) -> bool:
@@ -39,43 +61,146 @@ class Window:
         return self.batch == self.k_steps - 1
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Sets the gradients of ``parameters`` aside from now on."""
+        """Merges the gradients of ``parameters`` from now on, of frozen ones from when they are thawed."""
+        self._frozen = [p for p in parameters if not p.requires_grad]
         for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = None
-                parameter.register_hook(self._scale)
-                parameter.register_post_accumulate_grad_hook(self._set_aside)
+            if parameter.requires_grad and parameter not in self._accumulators:
+                node = self._accumulators[parameter] = accumulator_of(parameter)
+                node.register_prehook(partial(_arrive, weakref.ref(self), weakref.ref(parameter)))
 
-    def restore(self) -> None:
-        """Puts the sums back into ``.grad`` when the next backward pass completes the window."""
-        if self.is_last:
-            for parameter, total in self.sums.items():
-                parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
-            self.sums.clear()
+    def in_model(self, model: Passes) -> bool:
+        """Returns whether parameters of ``model`` are in this window."""
+        return any(parameter in model.parameters for parameter in self._accumulators)
 
-    def _scale(self, gradient: Tensor) -> Tensor:
-        return gradient / self.k_steps if self.average else gradient
-
-    def _set_aside(self, parameter: Tensor) -> None:
-        self.has_new_gradients = True
-        if self.is_last or parameter.grad is None:
+    def begin(self) -> None:
+        """Begins a backward pass: with the sums in ``.grad`` when it completes the window."""
+        if self._running:
             return
-        # Without a wrapped model nothing restores before backward; step() does then.
-        kept = self.sums.get(parameter)
-        self.sums[parameter] = parameter.grad if kept is None else kept.add_(parameter.grad)
-        parameter.grad = None
+        self._running = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._notice_clear()
+        if self.is_last:
+            self._restore()
+        else:
+            zeros = self._zeros and self._zeros[0]
+            self._leftover = {p for p in self._accumulators if p.grad is not None and p is not zeros}
+
+    def arrived(self, parameter: Tensor, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns what is to be added to the gradient of ``parameter``."""
+        self.begin()
+        for model in self._models:
+            if not model.running and parameter in model.parameters:
+                model.begin()  # the graph bypasses the output
+        return tuple(g if g is None or not self.average else g / self.k_steps for g in gradients)
+
+    def clear(self) -> None:
+        """Takes note that ``.grad`` was cleared: what the present batch has added so far is dropped."""
+        self.pending.clear()
+        self._restored = self._running = False
+        self.watch(self._frozen)
+
+    def note_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Does what :meth:`clear` does when gradients of this window were cleared in another way than by it."""
+        if any(parameter in self._accumulators for parameter in parameters):
+            self.clear()
+
+    def end_batch(self) -> bool:
+        """Ends a batch; returns whether it was the last, and the merged gradients are in ``.grad``.
+
+        Raises ConfigError when the window ends without a backward pass that exchanges gradients.
+        """
+        self._running = False
+        self.watch(self._frozen)
+        self._notice_clear()
+        if not self.is_last:
+            for parameter, gradient in self.pending.items():
+                kept = self.sums.get(parameter)
+                self.sums[parameter] = gradient if kept is None else kept.add_(gradient)
+            self.pending = {}
+            self.batch += 1
+            return False
+        if not self._restored or any(p.grad is None for p in self.sums):
+            if self.sums and any(self.in_model(model) for model in self._models):
+                raise ConfigError(
+                    f"step() ends a window of {self.k_steps} batches, and its last batch has no gradients: there was "
+                    "no backward pass that could exchange the merged ones, or they were cleared. Call backward() "
+                    "before step(), or leave out both for a batch that is skipped."
+                )
+            self._restore()
+        return True
+
+    def end(self) -> None:
+        """Starts a new window, after the update."""
+        self.batch, self.sums, self._restored = 0, {}, False
+
+    def _restore(self) -> None:
+        if self._zeros is not None:
+            parameter, zeros = self._zeros
+            parameter.grad = None if parameter.grad is zeros else parameter.grad
+            self._zeros = None
+        for parameter, total in self.sums.items():
+            if parameter.grad is None:
+                parameter.grad = total.clone()
+            elif not self._restored:
+                parameter.grad = parameter.grad + total
+        self._restored = True
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Ends a backward pass: what it added is set aside, unless it completes the window."""
+        self._running = False
+        if self.is_last:
+            return
+        for parameter in self._accumulators:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                kept = self.pending.get(parameter)
+                # A gradient that was there before may share memory with a buffer of the exchange.
+                own = gradient.clone() if parameter in self._leftover else gradient
+                self.pending[parameter] = own if kept is None else kept.add_(own)
+        self._leftover = set()
+        smallest = min(self._accumulators, key=Tensor.numel)
+        smallest.grad = torch.zeros_like(smallest)
+        self._zeros = (smallest, smallest.grad)
+
+    def _notice_clear(self) -> None:
+        if self._zeros is not None and self._zeros[0].grad is not self._zeros[1]:
+            self._zeros = None
+            self.pending.clear()
+
+
+def _arrive(window: weakref.ref[Window], parameter: weakref.ref[Tensor], gradients: tuple[Any, ...]) -> Any:
+    """Runs before ``gradients`` are added to ``.grad``, and not for ``torch.autograd.grad``, unlike a tensor's hook."""
+    found, target = window(), parameter()
+    return None if found is None or target is None else found.arrived(target, gradients)
+
+
+def merge_passes(model: Passes, windows: Sequence[Window]) -> None:
+    """Makes ``model`` exchange gradients only when one of its ``windows``, also of later ones, is completed."""
+
+    def begin() -> None:
+        for window in windows:
+            if window.in_model(model):
+                window.begin()
+
+    def any_last() -> bool:
+        found = [window for window in windows if window.in_model(model)]
+        return not found or any(window.is_last for window in found)
+
+    model.starts.append(begin)
+    model.gates.append(any_last)
 
 
 class MergingOptimizer(OptimizerWrapper):
     """Counts the calls of ``step()`` and updates at every k-th with the merged gradients.
 
-    Between updates ``zero_grad()`` has nothing to clear. An incomplete window stays open across epochs, and is part of
-    ``state_dict()``: each worker's sums are its own, so each worker saves its own optimizer state to resume inside a
-    window. A state that was saved between windows fits every worker.
+    An incomplete window stays open across epochs, and is part of ``state_dict()``: each worker's sums are its own, so
+    each worker saves its own optimizer state to resume inside a window. A state that was saved between windows fits
+    every worker.
 
     Args:
         optimizer: the optimizer inside.
-        window: what the model and the optimizer share.
+        window: the window of this optimizer.
         global_rank: rank of this worker.
         option: the option, which names the entry in ``state_dict``.
     """
@@ -91,20 +216,29 @@ class MergingOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        window = self._window
-        window.has_new_gradients = False
-        if not window.is_last:
-            window.batch += 1
+        if self._window.end_batch():
+            super().step()
+            self._window.end()
+        else:
             self.note_step()
-            return loss
-        window.restore()
-        super().step()
-        window.batch = 0
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the present batch; those of earlier batches stay in the window."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._window.clear()
+
     def has_new_gradients(self) -> bool:
-        """Returns whether a backward pass ran since the last step; its gradients may be set aside."""
-        return self._window.has_new_gradients
+        """Returns whether the present batch has gradients that are set aside."""
+        return bool(self._window.pending) or super().has_new_gradients()
+
+    def merges(self) -> bool:
+        """Returns True."""
+        return True
+
+    def only_counts(self) -> bool:
+        """Returns whether the next ``step()`` ends a batch and updates nothing."""
+        return not self._window.is_last
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose gradients are merged too."""
@@ -135,6 +269,7 @@ class MergingOptimizer(OptimizerWrapper):
                     )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != self._option})
         parameters = self.parameters()
+        self._window.clear()
         self._window.batch = saved["batch"]
         self._window.sums = {
             parameters[place]: total.to(parameters[place].device, copy=True) for place, total in saved["sums"].items()

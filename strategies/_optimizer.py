@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,14 @@ class OptimizerWrapper(Optimizer):
         """Returns whether a strategy keeps gradients out of ``.grad`` that came since the last step."""
         return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.has_new_gradients()
 
+    def merges(self) -> bool:
+        """Returns whether an update takes the gradients of several steps."""
+        return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.merges()
+
+    def only_counts(self) -> bool:
+        """Returns whether the next ``step()`` ends a batch and updates nothing."""
+        return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.only_counts()
+
     def saving_note(self) -> str | None:
         """Returns what a user who saves a checkpoint at this moment should know, or ``None``."""
         return self.optimizer.saving_note() if isinstance(self.optimizer, OptimizerWrapper) else None
@@ -135,6 +144,26 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+@contextmanager
+def step_hooks_around(optimizer: Optimizer) -> Iterator[None]:
+    """Runs the step hooks of the user's optimizer around what happens inside, where its own ``step()`` runs none."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.optimizer
+    kinds = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in list(kinds[0].values()):
+        hook(optimizer, (), {})
+    taken = [dict(hooks) for hooks in kinds]
+    for hooks in kinds:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(kinds, taken, strict=True):
+            hooks.update(own)
+    for hook in list(kinds[1].values()):
+        hook(optimizer, (), {})
 
 
 def _forward_hooks() -> None:

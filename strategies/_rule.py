@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._base import Workers
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer import OptimizerWrapper, step_hooks_around
 from fleet.strategies._parts import has_parts, sums_over_parts
 
 
@@ -44,17 +44,13 @@ class RuleWrapper(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         # The rule inside is not run, but what was to come before and after it is: clipping, above all.
-        hooks = _step_hooks(self.optimizer)
-        for hook in hooks[0]:
-            hook(self.optimizer, (), {})
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in parameters):
-                raise ConfigError(f"{self._option} needs dense gradients, and a parameter has a sparse one.")
-            if parameters:
-                self.update_group(group, parameters, [p.grad for p in parameters])
-        for hook in hooks[1]:
-            hook(self.optimizer, (), {})
+        with step_hooks_around(self.optimizer):
+            for group in self.param_groups:
+                parameters = [p for p in group["params"] if p.grad is not None]
+                if any(p.grad.is_sparse for p in parameters):
+                    raise ConfigError(f"{self._option} needs dense gradients, and a parameter has a sparse one.")
+                if parameters:
+                    self.update_group(group, parameters, [p.grad for p in parameters])
         self.note_step()
         return loss
 
@@ -86,12 +82,6 @@ class RuleWrapper(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_session": None, "_is_excluded": None, "_excluded": {}}
-
-
-def _step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Returns the hooks that the user registered to run before and after ``optimizer.step()``."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return list(before.values()), list(after.values())
 
 
 def norms(tensors: list[Tensor], owners: Sequence[Tensor] = ()) -> Tensor:

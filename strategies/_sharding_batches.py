@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
 from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import part_of
 
 
 class Batches:
-    """How many batches make an update or an exchange, and how many of them are done.
+    """How many batches make an update or an exchange of one optimizer, and how many of them are done.
 
     Args:
         per_update: calls of ``step()`` for one update.
         per_exchange: backward passes before one call of ``step()``.
+        parameters: returns the parameters of the optimizer.
     """
 
-    def __init__(self, per_update: int = 1, per_exchange: int = 1) -> None:
-        self.per_update, self.per_exchange = per_update, per_exchange
+    def __init__(
+        self, per_update: int = 1, per_exchange: int = 1, parameters: Callable[[], Iterable[Tensor]] = tuple
+    ) -> None:
+        self.per_update, self.per_exchange, self.parameters = per_update, per_exchange, parameters
         self.done = 0  # steps without an update since the last one
-        self.backwards = 0  # backward passes since the last step
-        self.has_new_gradients = False
-        self._in_backward = False
+        self.backwards = 0  # backward passes since the last step or clear
 
     @property
     def is_last(self) -> bool:
         """Whether the next backward pass exchanges."""
         return self.done == self.per_update - 1 and self.backwards >= self.per_exchange - 1
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether every backward pass exchanges and every step updates."""
-        return self.per_update == self.per_exchange == 1
-
-    def watch(self, output: Any) -> None:
-        """Counts a backward pass when one comes through ``output``."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._note_backward)
 
     def check_complete(self) -> None:
         """Raises ConfigError when ``step()`` comes before the backward pass that exchanges."""
@@ -54,15 +46,80 @@ class Batches:
                 f"{self.per_exchange} backward passes, or set accumulate_steps to 1."
             )
 
-    def _note_backward(self, gradient: Tensor) -> None:
-        self.has_new_gradients = True
-        if not self._in_backward:  # several outputs make one backward pass
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    def check_clear(self) -> None:
+        """Raises ConfigError when gradients are cleared that wait inside a divided model among others."""
+        if self.backwards % self.per_exchange:
+            raise ConfigError(
+                f"zero_grad() came after {self.backwards} of {self.per_exchange} backward passes "
+                "(hybrid_configs['sharding_configs']['accumulate_steps']), whose gradients wait inside the sharded "
+                "model and cannot be dropped. Call it after step()."
+            )
+        if self.per_update > 1 and self.backwards:
+            raise ConfigError(
+                "zero_grad() came between backward() and step(). With sharding_configs['gradient_merge_acc_step'] "
+                f"{self.per_update} in stages 2 and 3 gradients wait inside the sharded model and cannot be dropped. "
+                "Call zero_grad() before backward() or after step(), keep losses of other models from passing through "
+                "this one (requires_grad_(False), detach()), or use stage 1."
+            )
 
-    def _end_backward(self) -> None:
+
+class ModelBatches:
+    """The backward passes of one model, as the optimizers that hold its parameters count them.
+
+    Args:
+        model: the model.
+        known: what the optimizers count, also of those that come later.
+        set_exchanges: told at the start of each pass whether it exchanges; ``None`` where nobody has to be told.
+    """
+
+    def __init__(
+        self, model: nn.Module, known: Sequence[Batches], set_exchanges: Callable[[bool], None] | None = None
+    ) -> None:
+        self._model, self._known, self._set_exchanges = model, known, set_exchanges
         self._in_backward = False
-        self.backwards += 1
+
+    def exchanges(self) -> bool:
+        """Returns whether the next backward pass exchanges; raises ConfigError when optimizers disagree."""
+        last = {batches.is_last for batches in self._mine()}
+        if len(last) > 1 and self._set_exchanges is not None:
+            raise ConfigError(
+                "Two optimizers hold parameters of one sharded model, and only one of them is at its last batch "
+                "(sharding_configs['gradient_merge_acc_step'], ['accumulate_steps']). Step both after each batch, or "
+                "use stage 1."
+            )
+        return not last or True in last
+
+    def watch(self, output: Any, *, held: bool = False) -> None:
+        """Decides and counts when a backward pass comes through ``output``, which ``held`` keeps local."""
+        if torch._C._current_graph_task_id() == -1:
+            self._in_backward = False  # a pass that failed has no end
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._begin, held))
+
+    def check_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Raises ConfigError when the gradients of ``parameters`` cannot be cleared now."""
+        for batches in self._mine():
+            if not set(parameters).isdisjoint(batches.parameters()):
+                batches.check_clear()
+
+    def _mine(self) -> list[Batches]:
+        """Returns what those optimizers count that train something of the model at this moment."""
+        mine = {part_of(parameter) for parameter in self._model.parameters()}  # gathered ones before backward
+        return [b for b in self._known if any(p in mine and p.requires_grad for p in b.parameters())]
+
+    def _begin(self, held: bool, gradient: Tensor) -> None:
+        if self._in_backward:  # several outputs make one backward pass
+            return
+        if self._set_exchanges is not None:
+            self._set_exchanges(not held and self.exchanges())
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._in_backward = False
+        for batches in self._mine():
+            batches.backwards += 1
 
 
 class CountingOptimizer(OptimizerWrapper):
@@ -70,13 +127,14 @@ class CountingOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the optimizer inside.
-        batches: what the model and the optimizers count together.
+        batches: what is counted.
         in_model: whether gradients that are not exchanged yet wait inside the model, where nothing can clear them.
     """
 
     def __init__(self, optimizer: Optimizer, batches: Batches, in_model: bool) -> None:
         super().__init__(optimizer)
         self._batches, self._in_model = batches, in_model
+        batches.parameters = self.parameters
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Ends a batch; updates when it is the last one.
@@ -91,7 +149,6 @@ class CountingOptimizer(OptimizerWrapper):
             )
         batches.check_complete()
         batches.backwards = 0
-        batches.has_new_gradients = False
         if batches.done < batches.per_update - 1:
             batches.done += 1
             self.note_step()
@@ -101,19 +158,14 @@ class CountingOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; raises ConfigError where some wait inside the model for an exchange."""
-        batches = self._batches
-        if batches.backwards % batches.per_exchange and self._in_model:
-            raise ConfigError(
-                f"zero_grad() came after {batches.backwards} of {batches.per_exchange} backward passes "
-                "(hybrid_configs['sharding_configs']['accumulate_steps']), whose gradients wait inside the sharded "
-                "model and cannot be dropped. Call it after step()."
-            )
-        batches.backwards = 0
+        if self._in_model:
+            self._batches.check_clear()
+        self._batches.backwards = 0
         super().zero_grad(set_to_none=set_to_none)
 
-    def has_new_gradients(self) -> bool:
-        """Returns whether a backward pass ran since the last step, also when its gradients are not in ``.grad`` yet."""
-        return self._batches.has_new_gradients or super().has_new_gradients()
+    def merges(self) -> bool:
+        """Returns whether an update takes the gradients of several steps."""
+        return self._batches.per_update > 1 or super().merges()
 
     def saving_note(self) -> str | None:
         """Returns what a user who saves between two updates should know."""

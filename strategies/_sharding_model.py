@@ -64,12 +64,17 @@ class Division:
 
 
 class DividedModule(nn.Module):
-    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward."""
+    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward.
+
+    Attributes:
+        exchanges: whether the next backward pass exchanges gradients.
+        held: True inside ``no_sync()``, and while ``require_backward_grad_sync`` is False.
+    """
 
     def __init__(self, module: nn.Module, process_group: Any) -> None:
         super().__init__()
         self.module = module
-        self._exchanges = True
+        self.exchanges, self.held = True, False
         self._process_group = process_group
         self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for root in self._roots:
@@ -99,24 +104,31 @@ class DividedModule(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward exchanges gradients, or adds them up on each worker for a later backward."""
-        return self._exchanges
+        """Whether backward may exchange gradients; assigning False is an open-ended ``no_sync()``."""
+        return not self.held
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        if value != self._exchanges:
-            self._exchanges = value
-            cast(FSDPModule, self.module).set_requires_gradient_sync(value)
+        self.held = not value
+        self.set_exchanges(value)
+
+    def set_exchanges(self, exchanges: bool) -> None:
+        """Sets whether backward exchanges gradients, or adds them up on each worker for a later backward."""
+        if exchanges != self.exchanges:
+            self.exchanges = exchanges
+            cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        before = self.exchanges, self.held
+        self.set_exchanges(False)
+        self.held = True
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self.set_exchanges(before[0])
+            self.held = before[1]
 
     @_outside_graphs
     def _share_buffers(self) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
 from fleet.strategies._flat import chunks, copy_back, flattened
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer import OptimizerWrapper, step_hooks_around
 from fleet.strategies._parts import PART, check_place
 
 _Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups
@@ -72,6 +72,13 @@ class PartitionedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with step_hooks_around(self.optimizer):  # they see every gradient; clipping is one of them
+            self._update()
+            self.exchange()
+        return loss
+
+    def _update(self) -> None:
+        """Lets the optimizer inside update what this worker owns."""
         hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and self._owners[p] != self._rank]
         for parameter, _ in hidden:
             parameter.grad = None
@@ -82,8 +89,6 @@ class PartitionedOptimizer(OptimizerWrapper):
             self._move_state(to_host=True)
             for parameter, gradient in hidden:
                 parameter.grad = gradient
-        self.exchange()
-        return loss
 
     @torch.no_grad()
     def exchange(self) -> None:

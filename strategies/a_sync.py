@@ -10,11 +10,11 @@ parameters stay with the workers, who average their gradients.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
@@ -263,7 +263,7 @@ class ASync(Strategy):
         self.served = ServedOptimizer(optimizer, hybrid=self.hybrid)
         return self.served
 
-    def note_clear(self) -> None:
+    def note_clear(self, parameters: Sequence[Tensor]) -> None:
         """Forgets the gradients of rows."""
         if self.served is not None:
             self.served.drop_row_gradients()

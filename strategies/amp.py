@@ -211,9 +211,7 @@ class Amp(Strategy):
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that skips a step with an inf or nan."""
-        wrapped = AmpOptimizer(optimizer, self.scale, self.session, is_pure=self.config.is_pure)
-        self._optimizers.append(wrapped)
-        return wrapped
+        return AmpOptimizer(optimizer, self.scale, self.session, is_pure=self.config.is_pure, others=self._optimizers)
 
     def use_scaler(self, scaler: Any) -> None:
         """Leaves scaling to ``scaler`` from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import GradientExchange, data_parallel_in, exchange_of
 from fleet.strategies._optimizer import OptimizerWrapper
 from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
+from fleet.strategies._passes import passes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,7 @@ class Dgc(Strategy):
         """Raises ConfigError unless the optimizer is SGD with momentum."""
         check_momentum(self.name, optimizer)
         check_settings_off(self.name, optimizer, "dampening", "maximize")
-        if optimizer._optimizer_step_pre_hooks:
-            raise ConfigError(
-                "dgc needs an optimizer without grad_clip and step hooks: what they would see is already summed and "
-                "sparse. Clip in the script, between backward() and step(), or turn dgc off."
-            )
+        check_hooks(optimizer)
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
@@ -73,29 +70,50 @@ class Dgc(Strategy):
         return ("dgc changes nothing with one worker: nothing is exchanged.",) if world_size == 1 else ()
 
     def __init__(self, config: Any, session: Workers) -> None:
-        """Starts at step 0 with nothing held back."""
+        """Starts without optimizers; each gets a compressor that is at step 0 with nothing held back."""
         super().__init__(config, session)
-        self.compressor = Compressor(config)
+        self.compressors: list[Compressor] = []
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose exchange sends the largest entries of each large gradient."""
         if data_parallel_in(model) is not None:
-            exchange = exchange_of(model)
-            exchange.change(route=lambda bucket: self.compressor.exchange(bucket, exchange))
+            exchange, passes = exchange_of(model), passes_of(model)
+            exchange.change(route=lambda bucket: exchange_bucket(bucket, exchange, self.compressors))
+
+            def check() -> None:
+                for compressor in self.compressors:
+                    compressor.check_fresh(passes.parameters)
+
+            passes.checks.append(check)
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer that applies the sparse updates; momentum is in them already."""
         if self.session.world_size == 1:
             return optimizer
-        return SparseUpdateOptimizer(optimizer, self.compressor, self.session)
+        self.compressors.append(Compressor(self.config))
+        return SparseUpdateOptimizer(optimizer, self.compressors[-1], self.session)
+
+    def note_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Takes note that what was exchanged for ``parameters`` was cleared."""
+        for compressor in self.compressors:
+            compressor.sent.difference_update(parameters)
+
+
+def check_hooks(optimizer: Optimizer) -> None:
+    """Raises ConfigError when something is to see the gradients in ``optimizer.step()``."""
+    if optimizer._optimizer_step_pre_hooks:
+        raise ConfigError(
+            "dgc needs an optimizer without grad_clip and step hooks: what they would see is already summed and "
+            "sparse. Clip in the script, between backward() and step(), or turn dgc off."
+        )
 
 
 SMALLEST = 16384  # entries; below this, index and value cost more than they save
 
 
 class Compressor:
-    """Momentum correction and momentum factor masking (Lin et al., 2018, arXiv 1712.01887, algorithm 2).
+    """Momentum correction and momentum factor masking of one optimizer (Lin et al., 2018, arXiv 1712.01887, no. 2).
 
     For a large float32 gradient g of one worker, weight decay included, with momentum m::
 
@@ -114,11 +132,34 @@ class Compressor:
         self.u: dict[Tensor, Tensor] = {}
         self.v: dict[Tensor, Tensor] = {}
         self.groups: dict[Tensor, dict[str, Any]] = {}  # parameter -> the optimizer's group it belongs to
+        self.sent: set[Tensor] = set()  # whose .grad holds what was exchanged
+        self.unused = False  # something was exchanged since the last step
 
     def compresses(self, parameter: Tensor) -> bool:
         """Returns whether the gradient of ``parameter`` is sent sparsely at this step."""
         large = parameter.numel() >= SMALLEST and parameter.dtype == torch.float32
         return large and self.steps >= self._begin and parameter in self.groups
+
+    def check_fresh(self, parameters: Iterable[Tensor]) -> None:
+        """Raises ConfigError when ``parameters`` cannot be exchanged: not twice for one step, and no gradient twice.
+
+        What an exchange has added to u and v stays there when its gradients are dropped, and is added again when they
+        are still in ``.grad``.
+        """
+        self.sent = {p for p in self.sent if p.grad is not None}
+        if not any(p in self.groups for p in parameters):
+            return
+        if self.unused:
+            raise ConfigError(
+                "dgc: two backward passes exchanged gradients without a step() between them. For several backward "
+                "passes before one step() run all but the last under 'with model.no_sync():' (forward too). A model "
+                "that another's loss only passes through takes requires_grad_(False) meanwhile."
+            )
+        if self.sent:
+            raise ConfigError(
+                "dgc: backward() would add to gradients that were exchanged and used already, and send them once more. "
+                "Call zero_grad() after step()."
+            )
 
     def num_sent(self, numel: int) -> int:
         """Returns how many of ``numel`` entries are sent at this step, at least 1."""
@@ -141,41 +182,47 @@ class Compressor:
         else:
             u.mul_(group["momentum"]).add_(flat)
             v.add_(u)
+        self.sent.add(parameter)
+        self.unused = True
         index = v.abs().topk(self.num_sent(flat.numel()), sorted=False).indices
         value = v[index]
         u[index] = 0
         v[index] = 0
         return index.int(), value
 
-    def exchange(self, bucket: dist.GradBucket, exchange: GradientExchange) -> torch.futures.Future[Tensor]:
-        """Exchanges one bucket: large gradients sparsely, the others in one dense buffer."""
-        group, num_workers = exchange.process_group, exchange.process_group.size()
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        sparse = [(p, g) for p, g in pairs if self.compresses(p)]
-        dense = [g for p, g in pairs if not self.compresses(p)]
-        waiting: list[Any] = []
-        finish: list[Callable[[], None]] = []
-        if dense:
-            flat = torch.cat([g.flatten() for g in dense])
-            waiting.append(dist.all_reduce(flat, group=group, async_op=True).get_future())
-            finish.append(lambda: _unflatten(flat, dense))
-        if sparse:
-            chosen = [self.select(p, g) for p, g in sparse]
-            index, value = (torch.cat(parts) for parts in zip(*chosen, strict=True))
-            indices = index.new_empty(num_workers * index.numel())
-            values = value.new_empty(num_workers * value.numel())
-            for gathered, own in ((indices, index), (values, value)):
-                waiting.append(all_gather_flat(gathered, own, group).get_future())
-            counts = [len(part) for part, _ in chosen]
-            finish.append(lambda: _add_up(indices, values, counts, [g for _, g in sparse], num_workers))
 
-        def combine(done: Any) -> Tensor:
-            for part in finish:
-                part()
-            return bucket.buffer().div_(num_workers) if exchange.average else bucket.buffer()
+def exchange_bucket(
+    bucket: dist.GradBucket, exchange: GradientExchange, compressors: Sequence[Compressor]
+) -> torch.futures.Future[Tensor]:
+    """Exchanges one bucket: large gradients sparsely, the others in one dense buffer."""
+    owners = {p: compressor for compressor in reversed(compressors) for p in compressor.groups}
+    group, num_workers = exchange.process_group, exchange.process_group.size()
+    pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    sparse = [(p, g) for p, g in pairs if p in owners and owners[p].compresses(p)]
+    dense = [g for p, g in pairs if not (p in owners and owners[p].compresses(p))]
+    waiting: list[Any] = []
+    finish: list[Callable[[], None]] = []
+    if dense:
+        flat = torch.cat([g.flatten() for g in dense])
+        waiting.append(dist.all_reduce(flat, group=group, async_op=True).get_future())
+        finish.append(lambda: _unflatten(flat, dense))
+    if sparse:
+        chosen = [owners[p].select(p, g) for p, g in sparse]
+        index, value = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        indices = index.new_empty(num_workers * index.numel())
+        values = value.new_empty(num_workers * value.numel())
+        for gathered, own in ((indices, index), (values, value)):
+            waiting.append(all_gather_flat(gathered, own, group).get_future())
+        counts = [len(part) for part, _ in chosen]
+        finish.append(lambda: _add_up(indices, values, counts, [g for _, g in sparse], num_workers))
 
-        done: torch.futures.Future[Tensor] = torch.futures.collect_all(waiting).then(combine)
-        return done
+    def combine(done: Any) -> Tensor:
+        for part in finish:
+            part()
+        return bucket.buffer().div_(num_workers) if exchange.average else bucket.buffer()
+
+    done: torch.futures.Future[Tensor] = torch.futures.collect_all(waiting).then(combine)
+    return done
 
 
 def all_gather_flat(gathered: Tensor, own: Tensor, group: Any) -> Any:
@@ -222,6 +269,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_hooks(self.optimizer)
         updates = {p: p.grad for p in self.parameters() if p.grad is not None and self._compressor.compresses(p)}
         for parameter in updates:
             parameter.grad = None
@@ -230,7 +278,13 @@ class SparseUpdateOptimizer(OptimizerWrapper):
             parameter.add_(update, alpha=-float(self._compressor.groups[parameter]["lr"]))
             parameter.grad = update
         self._compressor.steps += 1
+        self._compressor.unused = False
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, exchanged ones too."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._compressor.sent.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose large gradients are compressed too."""

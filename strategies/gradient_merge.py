@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in
-from fleet.strategies._merging import MergingOptimizer, Window
+from fleet.strategies._merging import MergingOptimizer, Window, merge_passes
+from fleet.strategies._passes import Passes, passes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,10 @@ class GradientMerge(Strategy):
     Config = GradientMergeConfig
     after = ("amp",)
     model_effect = "exchanges gradients only in the backward pass of every k-th batch"
-    optimizer_effect = "adds up gradients; every k-th step() updates and the next zero_grad() clears"
+    optimizer_effect = "adds up what gradients hold at each step(); every k-th step() updates"
     guide = Guide(
         when="The batch you want does not fit into memory, or the network is slow.",
-        cost="One copy of the gradients between updates; one exchange per k batches.",
+        cost="One copy of the gradients between updates, a second during backward; one exchange per k batches.",
         formula="g = (g_1 + ... + g_k) / k, or the sum when avg is False; update at every k-th step()",
         example={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
     )
@@ -48,26 +49,26 @@ class GradientMerge(Strategy):
         return ("gradient_merge changes nothing: gradient_merge_configs['k_steps'] is 1, one batch per update.",)
 
     def __init__(self, config: Any, session: Any) -> None:
-        """Starts a window of ``k_steps`` batches."""
+        """Starts without models and optimizers; each optimizer gets a window of ``k_steps`` batches."""
         super().__init__(config, session)
-        self.window = Window(config.k_steps, config.avg)
+        self._models: list[Passes] = []
+        self._windows: list[Window] = []
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; its backward passes exchange gradients in the last batch of a window only."""
-        reducer = data_parallel_in(model)
-
-        def before_forward(module: nn.Module, inputs: Any) -> None:
-            if torch.is_grad_enabled():
-                if reducer is not None:
-                    reducer.require_backward_grad_sync = self.window.is_last
-                self.window.restore()
-
-        if self.config.k_steps > 1:
-            model.register_forward_pre_hook(before_forward)
+        if self.config.k_steps > 1 and data_parallel_in(model) is not None:
+            self._models.append(passes_of(model))
+            merge_passes(self._models[-1], self._windows)
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer that updates at every ``k_steps``-th call."""
         if self.config.k_steps == 1:
             return optimizer
-        return MergingOptimizer(optimizer, self.window, self.session.global_rank, self.name)
+        self._windows.append(Window(self.config.k_steps, self.config.avg, self._models))
+        return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
+
+    def note_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Drops what the present batch has added to the windows of ``parameters``."""
+        for window in self._windows:
+            window.note_clear(parameters)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
@@ -14,9 +15,10 @@ from fleet.strategies._base import NOT_YET, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._degrees import asked_degrees, plan_degrees
 from fleet.strategies._exchange import data_parallel_in
-from fleet.strategies._merging import MergingOptimizer, Window
+from fleet.strategies._merging import MergingOptimizer, Window, merge_passes
 from fleet.strategies._mesh import plan_axes, sub_mesh
-from fleet.strategies._sharding_batches import Batches, CountingOptimizer
+from fleet.strategies._passes import Passes, passes_of
+from fleet.strategies._sharding_batches import Batches, CountingOptimizer, ModelBatches
 from fleet.strategies._sharding_optimizer import ShardedOptimizer, check_any_stage, check_divided
 from fleet.strategies._sharding_owners import PartitionedOptimizer
 from fleet.strategies._sharding_units import check_divisible, check_types, find_anchors, plan_units
@@ -204,10 +206,14 @@ class Sharding(Strategy):
         super().__init__(config, session)
         hybrid = session.options["hybrid_configs"].sharding_configs
         self.zero_stage = stage_of(session.options)
-        self.batches = Batches(config.gradient_merge_acc_step, hybrid.accumulate_steps)
+        self._per_update: int = config.gradient_merge_acc_step
+        self._per_exchange: int = hybrid.accumulate_steps
+        self._batches: list[Batches] = []
+        self._counted: list[ModelBatches] = []
+        self._windows: list[Window] = []
+        self._models: list[Passes] = []
         self._buffer_bytes = min(config.segment_broadcast_MB, hybrid.comm_buffer_size_MB) * _MIB
         self._sum_first = not hybrid.use_reduce_avg
-        self._window = Window(config.gradient_merge_acc_step, average=True)
         self._divided: list[DividedModule] = []
         self._optimizers: list[ShardedOptimizer] = []
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -216,6 +222,11 @@ class Sharding(Strategy):
     def _alone(self) -> bool:
         mesh = self.session.mesh
         return mesh is None or "sharding" not in (mesh.mesh_dim_names or ())
+
+    @property
+    def _counts(self) -> bool:
+        """Whether not every backward pass exchanges or not every step updates."""
+        return self._per_update > 1 or self._per_exchange > 1
 
     @property
     def _mesh(self) -> DeviceMesh:
@@ -275,14 +286,24 @@ class Sharding(Strategy):
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer that updates once for several batches, where the options ask for it."""
-        if self._alone or self.batches.one_by_one:
+        if self._alone or not self._counts:
             return optimizer
-        if self.zero_stage == 1 and self.batches.per_update > 1:
-            return MergingOptimizer(optimizer, self._window, self.session.global_rank, self.name)
-        return CountingOptimizer(optimizer, self.batches, in_model=self.zero_stage > 1)
+        if self.zero_stage == 1 and self._per_update > 1:
+            self._windows.append(Window(self._per_update, True, self._models))
+            return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
+        self._batches.append(Batches(self._per_update, self._per_exchange))
+        return CountingOptimizer(optimizer, self._batches[-1], in_model=self.zero_stage > 1)
+
+    def note_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Drops what the present batch has added up; raises ConfigError where it cannot be dropped."""
+        for window in self._windows:
+            window.note_clear(parameters)
+        for counted in self._counted if self.zero_stage > 1 else ():
+            counted.check_clear(parameters)
 
     def close(self) -> None:
         """Lets go of the models and the optimizers."""
+        self._counted, self._models = [], []
         self._divided, self._optimizers, self._replaced = [], [], {}
 
     def _units(self, model: nn.Module) -> list[str]:
@@ -295,7 +316,7 @@ class Sharding(Strategy):
 
         session, mesh = self.session, self._mesh
         average = session.options["gradient_scale_configs"].scale_strategy == "avg"
-        merged = self.batches.per_update
+        merged = self._per_update
         divisor = float((session.world_size if average else 1) * merged)
         axes = ("dp", "sharding") if "dp" in (mesh.mesh_dim_names or ()) else ("sharding",)
         return Division(
@@ -310,29 +331,25 @@ class Sharding(Strategy):
 
     def _count_batches(self, model: nn.Module) -> None:
         """Lets ``model`` exchange gradients only in the backward pass that completes an update."""
-        batches, window = self.batches, self._window
-        if batches.one_by_one:
+        if not self._counts:
             return
-        reducer = data_parallel_in(model) if self.zero_stage == 1 else None
-
-        def before_forward(module: nn.Module, inputs: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            if self.zero_stage > 1:
-                cast("DividedModule", model).require_backward_grad_sync = batches.is_last
-            elif batches.per_update > 1:
-                window.restore()
-                if reducer is not None:
-                    reducer.require_backward_grad_sync = window.is_last
-            elif reducer is not None:
-                reducer.require_backward_grad_sync = batches.is_last
+        if self.zero_stage == 1 and data_parallel_in(model) is None:
+            return  # nothing in it is trained
+        if self.zero_stage == 1 and self._per_update > 1:
+            self._models.append(passes_of(model))
+            merge_passes(self._models[-1], self._windows)
+            return
+        divided = cast("DividedModule", model) if self.zero_stage > 1 else None
+        counted = ModelBatches(model, self._batches, divided.set_exchanges if divided else None)
+        if divided is None:
+            passes_of(model).gates.append(counted.exchanges)
 
         def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-            batches.watch(output)
+            counted.watch(output, held=divided is not None and divided.held)
 
         compiled = self.session.options["to_static"]
-        model.register_forward_pre_hook(torch.compiler.disable(before_forward) if compiled else before_forward)
         model.register_forward_hook(torch.compiler.disable(after_forward) if compiled else after_forward)
+        self._counted.append(counted)
 
     def _reshard(self) -> None:
         for divided in self._divided:

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import fleet
+from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
 from fleet.errors import ConfigError
+from tests.helpers.workers import run_workers
 
 
 class Observer:
@@ -191,3 +194,121 @@ def test_grad_scaler_accepts_it(net: nn.Module) -> None:
     (scaler.scale(loss_of(net)) * float("inf")).backward()
     scaler.step(optimizer)
     assert torch.equal(before, net[0].weight)
+
+
+def wrapped(net: nn.Module) -> FleetModel:
+    """Returns the net as distributed_model does in one process."""
+    return FleetModel(net, net)
+
+
+def plain_updates(make: Any, losses: int, **settings: Any) -> list[torch.Tensor]:
+    """Returns the parameters after plain SGD has cleared, differentiated and stepped for each loss."""
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), **{"lr": 0.1, **settings})
+    for _ in range(losses):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def small_net() -> nn.Module:
+    """Returns the net of the fixture."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("wrap", [wrapped, lambda net: net], ids=["wrapped", "not wrapped"])
+@pytest.mark.parametrize("form", ["static", "eager", "both", "cleared before", "cleared to zeros"])
+def test_minimize_starts_from_cleared_gradients(wrap: Any, form: str) -> None:
+    """Issue 9, 1.13: updates are those of SGD and do not pile up, whoever calls backward and whatever is cleared."""
+    net = small_net()
+    model, optimizer = wrap(net), made(net)
+    for step in range(4):
+        if form == "cleared before":
+            optimizer.clear_grad()
+        loss = loss_of(model)
+        if form == "eager" or (form == "both" and step % 2):
+            loss.backward()
+        optimizer.minimize(loss)
+        if form in ("eager", "both"):
+            optimizer.clear_grad()
+        if form == "cleared to zeros":
+            optimizer.clear_grad(set_to_zero=True)
+    torch.testing.assert_close([p.detach() for p in net.parameters()], plain_updates(small_net, 4), atol=0, rtol=0)
+
+
+def test_minimize_looks_at_its_loss_and_not_at_other_passes() -> None:
+    """Issue 9, 1.13: another loss has passed through the model, or torch.autograd.grad has; this one was not run."""
+    net = small_net()
+    model, optimizer = wrapped(net), made(net)
+    loss_of(model).mul(100).backward()  # a generator's loss, say, that nobody cleared here
+    optimizer.minimize(loss_of(model))
+    torch.testing.assert_close([p.detach() for p in net.parameters()], plain_updates(small_net, 1), atol=0, rtol=0)
+    x = torch.ones(2, 4, requires_grad=True)
+    before = [p.detach().clone() for p in net.parameters()]
+    slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    optimizer.minimize(slope.square().mean() + loss_of(model))
+    assert any(not torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+
+
+def test_minimize_of_two_optimizers() -> None:
+    """Issue 9, 1.5: one backward() serves two optimizers; two minimize() of one loss without it are refused."""
+    net = small_net()
+    model = wrapped(net)
+    first, second = made(net[0]), made(net[1])
+    loss = loss_of(model)
+    loss.backward()
+    first.minimize(loss)
+    second.minimize(loss)
+    torch.testing.assert_close([p.detach() for p in net.parameters()], plain_updates(small_net, 1), atol=0, rtol=0)
+    loss = loss_of(model)
+    first.minimize(loss)
+    with pytest.raises(ConfigError, match=r"Call loss\.backward\(\) once"):
+        second.minimize(loss)
+
+
+def static_loops(rank: int, world_size: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    """Runs four calls of minimize() and nothing else, under one option after the other."""
+    found = {}
+    for name in names:
+        strategy = fleet.DistributedStrategy()
+        if name == "amp":
+            strategy.amp = True
+            strategy.amp_configs = {"dtype": "float16", "use_pure_fp16": False}
+        elif name == "localsgd":
+            strategy.localsgd = True
+        elif name:
+            strategy.sharding = True
+            strategy.sharding_configs = {"sharding_degree": 2, "stage": int(name)}
+        fleet.init(is_collective=True, strategy=strategy)
+        net = small_net()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        model = fleet.distributed_model(net)
+        for _ in range(4):
+            optimizer.minimize(loss_of(model))
+        found[name] = list(model.full_state_dict().values())
+    return found
+
+
+def test_the_static_loop_on_two_workers() -> None:
+    """Issue 9, 1.13: the same updates as SGD under each option, and no worker that waits for another."""
+    expected = plain_updates(small_net, 4)
+    for found in run_workers(static_loops, 2, ["", "localsgd", "1", "2", "3", "amp"], backend=None):
+        for name, values in found.items():
+            loose = 2e-3 if name == "amp" else 1e-6
+            torch.testing.assert_close(values, expected, atol=loose, rtol=loose, msg=lambda m, name=name: f"{name} {m}")
+
+
+def test_a_part_of_a_merged_update_is_refused() -> None:
+    """B.4: parameter_list restricts one update; with gradient_merge an update takes several calls."""
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_merge = True
+    strategy.gradient_merge_configs = {"k_steps": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    net = small_net()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    model = fleet.distributed_model(net)
+    optimizer.minimize(loss_of(model), parameter_list=net.parameters())
+    with pytest.raises(ConfigError, match="several batches"):
+        optimizer.minimize(loss_of(model), parameter_list=net[1].parameters())

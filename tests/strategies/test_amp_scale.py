@@ -142,3 +142,17 @@ def test_resumes_exactly_and_refuses_nonsense() -> None:
         with pytest.raises(CheckpointError, match="scale"):
             second.load_state_dict(wrong)
         assert second.state_dict() == before
+
+
+def test_a_round_of_several_optimizers_is_one_step() -> None:
+    """Issue 9, 1.5: the counters move once when all have stepped, or when one steps again."""
+    scale = scale_of(init_loss_scaling=8.0, incr_every_n_steps=2, decr_every_n_nan_or_inf=1, incr_ratio=2.0)
+    seen = []
+    for optimizer, finite in [(1, True), (2, True), (2, True), (1, True), (1, False), (2, True), (2, True), (2, True)]:
+        scale.count(optimizer, finite=finite, num_optimizers=2)
+        seen.append((scale.scale, scale.good))
+    assert seen[:4] == [(8.0, 0), (8.0, 1), (8.0, 1), (16.0, 0)]
+    assert seen[4:] == [(16.0, 0), (pytest.approx(12.8), 0), (pytest.approx(12.8), 0), (pytest.approx(12.8), 1)]
+    alone = scale_of(incr_every_n_steps=1)
+    alone.count(1, finite=True, num_optimizers=1)
+    assert alone.scale == 65536.0

@@ -194,3 +194,75 @@ def test_fewer_bytes_cross_the_wire() -> None:
     found = run_workers(count_bytes, 2, backend=None)[0]
     assert found["dense"] == 4_000_000
     assert 0 < found["sparse"] <= 0.01 * found["dense"]
+
+
+def accumulated(rank: int, world_size: int) -> dict[str, Any]:
+    """Accumulates two halves of a batch in one step, under no_sync() and without; and drops a step."""
+    found: dict[str, Any] = {}
+    for halves in (1, 2):
+        model, optimizer = made(0, False, 0)
+        for step in range(STEPS):
+            parts = batch(step, rank).chunk(halves)
+            for part in parts[:-1]:
+                with model.no_sync():
+                    (model(part).square().mean() / halves).backward()
+            (model(parts[-1]).square().mean() / halves).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[f"halves {halves}"] = [p.detach().clone() for p in model.parameters()]
+    for name in ("twice", "dropped", "not cleared"):
+        model, optimizer = made(0, False, 0)
+        model(batch(0, rank)).square().mean().backward()
+        if name == "dropped":
+            optimizer.zero_grad()
+        if name == "not cleared":
+            optimizer.step()
+        try:
+            model(batch(1, rank)).square().mean().backward()
+        except ConfigError as error:
+            found[name] = str(error)
+    model, optimizer = made(0, False, 0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    model(batch(0, rank)).square().mean().backward()
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        found["hook"] = str(error)
+    return found
+
+
+def test_nothing_is_sent_twice() -> None:
+    """Issue 9, 1.6: two halves under no_sync() are the whole; a second exchange for one step is refused, and why."""
+    for found in run_workers(accumulated, 2, backend=None):
+        torch.testing.assert_close(found["halves 2"], found["halves 1"], atol=3e-6, rtol=1e-4)
+        assert "no_sync()" in found["twice"]
+        assert "without a step()" in found["dropped"]
+        assert "zero_grad() after step()" in found["not cleared"]
+        assert "step hooks" in found["hook"]
+
+
+def two_optimizers(rank: int, world_size: int) -> list[list[int]]:
+    """Counts what is exchanged for two models with an optimizer each, in three steps."""
+    strategy = fleet.DistributedStrategy()
+    strategy.dgc = True
+    strategy.dgc_configs = {"rampup_begin_step": 1, "sparsity": [0.999]}
+    fleet.init(is_collective=True, strategy=strategy)
+    nets = [nn.Linear(128, 128, bias=False) for _ in range(2)]
+    optimizers = [fleet.distributed_optimizer(torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9)) for n in nets]
+    models = [fleet.distributed_model(net) for net in nets]
+    counted: list[list[int]] = [[], []]
+    for step in range(3):
+        for place, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            model(torch.randn(8, 128, generator=torch.Generator().manual_seed(step + rank))).square().mean().backward()
+            counted[place].append(int((nets[place].weight.grad != 0).sum()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return counted
+
+
+def test_each_optimizer_has_its_compressor() -> None:
+    """Issue 9, 1.5: both models start dense, at their own step 0, and send at most 16 entries per worker afterwards."""
+    for counted in run_workers(two_optimizers, 2, backend=None):
+        for dense, *sparse in counted:
+            assert dense > 16_000
+            assert all(0 < count <= 32 for count in sparse)

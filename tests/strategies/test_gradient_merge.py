@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,141 @@ def test_state_resumes_inside_a_window() -> None:
     foreign["gradient_merge"]["rank"] = 1
     with pytest.raises(CheckpointError, match="one file for each worker"):
         second.load_state_dict(foreign)
+
+
+def run_loop(loop: str, optimizer: Any, losses: Iterator[torch.Tensor], model: nn.Module) -> None:
+    """Runs four batches."""
+    if loop == "two forwards":
+        for _ in range(2):
+            for loss in (next(losses), next(losses)):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return
+    for _ in range(4):
+        loss = next(losses)
+        if loop == "skipped":
+            model(torch.ones(1, 1)).sum()  # its backward never comes
+        if loop in ("tutorial", "skipped", "validation"):
+            optimizer.zero_grad()
+        if loop not in ("static", "cleared"):
+            loss.backward()
+        if loop == "validation":
+            model(torch.ones(1, 1))
+        if loop in ("static", "cleared", "eager"):
+            optimizer.minimize(loss)
+        else:
+            optimizer.step()
+        if loop in ("cleared", "eager"):
+            optimizer.clear_grad()
+
+
+def loops_on_two_workers(rank: int, world_size: int, option: str) -> dict[str, list[float]]:
+    """Trains one weight by several loops; batch i of rank r has the gradient i + 1 + 10 r, k is 2."""
+    found = {}
+    for loop in ("tutorial", "static", "cleared", "eager", "validation", "skipped", "two forwards"):
+        strategy = fleet.DistributedStrategy()
+        if option == "gradient_merge":
+            strategy.gradient_merge = True
+            strategy.gradient_merge_configs = {"k_steps": 2}
+        else:
+            strategy.sharding = True
+            strategy.sharding_configs = {"sharding_degree": 2, "stage": int(option), "gradient_merge_acc_step": 2}
+        fleet.init(is_collective=True, strategy=strategy)
+        net = nn.Sequential(nn.Linear(1, 2, bias=False))
+        nn.init.zeros_(net[0].weight)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+        model = fleet.distributed_model(net)
+        losses = (model(torch.full((1, 1), 1.0 + step + 10 * rank)).sum() for step in range(4))
+        run_loop(loop, optimizer, losses, model)
+        found[loop] = next(iter(model.full_state_dict().values())).flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("option", ["gradient_merge", "1", "2", "3"])
+def test_every_loop_merges_every_batch(option: str) -> None:
+    """Issue 9, 1.2, 1.3 and 1.13: whatever the loop clears, and when; 7.5 is the mean gradient, twice two batches."""
+    for found in run_workers(loops_on_two_workers, 2, option, backend=None):
+        assert found == {loop: [-15.0, -15.0] for loop in found}
+        assert len(found) == 7
+
+
+def windows_of_two(rank: int, world_size: int) -> list[list[float]]:
+    """Trains a GAN's two models, with a discriminator that steps twice and passes of one loss through both."""
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_merge = True
+    strategy.gradient_merge_configs = {"k_steps": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    nets = [nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)]
+    for net in nets:
+        nn.init.ones_(net.weight)
+    optimizers = [fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
+    models = [fleet.distributed_model(net) for net in nets]
+    train_two(models, optimizers, lambda seed: torch.full((1, 2), 1.0 + seed + rank))
+    return [net.weight.flatten().tolist() for net in nets]
+
+
+def train_two(models: Any, optimizers: Any, data: Any) -> None:
+    """Runs eight rounds: the critic steps twice, then the generator, whose loss passes through both."""
+    (made, critic), (first, second) = models, optimizers
+    for step in range(8):
+        for turn in range(2):
+            second.zero_grad()
+            critic(made(data(turn)).detach()).square().mean().backward()
+            second.step()
+        first.zero_grad()
+        critic(made(data(step % 3))).mean().backward()
+        first.step()
+
+
+class ByHand:
+    """Plain torch: updates at every second step with the mean of what ``.grad`` held at each."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.kept = optimizer, []
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        parameter = self.optimizer.param_groups[0]["params"][0]
+        self.kept.append(parameter.grad.clone())
+        if len(self.kept) == 2:
+            parameter.grad = (self.kept[0] + self.kept[1]) / 2
+            self.optimizer.step()
+            self.kept = []
+
+
+def test_two_optimizers_have_windows_of_their_own() -> None:
+    """Issue 9, 1.5: with one counter for both, the generator would never update, or with the critic's batches."""
+    nets = [nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)]
+    for net in nets:
+        nn.init.ones_(net.weight)
+    optimizers = [ByHand(torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
+    train_two(nets, optimizers, lambda seed: torch.cat([torch.full((1, 2), 1.0 + seed + rank) for rank in range(2)]))
+    for result in run_workers(windows_of_two, 2, backend=None):
+        for found, net in zip(result, nets, strict=True):
+            np.testing.assert_allclose(found, net.weight.detach().flatten().numpy(), atol=1e-5, rtol=1e-5)
+
+
+def unfinished(rank: int, world_size: int) -> str:
+    """Steps at the end of a window without a backward pass."""
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_merge = True
+    strategy.gradient_merge_configs = {"k_steps": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    net = nn.Linear(1, 1)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    model = fleet.distributed_model(net)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    model(torch.ones(1, 1))
+    try:
+        optimizer.step()
+    except fleet.errors.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_window_does_not_end_without_an_exchange() -> None:
+    """Issue 9, 1.2: a step without backward() would update each worker with its own sums."""
+    for said in run_workers(unfinished, 2, backend=None):
+        assert "before step()" in said

@@ -38,3 +38,72 @@ def test_an_open_window_is_saved_under_the_name_of_its_option() -> None:
     _, other = made(3, global_rank=1)
     with pytest.raises(CheckpointError, match="a sharding window with rank 0, and this worker has 1"):
         other.load_state_dict(state)
+
+
+def test_what_is_kept_is_what_gradients_would_hold_at_the_step() -> None:
+    """Issue 9, 1.2: clearing before backward keeps every batch; clearing between backward and step drops one."""
+    parameter, optimizer = made(4)
+    for batch in (1.0, 2.0, 3.0, 4.0):
+        loss = (parameter * batch).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert parameter.item() == -2.5
+    for batch, clear in ((1.0, None), (2.0, "optimizer"), (3.0, "by hand"), (4.0, "zeros")):
+        optimizer.zero_grad()
+        (parameter * batch).sum().backward()
+        if clear == "optimizer":
+            optimizer.zero_grad()
+        if clear == "by hand":
+            parameter.grad = None
+        if clear == "zeros":  # the last batch, with the sums of the others in .grad
+            optimizer.zero_grad(set_to_none=False)
+            (parameter * 7.0).sum().backward()
+        optimizer.step()
+    assert parameter.item() == -2.5 - (1.0 + 7.0) / 4
+
+
+def test_clipping_in_an_open_window_has_something_to_clip() -> None:
+    """Issue 9: clip_grad_value_ raises when no parameter has a gradient; the sum is out of its reach."""
+    parameter, optimizer = made(2)
+    for batch in (1.0, 2.0):
+        optimizer.zero_grad()
+        (parameter * batch).sum().backward()
+        torch.nn.utils.clip_grad_value_([parameter], 1.25)
+        optimizer.step()
+    assert parameter.item() == -1.25
+
+
+def test_grad_is_not_divided() -> None:
+    """Issue 9, 1.9: torch.autograd.grad gives the gradient of its loss, in a window too, and takes no part in it."""
+    parameter, optimizer = made(4)
+    (parameter * 4.0).sum().backward()
+    optimizer.step()
+    assert torch.autograd.grad((parameter * 8.0).sum(), parameter)[0].item() == 8.0
+    assert not optimizer.has_new_gradients()
+
+
+def test_windows_of_two_optimizers_are_two() -> None:
+    """Issue 9, 1.5: a loss that passes through another optimizer's parameters does not change its window's count."""
+    (first, one), (second, two) = made(2), made(2)
+    for batch in (1.0, 3.0):
+        for parameter, optimizer in ((first, one), (second, two)):
+            one.zero_grad()
+            (first * second.detach() + second + parameter * (batch - 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # second: 1 + (batch - 1) in its own batches, and what came with the first's, as nobody cleared it in between
+    assert second.item() == pytest.approx(-((1.0 + 1.0) + (1.0 + 3.0)) / 2)
+
+
+def test_a_parameter_that_is_thawed_is_merged() -> None:
+    """Issue 9, 1.7: from the step or clear after that."""
+    parameter, frozen = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    optimizer = MergingOptimizer(torch.optim.SGD([parameter, frozen], lr=1.0), Window(2, average=True), 0, "sharding")
+    frozen.requires_grad_()
+    optimizer.zero_grad()
+    for batch in (1.0, 2.0):
+        (parameter * batch + frozen * batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (parameter.item(), frozen.item()) == (-1.5, -1.5)

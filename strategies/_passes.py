@@ -1,0 +1,203 @@
+"""Backward passes of a wrapped model: when one begins, whether it exchanges gradients, and which loss had one.
+
+[Note: Decided when backward begins]
+DistributedDataParallel decides in forward whether the next backward pass exchanges, and that decision serves one pass.
+After two forwards the second backward pass would silently stay local, and a forward whose backward never comes (a
+batch that is skipped, validation with gradients recorded) would take a decision with it. Here a pass is prepared when
+it begins: at the model's output, or for a graph that bypasses the output at the first parameter that somebody watches.
+
+``torch.autograd.grad`` comes through the output too and fills no gradient. It is told apart by the nodes that
+accumulate gradients: the engine does not run them then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fleet.errors import ConfigError
+from fleet.strategies._amp_policy import map_tensors
+from fleet.strategies._exchange import data_parallel_in
+from fleet.strategies._parts import is_part
+
+_MARK = "fleet_forward"
+
+
+class Forward:
+    """One forward of a wrapped model.
+
+    Attributes:
+        exchanges: whether its backward pass is to exchange gradients, as far as ``no_sync()`` says.
+        differentiated: who ran a backward pass through its output: ``"user"``, ``"minimize"`` or nobody, ``""``.
+    """
+
+    def __init__(self, exchanges: bool) -> None:
+        self.exchanges = exchanges
+        self.differentiated = ""
+
+
+class Passes:
+    """The backward passes through the outputs of one wrapped model; see [Note: Decided when backward begins].
+
+    Attributes:
+        starts: called when a pass begins, before the first gradient arrives.
+        gates: a pass exchanges when one of them returns True, or when there is none.
+        checks: called before a pass that exchanges; they may raise.
+        everyone: returns the parameters of all models that may share a graph with this one.
+    """
+
+    def __init__(self, reducer: DistributedDataParallel | None, parameters: Iterable[nn.Parameter]) -> None:
+        self.starts: list[Callable[[], None]] = []
+        self.gates: list[Callable[[], bool]] = []
+        self.checks: list[Callable[[], None]] = []
+        self.parameters = dict.fromkeys(parameters)
+        self.everyone: Callable[[], Iterable[Tensor]] = lambda: self.parameters
+        self.running = False
+        self._reducer = reducer
+        self._prepared = False  # torch's reducer waits for a pass
+        self._latest = Forward(exchanges=True)
+        self._searched: list[tuple[Forward, list[Tensor]]] = []  # outputs whose graph is searched for unused parameters
+
+    def forward(self, chain: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns what ``chain`` returns; backward passes through it are noticed."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return chain(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            self.running = False  # a pass that failed has no end
+        reducer = self._reducer
+        if reducer is None:
+            return self._watched(chain(*args, **kwargs), Forward(exchanges=False))
+        made = Forward(exchanges=reducer.require_backward_grad_sync)
+        if self.gates:
+            reducer.require_backward_grad_sync = False
+        try:
+            output = chain(*args, **kwargs)
+        finally:
+            reducer.require_backward_grad_sync = made.exchanges
+        self._prepared = made.exchanges and not self.gates
+        return self._watched(output, made)
+
+    def begin(self, made: Forward | None = None) -> None:
+        """Begins a pass that fills gradients, unless one is under way; of the latest forward when none is named.
+
+        Raises ConfigError when it must exchange gradients and cannot.
+        """
+        if self.running:
+            return
+        made = made or self._latest
+        if made.exchanges and self._reducer is not None and (not self.gates or any(gate() for gate in self.gates)):
+            for check in self.checks:
+                check()
+            if not self._prepared:
+                self._prepare(self._reducer, made)
+        self.running = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        for start in self.starts:
+            start()
+
+    def _end(self) -> None:
+        self.running = self._prepared = False
+
+    def _prepare(self, reducer: DistributedDataParallel, made: Forward) -> None:
+        """Makes torch's reducer wait for the gradients of this pass."""
+        outputs = next((tensors for recent, tensors in self._searched if recent is made), [])
+        if reducer.find_unused_parameters and not outputs:
+            raise ConfigError(
+                "backward() came through an output of the model that is neither its latest nor the one before, and "
+                "strategy.find_unused_parameters looks for unused parameters in these. Call backward() after each "
+                "forward, add the losses up and call it once, or run validation under torch.no_grad()."
+            )
+        if reducer.reducer._rebuild_buckets():  # as forward does, for a pass that no forward has prepared
+            reducer._has_rebuilt_buckets = True
+        reducer.reducer.prepare_for_backward(outputs)
+        reducer.require_forward_param_sync = True  # the next forward takes rank 0's buffers, as after every exchange
+
+    def _watched(self, output: Any, made: Forward) -> Any:
+        tensors: list[Tensor] = []
+
+        def watch(value: Tensor) -> Tensor:
+            if value.requires_grad:
+                tensors.append(value)
+            return value
+
+        map_tensors(output, watch)
+        # Weakly: the graph must not hold what holds the graph.
+        arrive = partial(_arrive, weakref.ref(self), made)
+        for tensor in tensors:
+            tensor.register_hook(arrive)
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[_MARK] = made
+        self._latest = made
+        if self._reducer is not None and self._reducer.find_unused_parameters:
+            self._searched = [*self._searched[-1:], (made, tensors)]
+        return output
+
+
+def _arrive(passes_ref: weakref.ref[Passes], made: Forward, gradient: Tensor) -> None:
+    """Takes note that the signal of a backward pass has come to an output."""
+    passes = passes_ref()
+    if passes is None or (passes.running and made.differentiated):
+        return
+    fills = fills_gradients(passes.parameters)
+    if fills:
+        passes.begin(made)
+    if not made.differentiated and (fills or fills_gradients(passes.everyone(), alone=True)):
+        made.differentiated = "user"
+
+
+def passes_of(chain: nn.Module) -> Passes:
+    """Returns the passes of ``chain``: one object for each data-parallel module."""
+    reducer = data_parallel_in(chain)
+    if reducer is None:
+        return Passes(None, chain.parameters())
+    found = reducer.__dict__.get("fleet_passes")
+    if found is None:
+        found = reducer.__dict__["fleet_passes"] = Passes(reducer, reducer.parameters())
+    return cast(Passes, found)
+
+
+def accumulator_of(parameter: Tensor) -> Any:
+    """Returns the node of the graph that adds to ``parameter.grad``; torch keeps it only as long as somebody does."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter).grad_fn
+    return view.next_functions[0][0]
+
+
+def fills_gradients(parameters: Iterable[Tensor], alone: bool = False) -> bool:
+    """Returns whether the backward pass under way adds to ``.grad`` of one of ``parameters``; ``alone`` without any."""
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        alone = False
+        if is_part(parameter):
+            return True  # what was gathered has the node
+        try:
+            if torch._C._will_engine_execute_node(accumulator_of(parameter)):
+                return True
+        except RuntimeError:
+            return False  # torch.autograd.grad(..., parameter)
+    return alone
+
+
+def forwards_behind(loss: Tensor) -> list[Forward]:
+    """Returns the forwards of wrapped models that ``loss`` was computed from."""
+    found: list[Forward] = []
+    start: Any = loss.grad_fn
+    seen, stack = {start}, [start]
+    while stack:
+        node = stack.pop()
+        made = node.metadata.get(_MARK)
+        if made is not None:
+            found.append(made)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
