@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -57,8 +58,8 @@ _GIVES_WAY = (
 class ModelObserver(Protocol):
     """What the model tells the session."""
 
-    def before_forward(self) -> None:
-        """Called before each forward."""
+    def before_forward(self, model: FleetModel) -> None:
+        """Called before each forward of ``model``."""
 
     def after_clear(self, parameters: Sequence[Tensor]) -> None:
         """Called after the gradients of ``parameters`` were cleared through their model."""
@@ -103,7 +104,7 @@ class FleetModel(nn.Module):
     def __init__(self, module: nn.Module, chain: nn.Module, observer: ModelObserver | None = None) -> None:
         super().__init__()
         object.__setattr__(self, "_forward_methods", set())
-        object.__setattr__(self, "_redirected", False)
+        object.__setattr__(self, "_redirected", "")
         object.__setattr__(self, "_observer", observer)
         object.__setattr__(self, "_trains", True)
         object.__setattr__(self, "_exchanges", True)
@@ -134,7 +135,7 @@ class FleetModel(nn.Module):
         """Runs the wrapped module."""
         if self._observer is None:
             return self._run(*args, **kwargs)
-        self._observer.before_forward()
+        self._observer.before_forward(self)
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
@@ -425,11 +426,12 @@ class FleetModel(nn.Module):
                 return method(*inner_args, **inner_kwargs)
 
             self.module.__dict__["forward"] = run
-            object.__setattr__(self, "_redirected", True)
+            object.__setattr__(self, "_redirected", method.__name__)
             try:
-                return self(*args, **kwargs)
+                with _no_backward(self.module, method.__name__):
+                    return self(*args, **kwargs)
             finally:
-                object.__setattr__(self, "_redirected", False)
+                object.__setattr__(self, "_redirected", "")
                 self.module.__dict__.pop("forward", None)
                 self.module.__dict__.update(own)
 
@@ -471,8 +473,9 @@ def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
         if id(running) in names and torch.is_grad_enabled() and any(p.requires_grad for p in running.parameters()):
             raise ConfigError(
                 f"model.{method}() runs {names[id(running)]!r} outside the wrapped forward, so its gradients would not "
-                f"be exchanged between workers. Call model.mark_forward_method({method!r}) once after "
-                "distributed_model(), or run it under torch.no_grad()."
+                f"be exchanged between workers. If {method}() computes an output or a loss, call "
+                f"model.mark_forward_method({method!r}) once after distributed_model(). If it runs backward() or a "
+                f"step itself, {_instead_of_self(module, method)} For evaluation run it under torch.no_grad()."
             )
 
     handle = register_module_forward_pre_hook(check)
@@ -480,6 +483,42 @@ def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _no_backward(module: nn.Module, method: str) -> Iterator[None]:
+    """Raises ConfigError when this thread calls ``backward()`` inside the context, where gradients stay local."""
+    original, thread = torch.autograd.backward, threading.get_ident()
+    is_open = True
+
+    @wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if is_open and threading.get_ident() == thread:
+            raise ConfigError(runs_inside(module, method, "backward()"))
+        return original(*args, **kwargs)
+
+    torch.autograd.backward = refuse  # Tensor.backward looks it up at each call
+    try:
+        yield
+    finally:
+        is_open = False  # amp may have put itself around it meanwhile
+        if torch.autograd.backward is refuse:
+            torch.autograd.backward = original
+
+
+def runs_inside(module: nn.Module, method: str, what: str) -> str:
+    """Returns the message for a ``method`` that was marked although it runs ``what``."""
+    return (
+        f"model.{method}() was marked with mark_forward_method() and so runs inside the wrapped forward, and it calls "
+        f"{what} there, before gradients can be exchanged. Do not mark it; {_instead_of_self(module, method)}"
+    )
+
+
+def _instead_of_self(module: nn.Module, method: str) -> str:
+    return (
+        f"pass the wrapped model in place of self: {type(module).__name__}.{method}(model, ...); self(...) in it then "
+        "runs the wrapped model."
+    )
 
 
 def _enter_module(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

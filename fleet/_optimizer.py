@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ class StepObserver(Protocol):
 
     def before_step(self) -> None:
         """Called before each step of the user."""
+
+    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
+        """Returns the context in which ``optimizer`` steps."""
 
     def after_step(self) -> None:
         """Called after each step of the user."""
@@ -49,13 +53,15 @@ class FleetOptimizer(OptimizerWrapper):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means is up to the strategies that are on."""
-        if self._observer is not None:
-            self._observer.before_step()
+        observer = self._observer
+        if observer is not None:
+            observer.before_step()
         try:
-            result = super().step(closure)
+            with nullcontext() if observer is None else observer.stepping(self, closure is not None):
+                result = super().step(closure)
         except RuntimeError as error:
-            if self._observer is not None:
-                self._observer.explain(error)
+            if observer is not None:
+                observer.explain(error)
             raise
         self._filled = False
         if self._observer is not None:

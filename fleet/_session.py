@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet._broken_exchange import UncaughtErrors, explained
+from fleet._first_step import TrainingChecks
 from fleet._model import FleetModel
 from fleet._optimizer import FleetOptimizer
 from fleet._roll_call import RollCall
@@ -82,6 +83,7 @@ class Session:
         self.util = UtilBase(self)
         self.role_maker.set_util(self.util)
         self.health = start_health(self)
+        self.checks = TrainingChecks(self)
 
     @property
     def global_rank(self) -> int:
@@ -186,6 +188,7 @@ class Session:
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
+            self.checks.watch_model(model)
 
     def _leave_roll_call(self) -> None:
         if self._roll_call is not None and self._uncaught is not None:
@@ -208,6 +211,8 @@ class Session:
         known = {type(strategy): strategy for strategy in self.strategies}
         strategies = [known.get(step) or step(_config_of(step, self.options), self) for step in made.steps]
         fresh = [strategy for strategy in strategies if type(strategy) not in known]
+        for optimizer in self.optimizers:
+            self.checks.forget_optimizer(optimizer.user_optimizer)
         for strategy in fresh:
             for model in self.models:
                 strategy.check_model(model.module)
@@ -237,6 +242,7 @@ class Session:
         module, chain = self._wrapped(module)
         model = FleetModel(module, chain, self)
         self.models.append(model)
+        self.checks.watch_model(model)
         if self.health is not None:
             self.health.watch_model(module)
         return model
@@ -247,6 +253,7 @@ class Session:
             raise ConfigError("distributed_optimizer() was called with an optimizer that it returned before.")
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
+        self.checks.forget_optimizer(optimizer)
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
         if self.record.server_endpoints:
@@ -254,6 +261,7 @@ class Session:
                 self.say(note)
         wrapped = FleetOptimizer(self._stepped(optimizer), self, optimizer)
         self.optimizers.append(wrapped)
+        self.checks.watch_optimizer(wrapped)
         return wrapped
 
     def before_step(self) -> None:
@@ -266,6 +274,10 @@ class Session:
                 stacklevel=4,
             )
         self._checked = True
+
+    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
+        """Returns the context in which ``optimizer`` steps; raises ConfigError where its gradients are not right."""
+        return self.checks.stepping(optimizer, has_closure)
 
     def after_step(self) -> None:
         """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
@@ -293,13 +305,14 @@ class Session:
         for strategy in self.strategies:
             strategy.note_clear(parameters)
 
-    def before_forward(self) -> None:
+    def before_forward(self, model: FleetModel) -> None:
         """Raises ConfigError when training starts although an option that acts in the optimizer has none to act in.
 
         A loop that does not use ``ElasticSampler.batches`` begins its next batch here.
         """
         if self.checkpoints and not self.num_loops and torch.is_grad_enabled() and self.models[0].training:
             self.after_batch()
+        self.checks.before_forward(model)
         if self.optimizers or not torch.is_grad_enabled():
             return
         waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
@@ -313,6 +326,7 @@ class Session:
         """Lets go of everything the strategies hold; the session is over."""
         self.closed = True
         self._leave_roll_call()
+        self.checks.close()
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []

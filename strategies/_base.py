@@ -224,6 +224,12 @@ class Strategy:
         """Returns ``optimizer``, or one around it that stands outside all, where the user's steps are counted."""
         return optimizer
 
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Takes note, before a forward, that parameters of the wrapped ``model`` came, went, were frozen or thawed.
+
+        Raises ConfigError when the parameters ``added`` cannot take part any more.
+        """
+
     def note_clear(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes note that the gradients of ``parameters`` were cleared through their model."""
 

@@ -66,9 +66,13 @@ class GradientExchange:
         if route is not None:
             self.route = route
         if not self.registered:
-            # Without annotations: torch compares them as types, and here they are text.
-            self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
-            self.registered = True
+            self.register()
+
+    def register(self) -> None:
+        """Puts the hook into the module's reducer, which has none."""
+        # Without annotations: torch compares them as types, and here they are text.
+        self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
+        self.registered = True
 
     def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.route is not None:

@@ -6,7 +6,7 @@ the same number without the snapshot's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +55,11 @@ class TrainsLocally:
         """Returns ``model``, which starts from rank 0's parameters and buffers."""
         start_from_rank_0(model, self.session)
         return model
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Makes the parameters that came equal rank 0's."""
+        if added and self.session.process_group is not None:
+            broadcast_from_rank_0([*added.values()], self.session.process_group)
 
 
 class LocalOptimizer(OptimizerWrapper):

@@ -68,6 +68,10 @@ class Window:
                 node = self._accumulators[parameter] = accumulator_of(parameter)
                 node.register_prehook(partial(_arrive, weakref.ref(self), weakref.ref(parameter)))
 
+    def note_parameters(self) -> None:
+        """Merges the gradients of parameters that were thawed, too."""
+        self.watch(self._frozen)
+
     def in_model(self, model: Passes) -> bool:
         """Returns whether parameters of ``model`` are in this window."""
         return any(parameter in model.parameters for parameter in self._accumulators)
@@ -80,6 +84,7 @@ class Window:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._notice_clear()
         if self.is_last:
+            self._check_frozen()
             self._restore()
         else:
             zeros = self._zeros and self._zeros[0]
@@ -132,6 +137,14 @@ class Window:
     def end(self) -> None:
         """Starts a new window, after the update."""
         self.batch, self.sums, self._restored = 0, {}, False
+
+    def _check_frozen(self) -> None:
+        """Raises ConfigError where the exchange leaves out a parameter that earlier batches have gradients of."""
+        if any(not parameter.requires_grad for parameter in self.sums):
+            raise ConfigError(
+                f"A parameter was frozen after {self.batch} of {self.k_steps} batches of an update, with gradients of "
+                "these that are not exchanged yet. Freeze parameters right after an update."
+            )
 
     def _restore(self) -> None:
         if self._zeros is not None:

@@ -146,12 +146,18 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+def users_step_hooks(optimizer: Optimizer) -> list[Any]:
+    """Returns what runs before ``optimizer.step()`` and may look at gradients: not the checks of this package."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return [hook for hook in hooks if not getattr(hook, "only_checks", False)]
+
+
 @contextmanager
 def step_hooks_around(optimizer: Optimizer) -> Iterator[None]:
     """Runs the step hooks of the user's optimizer around what happens inside, where its own ``step()`` runs none."""
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = optimizer.optimizer
-    kinds = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    kinds: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in list(kinds[0].values()):
         hook(optimizer, (), {})
     taken = [dict(hooks) for hooks in kinds]

@@ -49,6 +49,7 @@ class Passes:
         starts: called when a pass begins, before the first gradient arrives.
         gates: a pass exchanges when one of them returns True, or when there is none.
         checks: called before a pass that exchanges; they may raise.
+        begun: how many passes have begun.
         everyone: returns the parameters of all models that may share a graph with this one.
     """
 
@@ -59,6 +60,7 @@ class Passes:
         self.parameters = dict.fromkeys(parameters)
         self.everyone: Callable[[], Iterable[Tensor]] = lambda: self.parameters
         self.running = False
+        self.begun = 0
         self._reducer = reducer
         self._prepared = False  # torch's reducer waits for a pass
         self._latest = Forward(exchanges=True)
@@ -97,6 +99,7 @@ class Passes:
             if not self._prepared:
                 self._prepare(self._reducer, made)
         self.running = True
+        self.begun += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         for start in self.starts:
             start()
@@ -131,8 +134,9 @@ class Passes:
         arrive = partial(_arrive, weakref.ref(self), made)
         for tensor in tensors:
             tensor.register_hook(arrive)
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[_MARK] = made
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata[_MARK] = made
         self._latest = made
         if self._reducer is not None and self._reducer.find_unused_parameters:
             self._searched = [*self._searched[-1:], (made, tensors)]

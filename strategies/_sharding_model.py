@@ -158,6 +158,8 @@ class GatheredHooks:
             if gathered is None or gathered is part:
                 continue
             mark_gathered(gathered, part)
+            if gathered.requires_grad is not part.requires_grad:
+                gathered.requires_grad_(part.requires_grad)  # frozen or thawed since it was gathered first
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
                 gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))

@@ -21,6 +21,7 @@ from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.strategies._amp_scale import scales_gradients
 from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
+from fleet.strategies._optimizer import users_step_hooks
 from fleet.strategies._served_optimizer import ServedOptimizer
 
 _GPU_TABLES = (
@@ -292,7 +293,7 @@ class ASync(Strategy):
 
 def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
     """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
-    if trains_rows and getattr(optimizer, "_optimizer_step_pre_hooks", None):
+    if trains_rows and users_step_hooks(optimizer):
         raise UnsupportedOptionError(
             "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
             "and the gradients of rows on the servers would stay out. Leave it away, or use nn.Embedding(sparse=False)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -212,6 +213,16 @@ class Amp(Strategy):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that skips a step with an inf or nan."""
         return AmpOptimizer(optimizer, self.scale, self.session, is_pure=self.config.is_pure, others=self._optimizers)
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Unscales the gradients of parameters that came, too; raises ConfigError where modules would need copies."""
+        if added and self.config.is_pure:
+            raise ConfigError(
+                f"{next(iter(added))!r} was added to the model after distributed_model(), and pure 16-bit amp prepares "
+                "the modules that are there then. Complete the model first, then call distributed_model()."
+            )
+        if self._signal is not None:
+            self._signal.watch(p for p in model.parameters() if not is_part(p))
 
     def use_scaler(self, scaler: Any) -> None:
         """Leaves scaling to ``scaler`` from now on."""

@@ -6,7 +6,8 @@ Always on in a collective job of more than one worker, unless another strategy t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
-from fleet.strategies._exchange import exchange_of
+from fleet.strategies._exchange import data_parallel_in, exchange_of
 
 _MIB = 1024 * 1024
 
@@ -72,21 +73,27 @@ class DataParallel(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if not parameters:
+        if not any(_can_train(p) for p in model.parameters()):
             return model  # nothing to exchange, and DistributedDataParallel refuses such a module
+        session = self.session
         wrapped = wrap_data_parallel(
             model,
-            device=self.session.device,
-            process_group=self.session.process_group,
-            bucket_MiB=self.session.options["fuse_grad_size_in_MB"],
-            last_bucket_MiB=self.session.options["last_comm_group_size_MB"],
-            fuse=self.session.options["fuse_all_reduce_ops"],
-            find_unused_parameters=self.session.options["find_unused_parameters"],
+            device=session.device,
+            process_group=session.process_group,
+            bucket_MiB=session.options["fuse_grad_size_in_MB"],
+            last_bucket_MiB=session.options["last_comm_group_size_MB"],
+            fuse=session.options["fuse_all_reduce_ops"],
+            find_unused_parameters=session.options["find_unused_parameters"],
         )
-        if self.session.options["gradient_scale_configs"].scale_strategy != "avg":
+        if session.options["gradient_scale_configs"].scale_strategy != "avg":
             exchange_of(wrapped).change(average=False)
         return wrapped
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Exchanges the parameters of ``model`` that train now; those that came are rank 0's everywhere."""
+        wrapped = data_parallel_in(model)
+        if wrapped is not None:
+            _follow(wrapped, came=bool(added))
 
 
 def wrap_data_parallel(
@@ -100,21 +107,72 @@ def wrap_data_parallel(
     find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
     """Returns ``model`` in DistributedDataParallel with buckets as Fleet describes them (sizes in MiB)."""
-    keywords: dict[str, Any] = {
-        "device_ids": [device.index] if device.type == "cuda" else None,
-        "process_group": process_group,
-        "find_unused_parameters": find_unused_parameters,
-        # The bucket is the gradient: one copy and its memory less per step.
-        "gradient_as_bucket_view": True,
-    }
-    if not fuse:
-        keywords["bucket_cap_mb"] = 1 / _MIB  # one byte: every parameter fills a bucket
-    elif "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
-        sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
-        keywords["bucket_cap_mb_list"] = plan_bucket_caps_MiB(sizes, bucket_MiB, last_bucket_MiB)
-    else:
-        keywords["bucket_cap_mb"] = bucket_MiB
-    return DistributedDataParallel(model, **keywords)
+
+    def keywords() -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "device_ids": [device.index] if device.type == "cuda" else None,
+            "process_group": process_group,
+            "find_unused_parameters": find_unused_parameters,
+            # The bucket is the gradient: one copy and its memory less per step.
+            "gradient_as_bucket_view": True,
+        }
+        if not fuse:
+            made["bucket_cap_mb"] = 1 / _MIB  # one byte: every parameter fills a bucket
+        elif "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+            sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+            made["bucket_cap_mb_list"] = plan_bucket_caps_MiB(sizes, bucket_MiB, last_bucket_MiB)
+        else:
+            made["bucket_cap_mb"] = bucket_MiB
+        return made
+
+    with _one_that_trains(model):
+        wrapped = DistributedDataParallel(model, **keywords())
+        wrapped.__dict__["fleet_keywords"] = keywords
+        wrapped.__dict__["fleet_exchanged"] = _trained(model)
+    _follow(wrapped, came=False)
+    return wrapped
+
+
+def _can_train(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _trained(model: nn.Module) -> list[int]:
+    return [id(p) for p in model.parameters() if p.requires_grad]
+
+
+@contextmanager
+def _one_that_trains(model: nn.Module) -> Iterator[None]:
+    """Thaws a parameter of a frozen ``model`` for a moment: DistributedDataParallel refuses a model without one."""
+    frozen = not any(p.requires_grad for p in model.parameters())
+    first = next(p for p in model.parameters() if _can_train(p))
+    first.requires_grad_(first.requires_grad or frozen)
+    try:
+        yield
+    finally:
+        first.requires_grad_(first.requires_grad and not frozen)
+
+
+def _follow(wrapped: DistributedDataParallel, came: bool) -> None:
+    """Makes ``wrapped`` exchange the parameters that train now; with ``came`` they start as rank 0's.
+
+    The object stays, since other strategies hold it and have put hooks on it; its reducer is made anew.
+    """
+    trained = _trained(wrapped.module)
+    # A frozen model runs without the reducer, which would wait for gradients that do not come.
+    wrapped._delay_all_reduce_all_params = not trained
+    if not trained or trained == wrapped.__dict__["fleet_exchanged"]:
+        return
+    kept = {name for name in vars(nn.Module()) if "hooks" in name} | {"training", "require_backward_grad_sync"}
+    state = {name: value for name, value in vars(wrapped).items() if name in kept}
+    keywords = wrapped.__dict__["fleet_keywords"]()
+    DistributedDataParallel.__init__(wrapped, wrapped.module, init_sync=came, **keywords)
+    wrapped.__dict__.update(state, fleet_exchanged=trained)
+    exchange, passes = wrapped.__dict__.get("fleet_exchange"), wrapped.__dict__.get("fleet_passes")
+    if exchange is not None and exchange.registered:
+        exchange.register()
+    if passes is not None:
+        passes.parameters = dict.fromkeys(wrapped.parameters())
 
 
 def plan_bucket_caps_MiB(sizes_bytes: Sequence[int], bucket_MiB: float, last_MiB: float) -> list[float]:

@@ -16,7 +16,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import GradientExchange, data_parallel_in, exchange_of
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer import OptimizerWrapper, users_step_hooks
 from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._passes import passes_of
 
@@ -102,7 +102,7 @@ class Dgc(Strategy):
 
 def check_hooks(optimizer: Optimizer) -> None:
     """Raises ConfigError when something is to see the gradients in ``optimizer.step()``."""
-    if optimizer._optimizer_step_pre_hooks:
+    if users_step_hooks(optimizer):
         raise ConfigError(
             "dgc needs an optimizer without grad_clip and step hooks: what they would see is already summed and "
             "sparse. Clip in the script, between backward() and step(), or turn dgc off."

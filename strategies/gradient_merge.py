@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,11 @@ class GradientMerge(Strategy):
             return optimizer
         self._windows.append(Window(self.config.k_steps, self.config.avg, self._models))
         return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Merges the gradients of parameters that were thawed, too."""
+        for window in self._windows:
+            window.note_parameters()
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
         """Drops what the present batch has added to the windows of ``parameters``."""

@@ -8,6 +8,7 @@ were not there (straight-through estimator). torchao has no convolution of this 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -92,6 +93,14 @@ class Qat(Strategy):
         for module in linear_modules(model, self.config.not_quant_pattern):
             quantize_linear(module, self.config)
         return model
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Raises ConfigError when parameters came, whose layers do not round."""
+        if added:
+            raise ConfigError(
+                f"{next(iter(added))!r} was added to the model after distributed_model(), and qat prepared the layers "
+                "that were there then. Complete the model first, then call distributed_model()."
+            )
 
 
 class OneScale(nn.Module):

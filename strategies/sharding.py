@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -300,6 +300,17 @@ class Sharding(Strategy):
             window.note_clear(parameters)
         for counted in self._counted if self.zero_stage > 1 else ():
             counted.check_clear(parameters)
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Merges thawed parameters too; raises ConfigError when parameters came to a model that is divided."""
+        for window in self._windows:
+            window.note_parameters()
+        if added and self.zero_stage > 1 and not self._alone:
+            raise ConfigError(
+                f"{next(iter(added))!r} was added to the model after distributed_model(), and sharding stage "
+                f"{self.zero_stage} divided the parameters that were there then. Complete the model first, or set "
+                "sharding_configs['stage'] to 1."
+            )
 
     def close(self) -> None:
         """Lets go of the models and the optimizers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fleet.errors import ConfigError
 from fleet.strategies._base import Guide, Stage, Strategy
 
 
@@ -44,6 +46,15 @@ class SyncBatchNorm(Strategy):
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
             return converted
         return convert_batch_norm(model, group)
+
+    def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
+        """Raises ConfigError when a batch norm came that was not replaced."""
+        plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        if added and self.session.process_group is not None and any(isinstance(m, plain) for m in model.modules()):
+            raise ConfigError(
+                f"{next(iter(added))!r} was added to the model after distributed_model(), and sync_batch_norm replaced "
+                "the batch norms that were there then. Complete the model first, then call distributed_model()."
+            )
 
 
 class SharedBatchNorm(_BatchNorm):

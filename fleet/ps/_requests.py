@@ -321,9 +321,7 @@ class Requests:
             session.stuck.pop(rank, None)
         try:
             with self._busy(worker):
-                session.wait_for(
-                    lambda: session.barriers.get(name, 0) >= number or rank in session.stuck, say, BEAT_S
-                )
+                session.wait_for(lambda: session.barriers.get(name, 0) >= number or rank in session.stuck, say, BEAT_S)
         finally:
             with session.changed:
                 session.standing.pop(rank, None)

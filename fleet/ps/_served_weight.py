@@ -130,7 +130,11 @@ def _changed(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Returns the tensors that a function changes in place."""
     first = [*args, *kwargs.values()][:1]
     in_place = name.endswith(("_", "...")) and not name.startswith("__")
-    if in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")):
+    if (
+        in_place
+        or name == "__setitem__"
+        or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    ):
         return tree_leaves(first)
     return tree_leaves(kwargs.get("out"))
 

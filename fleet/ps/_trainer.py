@@ -285,7 +285,9 @@ class Trainer:
         """Returns when every worker has come here with its steps applied, with the key of their meeting."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
-            self.client.barrier(SAVE, self.config.user_call())  # the end of a save that the process before this one did not live to see
+            self.client.barrier(
+                SAVE, self.config.user_call()
+            )  # the end of a save that the process before this one did not live to see
         return self.meet(SAVE)
 
     def _after_goodbye(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ class Observer:
 
     def __init__(self) -> None:
         self.steps = 0
+
+    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def before_step(self) -> None:
         self.steps += 1

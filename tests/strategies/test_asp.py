@@ -221,12 +221,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 
 def train_on(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Starts each worker from other weights and data; ``load`` gives it weights of its own after wrapping, too."""
-    options = dict(options)
-    load = options.pop("load", False)
+    """Starts each worker from other weights and data."""
     model, optimizer = start(seed=rank, **options)
-    if load:
-        model.load_state_dict(net_of(rank).state_dict())
     train(model, optimizer, range(4), rank)
     return {"zeros": zeros(model), "own": brute_force(net_of(rank).state_dict()["4.weight"])}
 
@@ -242,7 +238,7 @@ def sharded(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"load": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 3}}, sharded(1), sharded(2), sharded(3)],
+    [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 3}}, sharded(1), sharded(2), sharded(3)],
 )
 def test_workers_have_the_masks_of_rank_0(options: dict[str, Any]) -> None:
     """A.1 asp: from rank 0's weights, under data parallel and where workers train by themselves."""

@@ -25,7 +25,7 @@ def blocks(name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_program_runs_and_goes_on(tmp_path: Path) -> None:
-    program, keep, scale = blocks(NAMES[0])
+    program, _, keep, scale = blocks(NAMES[0])
     (tmp_path / "train.py").write_text(program + "print('at', checkpoint.epoch, checkpoint.step)\n")
     (tmp_path / "declare.py").write_text(f"from fleet import fleet\n{keep}\nprint(strategy.gradient_merge_configs)\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,470 @@
+"""What must hold while a job trains, looked at before each forward and each step of the session.
+
+[Note: Who may differ]
+With data parallel every worker has the same parameters and optimizer state. With sharding each has its part, with
+localsgd its own between two averages: there only the question is whether all workers loaded a state, or some.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_modules
+from torch.optim import Optimizer
+
+from fleet._comparison import Comparison, checksums, digest, first_difference, listed_ranks
+from fleet._model import FleetModel, runs_inside
+from fleet._optimizer import FleetOptimizer
+from fleet._user_line import user_line
+from fleet.env import Environment
+from fleet.errors import ConfigError
+from fleet.strategies._amp_model import AmpModel
+from fleet.strategies._flat import broadcast_from_rank_0
+from fleet.strategies._local_training import TrainsLocally
+from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._parts import is_part
+from fleet.strategies._sharding_owners import PartitionedOptimizer
+
+if TYPE_CHECKING:
+    from fleet._session import Session
+
+_TRAINS = attrgetter("requires_grad")
+_LATE_S = 30.0  # how long a worker that did something alone waits for the others to do it, too
+_EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_dict(state) on all of them"
+
+
+class LoadNote:
+    """A hook that notes where a state is loaded, and what was there before; copies and pickles of it do nothing."""
+
+    def __init__(self, watch: ModelWatch | OptimizerWatch) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: Any) -> None:
+        """Comes before the state is taken over."""
+        watch = self._watch
+        if not watch.loaded_at:
+            watch.loaded_at, watch.before = user_line(), digest(watch.sums())
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and is in every Python
+
+
+class RawStepCheck:
+    """A step hook of the user's optimizer; a strategy that refuses hooks tells it apart by ``only_checks``."""
+
+    only_checks = True
+
+    def __init__(self, checks: TrainingChecks) -> None:
+        self._checks = checks
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Comes before ``step()``."""
+        self._checks.check_raw_step(optimizer)
+
+
+class ModelWatch:
+    """One wrapped model: which parameters train, how often it ran, and whether a state was loaded.
+
+    Attributes:
+        forwards: forwards with gradients recorded.
+        loaded_at: the line that loaded a state since the last comparison, and ``before`` a digest of what was there.
+        exchanged: the parameters that trained when the workers last agreed on them.
+    """
+
+    def __init__(self, model: FleetModel, registered: int) -> None:
+        self.model, self.forwards, self.is_compared = model, 0, False
+        self.loaded_at = self.before = ""
+        self.note_parameters(registered)
+        self.exchanged = self.trained_names
+        self.versions = {name: p._version for name, p in self.named.items()}
+        self.handle = model.module.register_load_state_dict_pre_hook(LoadNote(self))
+
+    @property
+    def used(self) -> int:
+        """How often the wrapped model ran, and backward passes came through it."""
+        return self.forwards + self.model._passes.begun
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each worker has parts of the parameters."""
+        return any(is_part(p) for p in self.named.values())
+
+    def note_parameters(self, registered: int) -> None:
+        """Remembers the parameters as they are; ``registered`` counts what modules have taken in so far."""
+        self.registered = registered
+        self.named = dict(self.model.named_parameters())
+        self.trained_names = {name for name, p in self.named.items() if p.requires_grad}
+        self.trained = [self.named[name] for name in self.trained_names]
+        self.frozen = [p for p in self.named.values() if not p.requires_grad]
+
+    def has_changed(self, registered: int) -> bool:
+        """Returns whether parameters may have come, gone, or been frozen or thawed."""
+        return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
+
+    def sums(self) -> dict[str, int]:
+        """Returns a checksum of each parameter."""
+        return checksums(self.named)
+
+    def was_written(self) -> bool:
+        """Returns whether something other than a step has changed a parameter before the first comparison."""
+        return bool(self.loaded_at) or any(p._version != self.versions.get(name) for name, p in self.named.items())
+
+
+class OptimizerWatch:
+    """One wrapped optimizer: which of its parameters nobody exchanges, and whether a state was loaded.
+
+    Attributes:
+        strangers: parameters that belong to no wrapped model, by a name for messages.
+        models: the wrapped models that it trains, with how often they were used until its last step.
+        left: a gradient that its last step left behind, and its version.
+    """
+
+    def __init__(self, optimizer: FleetOptimizer) -> None:
+        self.optimizer, self.is_compared = optimizer, False
+        self.loaded_at = self.before = ""
+        self.strangers: dict[str, Tensor] = {}
+        self.models: dict[ModelWatch, int] = {}
+        self.left: tuple[Tensor, int] | None = None
+        self.seen: tuple[int, ...] = ()
+        self.handles: list[Any] = []
+        if hasattr(optimizer.user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            self.handles.append(optimizer.user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
+
+    def look(self, watches: Sequence[ModelWatch], registered: int) -> None:
+        """Finds out what the optimizer trains, where something may have changed."""
+        groups = self.optimizer.param_groups
+        seen = (len(watches), registered, *(len(group["params"]) for group in groups))
+        if seen == self.seen:
+            return
+        self.seen = seen
+        owners = {id(p): watch for watch in watches for p in watch.model.parameters()}
+        held = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+        self.strangers = {f"{tuple(p.shape)} (group {number})": p for number, p in held if id(p) not in owners}
+        found = dict.fromkeys(owners[id(p)] for _, p in held if id(p) in owners)
+        self.models = {watch: self.models.get(watch, 0) for watch in found}
+
+    def has_only_old_gradients(self) -> bool:
+        """Returns whether no gradient came since the last step."""
+        now = self._first_gradient()
+        return now is not None and self.left is not None and now[0] is self.left[0] and now[1] == self.left[1]
+
+    def note_step(self) -> None:
+        """Remembers what a step leaves behind."""
+        self.left = self._first_gradient()
+
+    def _first_gradient(self) -> tuple[Tensor, int] | None:
+        gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+        first = next(gradients, None)
+        return None if first is None else (first, first._version)
+
+    def sums(self) -> dict[str, Any]:
+        """Returns a checksum of each tensor of the state, and the numbers in it."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        state = self.optimizer.state
+        for place, parameter in enumerate(self.optimizer.parameters()):
+            for key, value in state[parameter].items() if parameter in state else ():
+                name = f"{key} of parameter {place}"
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                elif isinstance(value, bool | int | float | str):
+                    values[name] = value
+        return {**values, **checksums(tensors)}
+
+
+class TrainingChecks:
+    """Looks at a job's models and optimizers while they train; see [Note: Who may differ].
+
+    Args:
+        session: the session, whose workers compare through its store.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._models: dict[FleetModel, ModelWatch] = {}
+        self._optimizers: dict[FleetOptimizer, OptimizerWatch] = {}
+        self._stepping = self._registered = 0
+        self.late_s = _LATE_S
+        self._handles: list[Any] = []
+        self._comparison: Comparison | None = None
+        if session.collective and session.process_group is not None and session.world_size > 1:
+            self._comparison = Comparison(session.global_rank, session.world_size)
+
+    def watch_model(self, model: FleetModel) -> None:
+        """Looks after ``model`` from now on, where an option or another worker makes it differ from its module."""
+        if not self._session.collective or not self._session.strategies:
+            return
+        if not self._handles:
+            count = self._count_registration
+            self._handles = [
+                torch_modules.register_module_parameter_registration_hook(count),
+                torch_modules.register_module_module_registration_hook(count),
+            ]
+        if model in self._models:
+            self._models[model].handle.remove()
+        self._models[model] = ModelWatch(model, self._registered)
+
+    def watch_optimizer(self, optimizer: FleetOptimizer) -> None:
+        """Looks after ``optimizer`` from now on."""
+        watch = self._optimizers[optimizer] = OptimizerWatch(optimizer)
+        # In a job with servers a hook would count as one of the user's, which are refused there.
+        if self._session.collective and hasattr(optimizer.user_optimizer, "_optimizer_step_pre_hooks"):
+            watch.handles.append(optimizer.user_optimizer.register_step_pre_hook(RawStepCheck(self)))
+
+    def forget_optimizer(self, optimizer: Optimizer) -> None:
+        """Takes the hooks off the user's ``optimizer``, which is about to be wrapped again."""
+        for wrapped, watch in self._optimizers.items():
+            if wrapped.user_optimizer is optimizer:
+                while watch.handles:
+                    watch.handles.pop().remove()
+
+    def before_forward(self, model: FleetModel) -> None:
+        """Takes in parameters that came, went, were frozen or thawed; compares the workers' states.
+
+        Raises ConfigError where workers have done different things.
+        """
+        watch = self._models.get(model)
+        if watch is None or not torch.is_grad_enabled() or not self._session.collective:
+            return
+        watch.forwards += 1
+        if watch.has_changed(self._registered):
+            self._take_in(watch)
+        if self._comparison is not None and model.training and (watch.loaded_at or not watch.is_compared):
+            self._compare_model(watch)
+
+    @contextmanager
+    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> Iterator[None]:
+        """Checks a step of ``optimizer``, which runs inside the context; a closure's forwards after they ran."""
+        watch = self._optimizers.get(optimizer)
+        for model in self._session.models:
+            if model._redirected:
+                raise ConfigError(runs_inside(model.module, model._redirected, "optimizer.step()"))
+        if watch is not None and not has_closure:
+            self._check_step(watch)
+        self._stepping += 1
+        try:
+            yield
+        finally:
+            self._stepping -= 1
+        if watch is not None:
+            if has_closure:
+                self._check_step(watch)
+            watch.note_step()
+
+    def close(self) -> None:
+        """Takes every hook away."""
+        for watch in self._models.values():
+            watch.handle.remove()
+        for optimizer in self._session.optimizers:
+            self.forget_optimizer(optimizer.user_optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._models, self._optimizers, self._handles, self._comparison = {}, {}, [], None
+
+    def _count_registration(self, *_: Any) -> None:
+        self._registered += 1
+
+    # ---- parameters that come, go, are frozen or thawed ------------------------------------------------------------
+
+    def _take_in(self, watch: ModelWatch) -> None:
+        before, trained = watch.named, watch.trained_names
+        watch.note_parameters(self._registered)
+        now = watch.trained_names
+        added = [name for name, p in watch.named.items() if before.get(name) is not p]
+        if any(is_part(p) for p in before.values()):  # whose object may change, but a part it stays
+            added = [name for name in added if name not in before or not is_part(watch.named[name])]
+        if not added and now == trained and before.keys() == watch.named.keys():
+            return
+        if self._comparison is not None and now and (added or now != watch.exchanged):
+            self._agree_on(watch, now)
+            watch.exchanged = now
+        came = {name: watch.named[name] for name in added}
+        for strategy in self._session.strategies:
+            strategy.note_parameters(watch.model._chain, came)
+
+    def _agree_on(self, watch: ModelWatch, names: set[str]) -> None:
+        """Raises ConfigError unless the same parameters train on every worker from this forward on."""
+        shapes = {name: list(watch.named[name].shape) for name in watch.named if name in names}
+        found = self._gather(f"trains/{self._number(watch)}", shapes, self._timeout_s)
+        absent = [rank for rank, said in enumerate(found) if said is None]
+        changed = sorted(names ^ watch.exchanged)[:4]
+        if absent:
+            raise ConfigError(
+                f"Worker {self._session.global_rank} froze, thawed or added parameters after distributed_model() "
+                f"({', '.join(changed)}), and {listed_ranks(absent)} did not. Do it on every worker, before the same "
+                "forward."
+            )
+        rows = [{name: tuple(shape) for name, shape in said.items()} for said in found]
+        if name := first_difference(rows):
+            trains = [rank for rank, row in enumerate(rows) if name in row]
+            raise ConfigError(
+                f"{name!r} trains on {listed_ranks(trains)} with shape {list(rows[trains[0]][name])}, and not so on "
+                "the others. Freeze, thaw and add the same parameters on every worker, before the same forward."
+            )
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def _compare_model(self, watch: ModelWatch) -> None:
+        """Makes sure that all workers start from one state, at the first forward and after a state was loaded."""
+        is_first, watch.is_compared = not watch.is_compared, True
+        place, watch.loaded_at = watch.loaded_at, ""
+        sums = watch.sums()
+        if not is_first and (self._trains_locally or digest(sums) == watch.before):
+            return  # the next average makes the workers equal; or what was loaded in between is gone again
+        session = self._session
+        wrote = watch.was_written() if is_first else True
+        found = self._compare(f"model/{self._number(watch)}", wrote, place, sums, is_first)
+        loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
+        may_differ = watch.is_divided or self._trains_locally
+        if 0 < len(loaded) < len(found):
+            if is_first and 0 in loaded and not watch.is_divided:  # also with the first worker of each node
+                tensors = [*watch.model.parameters(), *watch.model.buffers()]
+                broadcast_from_rank_0(tensors, session.process_group)
+                session.say(f"The state that worker 0 loaded ({found[0]['place']}) is every worker's now.")
+            elif watch.is_divided or not is_first or self._differ(found):
+                raise self._only_some("the model's state", loaded, found)
+        elif not may_differ and self._differ(found):
+            name = self._first_different(f"model/{self._number(watch)}/sums", sums)
+            raise ConfigError(f"The workers train from different values of {name}. {_EVERY_WORKER}.")
+
+    def _compare_optimizer(self, watch: OptimizerWatch) -> None:
+        is_first, watch.is_compared = not watch.is_compared, True
+        place, watch.loaded_at = watch.loaded_at, ""
+        sums = watch.sums()
+        number = list(self._optimizers.values()).index(watch)
+        found = self._compare(f"optimizer/{number}", bool(place), place, sums, is_first)
+        loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
+        if self._trains_locally or _divides(watch.optimizer):
+            is_wrong = 0 < len(loaded) < len(found)
+        else:
+            is_wrong = None in found or self._differ(found)
+        if is_wrong and 0 < len(loaded) < len(found):
+            raise self._only_some("the optimizer's state", loaded, found)
+        if is_wrong:
+            name = self._first_different(f"optimizer/{number}/sums", sums)
+            raise ConfigError(
+                f"The workers step with different optimizer states: {name}. Load the same state on every worker, or "
+                "resume with fleet.elastic.Checkpoint."
+            )
+
+    def _compare(self, subject: str, wrote: bool, place: str, sums: dict[str, Any], is_first: bool) -> list[Any]:
+        said = {"wrote": wrote, "place": place, "digest": digest(sums)}
+        return self._gather(subject, said, self._timeout_s if is_first else self.late_s)
+
+    def _only_some(self, what: str, loaded: list[int], found: list[Any]) -> ConfigError:
+        others = [rank for rank in range(len(found)) if rank not in loaded]
+        places = dict.fromkeys(found[rank]["place"] for rank in loaded)
+        where = ", ".join(place for place in places if place)
+        return ConfigError(
+            f"{listed_ranks(loaded).capitalize()} loaded {what}{f' ({where})' if where else ''} after "
+            f"fleet wrapped it, and {listed_ranks(others)} did not. {_EVERY_WORKER}, or resume with "
+            "fleet.elastic.Checkpoint, which sends worker 0's to all."
+        )
+
+    def _first_different(self, subject: str, sums: dict[str, Any]) -> str:
+        """Returns the first name whose values differ, and on which workers; every worker asks."""
+        rows = [said or {} for said in self._gather(subject, sums, self._timeout_s)]
+        name = first_difference(rows)
+        alike = [rank for rank, row in enumerate(rows) if row.get(name) == rows[0].get(name)]
+        others = [rank for rank in range(len(rows)) if rank not in alike]
+        return f"{name!r} ({listed_ranks(others)} against {listed_ranks(alike)})"
+
+    def _differ(self, found: list[Any]) -> bool:
+        return len({said["digest"] for said in found if said is not None}) > 1
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _check_step(self, watch: OptimizerWatch) -> None:
+        """Raises ConfigError where the gradients of this step were never exchanged."""
+        watches = list(self._models.values())
+        if not watches:
+            return
+        watch.look(watches, self._registered)
+        if self._comparison is not None:
+            self._check_strangers(watch)
+        for model, used in watch.models.items():
+            if model.used == used and (self._comparison is not None or isinstance(model.model._chain, AmpModel)):
+                self._check_forward(model, watch)
+            watch.models[model] = model.used
+        if self._comparison is not None and (watch.loaded_at or not watch.is_compared):
+            self._compare_optimizer(watch)
+
+    def _check_strangers(self, watch: OptimizerWatch) -> None:
+        if self._trains_locally:
+            return  # it averages what the optimizer holds
+        strays = [name for name, p in watch.strangers.items() if p.grad is not None]
+        if strays:
+            raise ConfigError(
+                f"The optimizer updates {strays[0]}, a parameter of no model that distributed_model() returned: its "
+                "gradient is not exchanged, and the workers would drift apart. Call distributed_model() for the module "
+                "it belongs to, or make that module a part of one that is wrapped."
+            )
+        if not watch.models and not watch.is_compared and watch.strangers:
+            raise ConfigError(
+                "The optimizer holds no parameter of a model that distributed_model() returned, so its steps would "
+                "train nothing. Make it from model.parameters() of the model that the loop calls."
+            )
+
+    def _check_forward(self, model: ModelWatch, watch: OptimizerWatch) -> None:
+        if model.model._chain is model.model.module or watch.has_only_old_gradients():
+            return  # nothing is around the module that a call of it could miss, or the loop steps twice
+        held = {id(p) for p in watch.optimizer.parameters()}
+        for name, parameter in model.named.items():
+            if id(parameter) in held and parameter.grad is not None and bool(parameter.grad.any()):
+                raise ConfigError(
+                    f"step() came with a gradient of {name!r}, and the model that distributed_model() returned has "
+                    "not run since the last step: the gradient came through the plain module, outside "
+                    f"{_missed(self._session)}. Call the model that distributed_model() returned in the loop."
+                )
+
+    def check_raw_step(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError when ``optimizer``, which was wrapped, is stepped by itself."""
+        if self._stepping:
+            return
+        wrapped = next((w for w in self._optimizers if w.user_optimizer is optimizer), None)
+        if wrapped is not None and (wrapped.optimizer is not optimizer or self._comparison is not None):
+            raise ConfigError(
+                f"{user_line()}: step() was called on the optimizer that distributed_optimizer() was given. Call it on "
+                "the optimizer that distributed_optimizer() returned (GradScaler.step too); the other one leaves "
+                f"{_missed(self._session)} out."
+            )
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    @property
+    def _trains_locally(self) -> bool:
+        return any(isinstance(strategy, TrainsLocally) for strategy in self._session.strategies)
+
+    @property
+    def _timeout_s(self) -> float:
+        return Environment().float("PADDLE_PG_TIMEOUT") / 1000
+
+    def _gather(self, subject: str, said: Any, limit_s: float) -> list[Any]:
+        assert self._comparison is not None
+        self._session.beat(pause=True)  # the others may come late
+        found = self._comparison.gather(subject, said, limit_s)
+        self._session.beat()
+        return found
+
+    def _number(self, watch: ModelWatch) -> int:
+        return list(self._models.values()).index(watch)
+
+
+def _divides(optimizer: Optimizer) -> bool:
+    """Returns whether each worker has a part of the optimizer's state."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, PartitionedOptimizer):
+            return True
+        optimizer = optimizer.optimizer
+    return any(is_part(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _missed(session: Session) -> str:
+    return ", ".join(strategy.name for strategy in session.strategies) or "what the job does at a step"
