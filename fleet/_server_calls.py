@@ -80,7 +80,13 @@ class ServerCalls:
     # ---- files ---------------------------------------------------------------------------------------------------
 
     def save_persistables(
-        self, executor: object = None, dirname: Path | None = None, main_program: object = None, mode: int = 0
+        self,
+        executor: object = None,
+        dirname: Path | None = None,
+        main_program: object = None,
+        mode: int = 0,
+        *,
+        text: bool = False,
     ) -> None:
         """Makes the servers write all tables to ``dirname``; every worker calls it and returns when it is written.
 
@@ -90,11 +96,17 @@ class ServerCalls:
             main_program: accepted for Fleet's signature.
             mode: 0 every row; 1 the rows that changed enough since the last save; 2 the rows with a score high
                 enough; 3 every row, and a day passes. 1 and 2 need an accessor on each table.
+            text: writes rows as lines of text, which other programs read and ``load_model`` too; with mode 0.
         """
         folder, number = _folder("save_persistables", executor, dirname), _check_mode(mode)
+        if not isinstance(text, bool) or (text and number):
+            raise ConfigError(
+                f"fleet.save_persistables(mode={mode!r}, text={text!r}): text is True or False, and True writes every "
+                "row: mode 0."
+            )
         job = self._job("save_persistables", "worker")
         if job is not None:
-            job.running().save(folder, number)
+            job.running().save(folder, number, text=text)
 
     def save_inference_model(
         self,

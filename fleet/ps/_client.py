@@ -314,7 +314,9 @@ class Client:
         body = {"table": table_id, "action": action, "fields": fields}
         return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body))
 
-    def save(self, dirname: str, *, mode: int = 0, tables: Sequence[int] | None = None, key: str = "") -> int:
+    def save(
+        self, dirname: str, *, mode: int = 0, tables: Sequence[int] | None = None, key: str = "", text: bool = False
+    ) -> int:
         """Makes every server write its share to ``dirname`` and returns the rows saved; training may go on meanwhile.
 
         Args:
@@ -322,8 +324,10 @@ class Client:
             mode: see :mod:`fleet.ps._files`; dense tables are always saved whole.
             tables: ids of the tables, all by default.
             key: workers who give the same one ask for the same save, which is made once.
+            text: rows are written as text, see :mod:`fleet.ps._text_format`; mode is 0.
         """
-        fields = {"dirname": dirname, "mode": mode, "tables": tables, "save_id": key or secrets.token_hex(8)}
+        save_id = key or secrets.token_hex(8)
+        fields = {"dirname": dirname, "mode": mode, "tables": tables, "save_id": save_id, "text": text}
         return sum(int(answer["rows"]) for answer in self._all(Op.SAVE, fields))
 
     def load(self, dirname: str, *, tables: Sequence[int] | None = None, key: str = "") -> int:

@@ -12,6 +12,7 @@ from fleet.ps._served_table import ServedDense, ServedSparse
 from fleet.ps._server_config import ServerConfig
 from fleet.ps._session import Refused
 from fleet.ps._snapshot import write_snapshot
+from fleet.ps._text_format import remove_text, save_text
 
 __all__ = ["load_tables", "save_tables"]
 
@@ -24,8 +25,9 @@ def save_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) 
     Modes that change the rows (1, 2 and 3) are followed by a snapshot, so that a restart has the change, too.
     """
     dirname, ids, mode, save_id = _dirname(fields), _tables(machine, fields), fields.get("mode"), fields.get("save_id")
-    if not isinstance(mode, int) or not isinstance(save_id, str):
-        raise Refused("SAVE takes a mode and a save id.")
+    text = fields.get("text", False)
+    if not isinstance(mode, int) or not isinstance(save_id, str) or not isinstance(text, bool) or (text and mode):
+        raise Refused("SAVE takes a mode and a save id; text has all rows, mode 0.")
     for table_id in ids:
         table = machine.tables[table_id]
         if isinstance(table, ServedSparse):
@@ -36,7 +38,7 @@ def save_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) 
         rows = 0
         with machine.snapshots:
             for table_id in ids:
-                rows += _save(machine, config, table_id, dirname, mode, save_id)
+                rows += _save(machine, config, table_id, dirname, mode, save_id, text)
             _note_done(machine, save_id, rows)
         if mode and config.folder is not None:
             write_snapshot(machine, config.folder)
@@ -51,7 +53,9 @@ def _note_done(machine: Machine, key: str, rows: int) -> None:
             del session.saved[next(iter(session.saved))]
 
 
-def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str) -> int:
+def _save(
+    machine: Machine, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str, text: bool
+) -> int:
     table, spec = machine.tables[table_id], machine.session.specs[table_id]
     count = spec.get("num_servers", 1)
     if isinstance(table, ServedDense):
@@ -65,7 +69,11 @@ def _save(machine: Machine, config: ServerConfig, table_id: int, dirname: Path, 
             save_id=save_id,
         ).rows
     assert isinstance(table, ServedSparse)
-    return save_table(table.table, dirname, mode=mode, server=config.index, num_servers=count, save_id=save_id).rows
+    if text:
+        return save_text(table.table, dirname, server=config.index, num_servers=count).rows
+    saved = save_table(table.table, dirname, mode=mode, server=config.index, num_servers=count, save_id=save_id)
+    remove_text(saved.path.parent, config.index, count)
+    return saved.rows
 
 
 def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:

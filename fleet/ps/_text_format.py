@@ -111,6 +111,28 @@ def export_text(table: SparseTable, dirname: str | Path, *, server: int = 0, com
     return Saved(rows, num_bytes, path)
 
 
+def save_text(table: SparseTable, dirname: str | Path, *, server: int = 0, num_servers: int = 1) -> Saved:
+    """Writes this server's rows as text in place of what an earlier save of this table has left in the folder."""
+    saved = export_text(table, dirname, server=server)
+    folder = table_folder(dirname, table.config.name)
+    _remove(server, num_servers, [*folder.glob("part-*.json"), *folder.glob("part-*.rows")])
+    if server == 0:
+        _remove(-1, num_servers, text_parts(folder))
+    return saved
+
+
+def remove_text(folder: Path, server: int, num_servers: int) -> None:
+    """Removes the text of a server's part, and of servers that a save no longer has."""
+    _remove(server, num_servers, text_parts(folder))
+
+
+def _remove(server: int, num_servers: int, paths: list[Path]) -> None:
+    for path in paths:
+        number = int(path.name.split("-")[1].split(".")[0])
+        if number == server or (number >= num_servers and server <= 0):
+            path.unlink(missing_ok=True)
+
+
 def _lines_of(row: _TextRow, block: RowBlock) -> Iterator[bytes]:
     n, kept = len(block), block.statistics
     zeros = np.zeros(n)

@@ -229,7 +229,7 @@ class Trainer:
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 
-    def save(self, dirname: str, mode: int, tables: list[int] | None = None) -> int:
+    def save(self, dirname: str, mode: int, tables: list[int] | None = None, text: bool = False) -> int:
         """Makes the servers save, once every worker has come here with its steps applied; returns the rows saved.
 
         Every worker calls it, and all return when it is done. Each asks for it, so that it is done when one dies.
@@ -237,7 +237,7 @@ class Trainer:
 
         def act(key: str) -> int:
             self._before_save(dirname, tables)
-            return self.client.save(dirname, mode=mode, tables=tables, key=key)
+            return self.client.save(dirname, mode=mode, tables=tables, key=key, text=text)
 
         return self._do_together(f"save {dirname} {mode} {tables}", act)
 

@@ -24,7 +24,7 @@ from tests.helpers.sources import ROOT
 
 missing = [name for name in ("kopf", "kubernetes", "jsonschema") if find_spec(name) is None]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=f"needs {missing}: the extras k8s and dev")]
-LIMIT_S = 55.0
+LIMIT_S = 40.0
 
 
 class Kubelet:
@@ -54,14 +54,18 @@ class Kubelet:
             api.store.patch(api.resource("Pod"), "default", name, {"status": status}, "status")
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Steps until ``done``."""
-        deadline = time.monotonic() + LIMIT_S
+        """Steps until ``done``; as long as pods come further, for a busy machine takes minutes to start three."""
+        deadline, seen = time.monotonic() + LIMIT_S, ""
         while not done():
+            jobs = [self.api.get("PaddleJob", name).get("status") for name in self.api.names("PaddleJob")]
+            now = f"{jobs}\n{self.node.report()}"
+            if now != seen:
+                deadline, seen = time.monotonic() + LIMIT_S, now
             if time.monotonic() > deadline:
-                jobs = [self.api.get("PaddleJob", name).get("status") for name in self.api.names("PaddleJob")]
-                raise AssertionError(f"not within {LIMIT_S} s\n{jobs}\n{self.node.report()}")
+                raise AssertionError(f"nothing has changed for {LIMIT_S} s\n{now}")
+            began = time.monotonic()
             self.step()
-            time.sleep(0.05)
+            time.sleep(max(0.05, time.monotonic() - began))  # half of the time is left to the pods
 
 
 class Operator:
@@ -166,7 +170,7 @@ from fleet import fleet
 fleet.init()
 table = fleet.SparseEmbedding(4, combiner="sum")
 strategy = fleet.DistributedStrategy()
-strategy.a_sync = True
+strategy.a_sync = False  # asynchronous, the loss of the last step depends on how busy the machine is
 model = torch.nn.Sequential(table, torch.nn.Linear(4, 1))
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
 model = fleet.distributed_model(model)
@@ -194,6 +198,7 @@ def test_a_job_with_servers(api: ApiServer, kubelet: Kubelet, tmp_path: Path) ->
         for name in ("ps", "worker"):  # as in the original's example: the script alone, without a launcher
             container = document["spec"][name]["template"]["spec"]["containers"][0]
             container["args"] = container["args"][2:]
+            container["env"] = [{"name": "OMP_NUM_THREADS", "value": "1"}]  # or three processes fight for each core
         api.create(document)
         kubelet.until(lambda: phase(api) in ("Completed", "Failed"))
     assert phase(api) == "Completed", kubelet.node.report()
