@@ -162,8 +162,8 @@ def _master(env: Environment, endpoints: tuple[str, ...], world_size: int) -> st
         if env.has("TRAINING_ROLE"):
             raise ConfigError(
                 f"TRAINING_ROLE is {env.raw('TRAINING_ROLE')!r} and PADDLE_TRAINERS_NUM is {world_size!r}, but "
-                "PADDLE_PSERVERS_IP_PORT_LIST is not set, so this process has no parameter servers. Set it to ip:port of "
-                "every server, the same in each process; a collective job needs PADDLE_MASTER, host:port of worker 0."
+                "PADDLE_PSERVERS_IP_PORT_LIST is not set, so this process has no parameter servers. Set it to ip:port "
+                "of every server, the same in each process; a collective job needs PADDLE_MASTER, host:port of rank 0."
             )
         raise ConfigError(
             f"PADDLE_TRAINERS_NUM is {world_size!r} and nothing says where the workers meet: PADDLE_MASTER, "

@@ -26,14 +26,15 @@ MANY_ROWS = 1 << 16
 as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which uses of a weight are those of any tensor
 
 # Functions that tell something about a tensor, or hang something on it, and read no value of it.
-_DESCRIBES = frozenset(
-    "size dim ndimension numel nelement stride element_size storage_offset get_device data_ptr untyped_storage "
-    "requires_grad_ retain_grad register_hook "
-    "register_post_accumulate_grad_hook __len__ empty_like zeros_like ones_like full_like rand_like randn_like "
-    "new_empty new_zeros new_ones new_full new_tensor _has_compatible_shallow_copy_type".split()
-)
+_DESCRIBES = frozenset((
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device",
+    "data_ptr", "untyped_storage", "requires_grad_", "retain_grad", "register_hook",
+    "register_post_accumulate_grad_hook", "__len__", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+    "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "_has_compatible_shallow_copy_type",
+))  # fmt: skip
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # of the attributes; the others describe
-_SHOWS = frozenset("data detach clone to cpu cuda contiguous __repr__ __format__".split())  # that a weight is empty
+# Functions that show that a weight is empty.
+_SHOWS = frozenset(("data", "detach", "clone", "to", "cpu", "cuda", "contiguous", "__repr__", "__format__"))
 _BATCH = (
     "To penalise the rows of the batch, write rows = embedding(ids); loss = loss + l2 * rows.square().sum(), or give "
     "the optimizer's group weight_decay, which reaches each row in the steps in which it occurs."

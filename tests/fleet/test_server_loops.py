@@ -1,4 +1,4 @@
-"""The loops of the quick start over parameter servers, with and without clearing, against plain torch (issue 9, 1.13)."""
+"""The loops that people write over parameter servers, with and without clearing, against plain torch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_two_workers(loop: Loop) -> None:
     def work(own: Fleet, rank: int) -> Any:
         return train(own, "sync", loop, data(rank, 2))
 
-    for found in run_job(work, num_workers=2, num_servers=2):
+    for found in run_job(work, num_workers=2, num_servers=2, strategy=strategy("sync")):
         for name, value in plainly().items():
             torch.testing.assert_close(found[name], value, atol=2e-6, rtol=0)
 
@@ -145,5 +145,5 @@ def test_losses_of_two_workers_in_other_modes() -> None:
 
     with _SEEDING:
         start = Net().out.bias.item()
-    for bias in run_job(work, num_workers=2):
+    for bias in run_job(work, num_workers=2, strategy=strategy("async")):
         assert bias.item() == pytest.approx(start - 2 * 3 * 0.1)

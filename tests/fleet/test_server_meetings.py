@@ -52,7 +52,7 @@ def test_a_save_that_one_worker_calls_while_the_other_is_at_a_barrier(
 
 
 def test_a_worker_that_trains_on_is_waited_for_and_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D.7, issue 9, 2: it may have more batches; a line says in which call the first one waits, and where the other is."""
+    """D.7, issue 9, 2: it may have more batches; a line says what the first one waits in, and where the other is."""
     monkeypatch.setattr(_requests, "BEAT_S", 0.1)
     monkeypatch.setattr(_requests, "STUCK_S", 0.2)
     said: list[str] = []
@@ -104,7 +104,9 @@ if fleet.is_server():
 """
 
 
-@pytest.mark.parametrize(("ends", "text", "code"), [("", "did not call fleet.run_server()", 1), ("1 / 0", "division", 1)])
+@pytest.mark.parametrize(
+    ("ends", "text", "code"), [("", "did not call fleet.run_server()", 1), ("1 / 0", "division", 1)]
+)
 def test_a_server_that_ends_before_it_serves(ends: str, text: str, code: int, tmp_path: Path) -> None:
     """Issue 9, 2: it fails, so that the launcher ends the job, and one sentence names the cause."""
     script = tmp_path / "train.py"
@@ -117,7 +119,12 @@ def test_a_server_that_ends_before_it_serves(ends: str, text: str, code: int, tm
         "PADDLE_PORT": "36001",
     }
     done = subprocess.run(
-        [sys.executable, script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, script],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == code
     assert text in done.stderr
@@ -138,7 +145,8 @@ def test_a_server_that_nobody_can_reach() -> None:
     with pytest.raises(PSError, match="did not come within"):
         wait_for_servers(["127.0.0.1:1"], SocketTransport(), notify=said.append, timeout_s=0.5, interval_s=0.1)
     (line,) = (line for line in said if line.startswith("nobody listens on 127.0.0.1:1: "))
-    assert "fleet.run_server()" in line and "FLAGS_stop_check_timeout" in line
+    assert "fleet.run_server()" in line
+    assert "FLAGS_stop_check_timeout" in line
 
 
 def test_a_server_off_loopback_says_how_to_make_a_secret() -> None:

@@ -63,7 +63,9 @@ def test_rows_as_text_are_read_by_others_and_load_equal(tmp_path: Path) -> None:
             assert torch.equal(torch.tensor(values), rows[key // step]), (name, key)
         assert found
     (one, other, then), _ = run_job(resume, num_workers=2, strategy=strategy("sync"))
-    assert torch.equal(one, ads) and torch.equal(other, words) and torch.equal(then, after)
+    assert torch.equal(one, ads)
+    assert torch.equal(other, words)
+    assert torch.equal(then, after)
     assert [path.name for path in sorted((tmp_path / "model" / "words").glob("part-*-*"))] == ["part-000-00000"]
 
 

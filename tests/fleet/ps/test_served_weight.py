@@ -183,7 +183,8 @@ def test_reading_shows_the_servers_rows(pair: Any) -> None:
     torch.save({"weight": words.weight, "state": model.state_dict()}, file)
     file.seek(0)
     read = torch.load(file, weights_only=True)
-    assert torch.equal(read["weight"].detach(), rows) and torch.equal(read["state"]["words.weight"], rows)
+    assert torch.equal(read["weight"].detach(), rows)
+    assert torch.equal(read["state"]["words.weight"], rows)
 
 
 def test_a_loss_with_the_weight_of_unbounded_ids_is_refused(pair: Any) -> None:
@@ -195,7 +196,9 @@ def test_a_loss_with_the_weight_of_unbounded_ids_is_refused(pair: Any) -> None:
             use()
         with torch.no_grad(), pytest.raises(ConfigError, match="weight_decay"):
             use()
-    assert not ads.weight.numel() and ads.weight.requires_grad and "size=(0, 4)" in str(ads.weight)
+    assert not ads.weight.numel()
+    assert ads.weight.requires_grad
+    assert "size=(0, 4)" in str(ads.weight)
     before = ads.lookup_rows(torch.arange(5))
     (0.5 * ads(torch.tensor([1, 2])).square().sum()).backward()  # what the message says to write
     optimizer.step()
