@@ -29,6 +29,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
     """Made of an ``nn.Embedding`` by :func:`serve_embeddings`."""
 
     lookup: RowLookup
+    holds_rows = True
     scales: bool = False  # gradients count once per sample of the batch
 
     def table_config(self, rule: Rule, name: str) -> SparseTableConfig:

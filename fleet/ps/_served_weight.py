@@ -46,7 +46,10 @@ class WatchesWeight(nn.Module):
 
     weight: nn.Parameter
     lookup: RowLookup
-    refresh: Callable[[], None] | None = None  # copies the servers' rows into the weight, where it has any
+    holds_rows = False  # the weight has room for the rows
+
+    def refresh(self) -> None:
+        """Copies the servers' rows into the weight."""
 
     def watch_weight(self) -> None:
         """Makes the weight a ServedWeight of this module; the same object, so that optimizers go on holding it."""
@@ -86,7 +89,8 @@ class ServedWeight(nn.Parameter):
             return func(*args, **kwargs)
 
     def _prepare(self, name: str, is_changed: bool) -> None:
-        module = self.__dict__.get("module", lambda: None)()
+        found: Callable[[], WatchesWeight | None] = self.__dict__.get("module", lambda: None)
+        module = found()
         if module is None or not module.lookup.trains():
             return
         label = module.lookup.label
@@ -100,7 +104,7 @@ class ServedWeight(nn.Parameter):
                 f"{label}: torch.autograd.grad() with respect to its weight would see no lookup: the rows are on the "
                 "parameter servers. Differentiate with respect to the rows that the lookup returns."
             )
-        if module.refresh is not None:
+        if module.holds_rows:
             if torch.is_grad_enabled() and self.requires_grad and len(self) > MANY_ROWS:
                 _warn_of_size(module, name, len(self))
             module.refresh()
@@ -140,7 +144,7 @@ def _changed(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     return tree_leaves(kwargs.get("out"))
 
 
-def _warn_of_size(module: nn.Module, name: str, count: int) -> None:
+def _warn_of_size(module: WatchesWeight, name: str, count: int) -> None:
     if "_warned_of_size" in module.__dict__:
         return
     module.__dict__["_warned_of_size"] = True
