@@ -102,7 +102,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         """Copies the rows of the servers into the weight, without a change that a graph would take notice of."""
         if self.lookup.source is None:
             return
-        with as_plain():  # type: ignore[no-untyped-call]
+        with as_plain():
             weight = self.weight.data
         for start in range(0, self.num_embeddings, ROWS_AT_ONCE):
             ids = np.arange(start, min(start + ROWS_AT_ONCE, self.num_embeddings), dtype=np.int64)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError, OptionWarning
@@ -44,7 +44,7 @@ _BATCH = (
 class WatchesWeight(nn.Module):
     """What modules have in common whose ``weight`` is a :class:`ServedWeight`."""
 
-    weight: nn.Parameter
+    weight: Tensor
     lookup: RowLookup
     holds_rows = False  # the weight has room for the rows
 
@@ -57,15 +57,15 @@ class WatchesWeight(nn.Module):
         self.weight.__dict__["module"] = weakref.ref(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.watch_weight()  # of a copy
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        with as_plain():  # type: ignore[no-untyped-call]
-            return super()._apply(*args, **kwargs)
+        with as_plain():
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with as_plain():  # type: ignore[no-untyped-call]
+        with as_plain():
             super()._load_from_state_dict(*args, **kwargs)
 
 
@@ -80,7 +80,7 @@ class ServedWeight(nn.Parameter):
             ConfigError: it changes values that servers hold, or the weight has no rows to read.
         """
         kwargs, name = kwargs or {}, _name(func)
-        with as_plain():  # type: ignore[no-untyped-call]
+        with as_plain():
             if name is not None:
                 changed = _changed(name, args, kwargs)
                 for leaf in tree_leaves((args, kwargs)):
