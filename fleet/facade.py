@@ -63,7 +63,8 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         Example:
             >>> fleet.init(is_collective=True)
         """
-        if isinstance(role_maker, DistributedStrategy) or isinstance(is_collective, DistributedStrategy):
+        positional: tuple[object, ...] = (role_maker, is_collective)
+        if any(isinstance(argument, DistributedStrategy) for argument in positional):
             raise ConfigError(
                 "fleet.init() got a DistributedStrategy where the role maker or is_collective goes. Name it: "
                 "fleet.init(is_collective=True, strategy=strategy)."

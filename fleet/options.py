@@ -350,6 +350,13 @@ class BuildStrategy(SettingsObject, option="build_strategy"):
         AllReduce = 0
         Reduce = 1
 
+    class GradientScaleStrategy(IntEnum):
+        """By what gradients are divided, for ``gradient_scale_strategy``."""
+
+        CoeffNumDevice = 0
+        One = 1
+        Customized = 2
+
 
 class ExecutionStrategy(SettingsObject, option="execution_strategy"):
     """The executor settings of ``strategy.execution_strategy``."""

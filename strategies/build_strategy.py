@@ -23,6 +23,8 @@ _FUSION = "torch.compile fuses what it can; turn to_static on"
 _MEMORY = "torch's autograd and allocator decide it"
 _SCHEDULE = "torch runs operators as the script calls them"
 _EXECUTOR = "torch has no graph executor"
+_CHANNELS = "NCCL uses several channels by itself"
+_ROLE = "fleet.init knows it from the launcher or the role maker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,43 @@ class BuildStrategyConfig(Config, option="build_strategy"):
         False, "fuse dot-product attention", no_meaning="torch's scaled_dot_product_attention is fused already"
     )
     fuse_resunit: bool = setting(False, "fuse residual units", no_meaning=_FUSION)
+    # The rest of Paddle's class; where DistributedStrategy has the same option, that one is to be written.
+    fuse_adamw: bool = setting(False, "fuse AdamW", no_meaning="set fuse_all_optimizer_ops, which takes AdamW too")
+    fuse_all_reduce_ops: bool = setting(
+        True, "send gradients in buckets", refused="write strategy.fuse_all_reduce_ops = False"
+    )
+    sync_batch_norm: bool = setting(
+        False, "batch norm over all workers", refused="write strategy.sync_batch_norm = True"
+    )
+    use_hierarchical_allreduce: bool = setting(
+        False, "sum inside each node first", refused="write strategy.use_hierarchical_allreduce = True"
+    )
+    hierarchical_allreduce_inter_nranks: int = setting(
+        1, "workers in an inner group", refused="write strategy.hierarchical_allreduce_inter_nranks"
+    )
+    gradient_scale_strategy: int = setting(
+        0,
+        "0: divide by the number of workers; 1: do not; 2: the script does",
+        choices=(0, 1, 2),
+        refused="write strategy.gradient_scale_configs = {'scale_strategy': 'sum'} or 'customized'",
+    )
+    async_mode: bool = setting(
+        False, "train asynchronously", refused="write strategy.a_sync = True, for a job with parameter servers"
+    )
+    nccl_comm_num: int = setting(1, "communicators that take turns", at_least=1, no_meaning=_CHANNELS)
+    bkcl_comm_num: int = setting(1, "communicators that take turns", at_least=1, no_meaning=_CHANNELS)
+    num_trainers: int = setting(1, "number of workers", at_least=1, no_meaning=_ROLE)
+    trainer_id: int = setting(0, "rank", at_least=0, no_meaning=_ROLE)
+    trainers_endpoints: tuple[str, ...] = setting([], "addresses of the workers", no_meaning=_ROLE)
+    is_distribution: bool = setting(False, "train on several machines", no_meaning=_ROLE)
+    memory_optimize: bool = setting(False, "reuse memory of what is not needed any more", no_meaning=_MEMORY)
+    enable_sequential_execution: bool = setting(False, "run in the order of the program", no_meaning=_SCHEDULE)
+    fix_op_run_order: bool = setting(False, "run in a fixed order", no_meaning=_SCHEDULE)
+    remove_unnecessary_lock: bool = setting(True, "leave a lock of the executor out", no_meaning=_EXECUTOR)
+    cache_expected_kernel: bool = setting(True, "keep the choice of kernels", no_meaning=_SCHEDULE)
+    mkldnn_enabled_op_types: tuple[str, ...] = setting(
+        [], "operators that oneDNN runs", no_meaning="torch uses oneDNN wherever it can"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +112,9 @@ class ExecutionStrategyConfig(Config, option="execution_strategy"):
     )
     num_iteration_per_run: int = setting(1, "steps per call of the executor", at_least=1, no_meaning=_EXECUTOR)
     use_thread_barrier: bool = setting(False, "let threads wait for each other", no_meaning=_EXECUTOR)
+    allow_op_delay: bool = setting(False, "let operators wait", no_meaning=_EXECUTOR)
+    use_experimental_executor: bool = setting(False, "use another executor", no_meaning=_EXECUTOR)
+    use_cuda: bool = setting(False, "run on GPUs", no_meaning="fleet.init chooses the device of each worker")
 
 
 @top_level
