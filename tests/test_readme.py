@@ -245,6 +245,7 @@ import torch
 from fleet import fleet
 {use}
 fleet.init(is_collective=True, strategy=strategy)
+strategy = __import__("copy").deepcopy(strategy)  # one that no job has copied, to be changed below
 model = torch.nn.Linear(4, 1)
 before = [p.detach().clone() for p in model.parameters()]
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
