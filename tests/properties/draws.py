@@ -32,8 +32,8 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"sharding_configs": {**SHARDED, "stage": 1, "gradient_merge_acc_step": 2}},
         {"sharding_configs": {**SHARDED, "stage": 2, "gradient_merge_acc_step": 2}},
         {"sharding_configs": {**SHARDED, "stage": 3, "segment_broadcast_MB": 0.0005}},
-        {"sharding_configs": {"sharding_degree": 2, "dp_degree": "half", "stage": 1}},
-        {"sharding_configs": {"sharding_degree": 2, "dp_degree": "half", "stage": 3}},
+        {"sharding_configs": {"sharding_degree": "two", "dp_degree": "half", "stage": 1}},
+        {"sharding_configs": {"sharding_degree": "two", "dp_degree": "half", "stage": 3}},
         {"sharding_configs": {**SHARDED, "stage": 2, "sharding_segment_strategy": "segment_anchors",
                               "segment_anchors": ["block"]}},
     ],
@@ -62,7 +62,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "fp16_allreduce": [{}, {"fp16_allreduce_configs": {"dtype": "bfloat16"}}],
     "lars": [{"lars_configs": {"lars_coeff": 0.01}}, {"lars_configs": {"lars_weight_decay": 0.0}}],
     "lamb": [{}, {"lamb_configs": {"lamb_weight_decay": 0.1}}],
-    "use_hierarchical_allreduce": [{"hierarchical_allreduce_inter_nranks": 2}],
+    "use_hierarchical_allreduce": [{"hierarchical_allreduce_inter_nranks": "two"}],
 }  # fmt: skip
 # Settings of the exchange and of the update that are no switches.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def chosen_names(number: int, draws: random.Random) -> tuple[str, ...]:
 
 def options_of(names: tuple[str, ...], draws: random.Random, block: str, workers: int) -> dict[str, Any]:
     """Returns the options that turn ``names`` on, each with one of its values."""
-    words = {"workers": workers, "half": max(1, workers // 2), "block": block}
+    words = {"workers": workers, "two": min(2, workers), "half": max(1, workers // 2), "block": block}
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
