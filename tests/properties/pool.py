@@ -170,8 +170,9 @@ def prepared(made: dict[str, Any], rank: int) -> tuple[list[Any], Any]:
 
 
 def has_moved(models: list[Any], before: list[torch.Tensor]) -> bool:
+    """Returns whether a parameter changed; asp sets some to zero at the first forward, which is no step."""
     after = [local(p) for model in models for p in model.parameters()]
-    return any(not torch.equal(old, new) for old, new in zip(before, after, strict=False))
+    return any(bool(((old != new) & (new != 0)).any()) for old, new in zip(before, after, strict=False))
 
 
 def local(parameter: Any) -> torch.Tensor:
