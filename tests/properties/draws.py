@@ -71,7 +71,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "one_kernel": {"build_strategy": {"fuse_all_optimizer_ops": True}},
 }
-COMPILED, COMPILED_EVERY = "to_static", 250  # the compiler takes half a minute
+COMPILED, COMPILED_EVERY = "to_static", 1000  # the compiler takes half a minute
+COMPILED_WITH = [("recompute", "sharding"), ("amp",), ("gradient_merge",), ("sync_batch_norm",), ("recompute",)]
 SWITCHES = sorted(n for n, s in REGISTRY.items() if s.switch and not s.always and s.in_collective_job and n != COMPILED)
 NAMES = [*SWITCHES, *SETTINGS]
 OFFERED = [name for name in NAMES if name in SETTINGS or REGISTRY[name].refusal() is None]
@@ -112,8 +113,7 @@ def chosen_names(number: int, draws: random.Random) -> tuple[str, ...]:
     if number < len(listed):
         return listed[number]
     if number % COMPILED_EVERY == 0:
-        others = ("amp", "gradient_merge", "recompute", "sharding", "sync_batch_norm")
-        return tuple(sorted((COMPILED, *draws.sample(others, draws.choice((0, 1, 2, 2))))))
+        return (*COMPILED_WITH[number // COMPILED_EVERY % len(COMPILED_WITH)], COMPILED)
     return tuple(sorted(draws.sample(OFFERED, draws.choice((0, 1, 2, 3, 3)))))
 
 
@@ -145,7 +145,7 @@ def draw(number: int, seed: int) -> Composition:
     names = chosen_names(number, draws)
     model = draws.choice(["Wide", *MODELS] if "dgc" in names else [*MODELS])
     if COMPILED in names:
-        model = draws.choice(("ConvNorm", "Attention", "Mlp"))
+        model = "ConvNorm"
     loop = draws.choice([name for name in LOOPS if fits(model, name)])
     workers = draws.choices((1, 2, 4), (30, 50, 20))[0]
     rule = draws.choice(RULES)
