@@ -141,7 +141,8 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "elastic_level": _one_of(settings, "elastic_level", (-1, 0, 1)),
         "elastic_timeout_s": float(settings.values["elastic_timeout"] or 0),
         "grace_s": float(settings.values["shutdown_timeout"] or 0),
-        "heartbeat_timeout_s": float(settings.values["heartbeat_timeout"] or 0),
+        "heartbeat_timeout_s": _heartbeat_timeout_s(settings, environment),
+        "heartbeat_is_default": not settings.has("heartbeat_timeout"),
         "preempt_grace_s": float(settings.values["preempt_grace"] or 0),
         "sort_ip": settings.values["sort_ip"],
         "enable_gpu_log": settings.values["enable_gpu_log"],
@@ -149,6 +150,12 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "fixed_port": first_port(settings, environment),
         "environment_limit": environment.int("PADDLE_ENV_LIMIT_LEN"),
     }
+
+
+def _heartbeat_timeout_s(settings: Settings, environment: Environment) -> float:
+    """Returns the limit that was asked for; by default the timeout of collective calls, when that is longer."""
+    asked = float(settings.values["heartbeat_timeout"] or 0)
+    return asked if settings.has("heartbeat_timeout") else max(asked, environment.float("PADDLE_PG_TIMEOUT") / 1000)
 
 
 def check_name(name: str, source: str) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 HEALTH_FLAGS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
     (
         "heartbeat_timeout",
-        0,
+        1800,
         "seconds without a finished step after which a worker counts as hung: its stack is shown, it is killed, and "
-        "--max_restart applies; 0: never",
+        "--max_restart applies; 0: never. Not given, only workers that all wait for each other are killed then, and "
+        "others are reported",
         {"kind": "seconds", "env": ("FLEET_HEARTBEAT_TIMEOUT",)},
     ),
     (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleet.launch._logs import LaunchLog
 from fleet.launch._process import Process
@@ -16,6 +18,13 @@ from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, PID, S
 FIRST_STEP_FACTOR = 10
 # With other nodes in the job, a node whose workers all wait gives the one that hangs this long to say so first.
 _DEFER_S = 2.0
+# Without a limit that was asked for: who waits for that long without a computation anywhere does not go on any more.
+_STILL_S = 10.0
+_STILL_CPU = 0.01
+_ALL_WAITED = "All workers of this node waited for others, and none computed."
+_IF_BUSY = (
+    "If it was busy rather than stuck, let it call fleet.heartbeat() in what takes long, or with pause=True before it."
+)
 _SLOW_PERIOD_S = 30.0
 _SLOW_STEPS = 20
 _SLOW_FACTOR = 1.5
@@ -53,14 +62,23 @@ class Heartbeats:
         limit_s: how long a worker may be silent.
         log: where the findings go.
         is_alone: whether all workers of the job are on this node.
+        lenient: ends a worker only when all of this node wait for each other and none computes; others are reported.
     """
 
-    def __init__(self, limit_s: float, log: LaunchLog, *, is_alone: bool = True) -> None:
-        self._limit_s, self._log, self._is_alone = limit_s, log, is_alone
+    def __init__(self, limit_s: float, log: LaunchLog, *, is_alone: bool = True, lenient: bool = False) -> None:
+        self._limit_s, self._log, self._is_alone, self._lenient = limit_s, log, is_alone, lenient
+        self._still = Stillness()
+        self._is_reported = False
+        self._look_at = 0.0
         self._pulses: list[Pulse] = []
         self._waiting_since: float | None = None
         self._reported_at = time.monotonic()
-        self.period_s = max(min(limit_s / 10, 0.5), 0.05)
+        self.period_s = max(min(limit_s / 10, 5.0 if lenient else 0.5), 0.05)
+
+    @property
+    def compares_speed(self) -> bool:
+        """Whether slow workers are reported; only where somebody asked for a limit."""
+        return not self._lenient
 
     def add(self, process: Process, file: WorkerFile) -> None:
         """Watches one more worker."""
@@ -68,11 +86,15 @@ class Heartbeats:
 
     def check(self) -> Process | None:
         """Returns the worker to end because it hangs, and says so with all stacks; None when none does."""
-        self._report_slow()
+        if self.compares_speed:
+            self._report_slow()
         now_ns = time.monotonic_ns()
         late = {pulse.rank: late_s for pulse in self._pulses if (late_s := pulse.late_s(now_ns, self._limit_s))}
         if not late:
-            self._waiting_since = None
+            self._waiting_since, self._is_reported = None, False
+            self._still = Stillness()
+            return None
+        if self._lenient and time.monotonic() < self._look_at:
             return None
         if self._waiting_since is not None and time.monotonic() - self._waiting_since < _DEFER_S:
             return None
@@ -80,8 +102,13 @@ class Heartbeats:
         stopped = {pulse.rank for pulse in running if is_stopped(pulse.process.pid)}
         for pulse in running:
             pulse.step = pulse.file.words[STEP]  # a stopped one goes on as soon as it is asked for its stack
+        if self._lenient and stopped:
+            self._report_late(late, {})  # who stopped it will let it go on
+            return None
         found = ask_for_stacks((pulse.process.pid, pulse.file) for pulse in running)
         stacks = {pulse.rank: found.get(pulse.process.pid, Stack()) for pulse in running}
+        if self._lenient and not self._is_deadlock(running, late, stacks):
+            return None
         suspects = [p for p in running if p.rank in late and (p.rank in stopped or not stacks[p.rank].waits)]
         if not suspects and not self._is_alone and self._waiting_since is None:
             self._waiting_since = time.monotonic()
@@ -92,6 +119,29 @@ class Heartbeats:
         )
         self._say(chosen, running, late, stopped, stacks, certain=bool(suspects))
         return chosen.process
+
+    def _is_deadlock(self, running: Sequence[Pulse], late: dict[int, float], stacks: dict[int, Stack]) -> bool:
+        """Returns whether all workers wait for each other and have done so for long enough, without any computation."""
+        waits = len(late) == len(running) and all(stacks[pulse.rank].waits for pulse in running)
+        needed_s = _STILL_S if self._is_alone else self._limit_s
+        still_s = self._still.look([pulse.process.pid for pulse in running]) if waits else self._still.forget()
+        self._look_at = time.monotonic() + (min(needed_s, self._limit_s / 6) if waits else self._limit_s / 6)
+        if not waits:
+            self._report_late(late, stacks)
+        return waits and still_s >= needed_s
+
+    def _report_late(self, late: dict[int, float], stacks: dict[int, Stack]) -> None:
+        """Says once who has been silent for long; in an evaluation, a save or an upload that is well."""
+        self._look_at = time.monotonic() + self._limit_s / 6
+        if self._is_reported:
+            return
+        self._is_reported = True
+        rank = next((rank for rank in late if rank in stacks and not stacks[rank].waits), min(late))
+        place = f"; it is at {stacks[rank].place}" if rank in stacks and stacks[rank].frames else ""
+        self._log.warning(
+            f"rank {rank} has not finished a step for {late[rank]:.0f} s{place}. It goes on: it may evaluate, save or "
+            "load. --heartbeat_timeout=S ends a worker that is silent for S seconds."
+        )
 
     def _say(
         self,
@@ -114,10 +164,13 @@ class Heartbeats:
                 self._log.error(f"rank {pulse.rank} has not finished step {step} for {late[pulse.rank]:.0f} s; {place}")
             else:
                 self._log.error(f"rank {pulse.rank} waits for other ranks in step {step}; {place}")
-        if not certain:
+        gone = [p.process.ended for p in self._pulses if p.process.ended is not None and p.process.ended.exit_code == 0]
+        for end in gone:
             self._log.error(
-                "Every rank of this node waits for others; the cause may be in the network or another node."
+                f"rank {end.spec.index} ended normally (exit code 0) {time.monotonic() - end.ended_at:.0f} s ago."
             )
+        if not certain:
+            self._log.error(self._conclusion(bool(gone)))
         for pulse in running:
             lines = stacks[pulse.rank].text.splitlines()
             shown = [f"  {frame}" for frame in stacks[pulse.rank].frames[:_MAX_STACK_LINES]]
@@ -126,9 +179,20 @@ class Heartbeats:
                 self._log.file_only("\n".join([f"All threads of rank {pulse.rank}:", *lines]))
         chosen.process.kill_reason = (
             f"The launcher killed it: it had not finished step {chosen.step + 1} for "
-            f"{late[chosen.rank]:.0f} s, and --heartbeat_timeout is {self._limit_s:g} s. If it was "
-            "busy rather than stuck, let it call fleet.heartbeat() in what takes long, or with pause=True before it."
+            f"{late[chosen.rank]:.0f} s, and --heartbeat_timeout is {self._limit_s:g} s. "
+            f"{_ALL_WAITED if self._lenient else _IF_BUSY}"
         )
+
+    def _conclusion(self, others_ended: bool) -> str:
+        """Returns what it may mean that every rank of this node waits."""
+        if others_ended:
+            return "The others wait for a rank that has ended: do all workers have equally many batches?"
+        if self._is_alone:
+            return (
+                "Every rank waits for the others, and all of them are here: they are in different calls, or one has "
+                "left out a call that all have to make. Compare the places above."
+            )
+        return "Every rank of this node waits for others; the cause may be in the network or another node."
 
     def _report_slow(self) -> None:
         """Says, every half a minute, which worker's own work takes longest when that is half as long again."""
@@ -146,6 +210,37 @@ class Heartbeats:
         line = slow_line(times)
         if line:
             self._log.warning(line)
+
+
+class Stillness:
+    """For how long a set of processes has used no processor worth mentioning, seen from one look to the next."""
+
+    def __init__(self) -> None:
+        self._since = self._looked_at = time.monotonic()
+        self._used: dict[int, float] = {}
+
+    def look(self, pids: Sequence[int]) -> float:
+        """Returns the seconds since the first of the looks between which ``pids`` did nothing."""
+        now, used = time.monotonic(), {pid: processor_s(pid) for pid in pids}
+        allowed_s = _STILL_CPU * (now - self._looked_at)
+        if used.keys() != self._used.keys() or any(used[pid] - self._used[pid] > allowed_s for pid in used):
+            self._since = now
+        self._looked_at, self._used = now, used
+        return now - self._since
+
+    def forget(self) -> float:
+        """Begins anew: somebody works."""
+        self._used = {}
+        return 0.0
+
+
+def processor_s(pid: int) -> float:
+    """Returns the seconds of processor time that all threads of a process have used; 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def slow_line(times_s: dict[int, float]) -> str:

@@ -289,6 +289,7 @@ class JobLoop:
             host=own.host,
             log_start_bytes=result.log_start_bytes,
             oom_kills=oom_kill_count() - self._oom_kills_before,
+            ended_before=result.ended_before,
         )
         for level, text in report:
             if level:

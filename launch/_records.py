@@ -75,7 +75,8 @@ class LaunchConfig:
     elastic_level: int = -1
     elastic_timeout_s: float = 30.0
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
-    heartbeat_timeout_s: float = 0.0  # a worker that is silent for longer hangs; 0: nobody looks
+    heartbeat_timeout_s: float = 0.0  # a worker that is silent for longer may hang; 0: nobody looks
+    heartbeat_is_default: bool = False  # nobody asked for it: only workers that all wait for each other are ended
     preempt_grace_s: float = 0.0  # for the workers to save themselves after SIGTERM; 0: they are not asked
     # what the planner and the running half need besides
     notes: tuple[Note, ...] = ()  # to be logged once, after the configuration block
@@ -156,6 +157,7 @@ class ProcessExit:
     lifetime_s: float
     ended_at: float  # time.monotonic() of the moment it was seen
     kill_reason: str = ""  # why the launcher killed it, when it did so on purpose
+    steps: int = 0  # that it had finished, as far as it told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,4 +169,5 @@ class GroupResult:
     stop_signal: int | None = None  # the signal that ended the launcher, when one did
     interrupted: bool = False  # the other nodes wanted a stop; ``exit_code`` says nothing then
     log_start_bytes: int = 0  # where this generation's part of the failed process's log file begins
+    ended_before: tuple[ProcessExit, ...] = ()  # workers that had ended with 0 when the first one failed
     preempted: bool = False  # the workers were asked to save and stop, and ended by themselves

@@ -14,7 +14,7 @@ from fleet.launch._logs import read_tail
 from fleet.launch._records import ProcessExit
 from fleet.launch._redact import redact_arguments
 
-# Six lines stand around the tail, one may be a hint; "Exit code" follows. 30 lines in all.
+# Six lines stand around the tail, two may be hints; "Exit code" follows. 30 lines in all.
 MAX_TAIL_LINES = 20
 _MAX_LINE_CHARACTERS = 400
 _MAX_COMMAND_CHARACTERS = 300
@@ -29,6 +29,7 @@ _PEER_LOSS = (
     "ncclremoteerror",
     "watchdog caught collective operation timeout",
 )
+_SAME_TIME_S = 0.1
 _SIGABRT_CODE = 134
 _SIGKILL_CODE = 137
 
@@ -107,6 +108,23 @@ def first_failure_line(ended: ProcessExit, *, role_size: int, host: str) -> str:
     )
 
 
+def ended_before_line(ended: Sequence[ProcessExit], first: ProcessExit) -> str | None:
+    """Returns who had ended well when another worker failed, and what that means if it waited for them."""
+    if not ended or first.spec.role != "worker" or "TRAINING_ROLE" in first.spec.environment:
+        return None
+    last = max(ended, key=lambda end: end.ended_at)
+    names = ", ".join(f"{end.spec.index}" for end in ended)
+    gap_s = first.ended_at - last.ended_at
+    when = f"{gap_s:.1f} s earlier" if gap_s >= _SAME_TIME_S else "at about the same time"
+    steps = f" and {last.steps} steps" if last.steps else ""
+    return (
+        f"{'Worker' if len(ended) == 1 else 'Workers'} {names} ended normally (exit code 0) {when}, after "
+        f"{last.lifetime_s:.1f} s{steps}; worker {first.spec.index} still ran. If it waited for the others: do all "
+        "workers have equally many batches? A DistributedSampler with drop_last=True makes them equal, "
+        "torch.distributed.algorithms.join.Join lets them differ."
+    )
+
+
 def hint_line(ended: ProcessExit, oom_kills: int = 0) -> str | None:
     """Returns what a SIGKILL most likely means; ``oom_kills`` counts the kernel's kills for memory during the job."""
     if ended.exit_code != _SIGKILL_CODE:
@@ -125,7 +143,13 @@ def hint_line(ended: ProcessExit, oom_kills: int = 0) -> str | None:
 
 
 def failure_report(
-    ended: ProcessExit, *, role_size: int, host: str, log_start_bytes: int = 0, oom_kills: int = 0
+    ended: ProcessExit,
+    *,
+    role_size: int,
+    host: str,
+    log_start_bytes: int = 0,
+    oom_kills: int = 0,
+    ended_before: Sequence[ProcessExit] = (),
 ) -> list[tuple[str, str]]:
     """Returns the report as (level, text) pairs for the launcher's log; at most 29 lines, ``Exit code`` follows.
 
@@ -135,6 +159,7 @@ def failure_report(
         host: the name of this node.
         log_start_bytes: where this run's part of the log file begins.
         oom_kills: how many processes the kernel ended for lack of memory during the job.
+        ended_before: the workers that had ended with 0 by then.
     """
     command = shlex.join(redact_arguments(ended.spec.command))
     if len(command) > _MAX_COMMAND_CHARACTERS:
@@ -146,9 +171,8 @@ def failure_report(
     )
     lines = [("INFO", "Pod failed"), ("ERROR", _one_line_each(container))]
     lines.append(("ERROR", first_failure_line(ended, role_size=role_size, host=host)))
-    hint = hint_line(ended, oom_kills)
-    if hint:
-        lines.append(("ERROR", hint))
+    hints = (hint_line(ended, oom_kills), ended_before_line(ended_before, ended))
+    lines += [("ERROR", hint) for hint in hints if hint]
     words = last_words(read_tail(ended.spec.log_path, from_bytes=log_start_bytes))
     if words:
         lines.append(("INFO", "------------------------- ERROR LOG DETAIL -------------------------"))

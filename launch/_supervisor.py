@@ -34,6 +34,8 @@ SERVER_RETURN_S = 3.0
 _SETTLE_S = 0.03
 _DYING_S = 0.1
 _VICTIM_S = 0.2
+# Whoever lost a peer has a cause, which may still be ending: a worker without batches left takes torch down.
+_CAUSE_S = 2.0
 _POLL_S = 0.02
 # Whoever did not save itself within the grace is not given much more.
 _AFTER_PREEMPTION_S = 5.0
@@ -358,10 +360,22 @@ class Supervisor:
         starts = {process.pid: process.log_start_bytes for process in group.processes}
         self._settle(group, failures, starts)
         first = choose_first_failure(failures, starts)
-        result = GroupResult(exit_code=first.exit_code, first_failure=first, log_start_bytes=starts[first.pid])
+        result = GroupResult(
+            exit_code=first.exit_code,
+            first_failure=first,
+            log_start_bytes=starts[first.pid],
+            ended_before=self._ended_well(group),
+        )
         self._ending(result)
         group.stop(FAILURE_GRACE_S)
         return result
+
+    @staticmethod
+    def _ended_well(group: ProcessGroup) -> tuple[ProcessExit, ...]:
+        """Returns the workers that have ended with 0, with the steps that they had done."""
+        ends = [p.ended for p in group.processes if p.ended is not None and p.spec.role == "worker"]
+        steps = (lambda spec: 0) if group.watch is None else group.watch.steps
+        return tuple(replace(end, steps=steps(end.spec)) for end in ends if end.exit_code == 0)
 
     def _settle(self, group: ProcessGroup, failures: list[ProcessExit], starts: Mapping[int, int]) -> None:
         """Waits for the processes that are failing at this very moment, before a SIGTERM of ours blurs the picture.
@@ -375,7 +389,7 @@ class Supervisor:
             if any(process.is_dying() for process in group.running()):
                 limit_s = _DYING_S
             if all(looks_like_victim(ended, starts[ended.pid]) for ended in failures):
-                limit_s = _VICTIM_S
+                limit_s = _VICTIM_S if self._ended_well(group) else _CAUSE_S
             left_s = began + limit_s - time.monotonic()
             if left_s <= 0:
                 return

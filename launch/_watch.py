@@ -12,7 +12,7 @@ from fleet.launch._heartbeat import Heartbeats
 from fleet.launch._logs import LaunchLog
 from fleet.launch._process import Process
 from fleet.launch._records import LaunchConfig, ProcessSpec
-from fleet.launch._worker_file import PID, STOP_ASKED, WorkerFile
+from fleet.launch._worker_file import PID, STEP, STOP_ASKED, TAKES_TIMES, WorkerFile
 
 FILE_VARIABLE = "FLEET_WORKER_FILE"
 
@@ -25,10 +25,13 @@ class WorkerWatch:
         preempt_grace_s: how long a job that is asked to stop may take to save itself; 0: it is not asked.
         is_alone: whether all workers of the job are on this node.
         log: where findings go.
+        lenient: whether nobody asked for a limit, so that only workers that all wait for each other are ended.
     """
 
-    def __init__(self, *, heartbeat_s: float, preempt_grace_s: float, is_alone: bool, log: LaunchLog) -> None:
-        self._heartbeats = Heartbeats(heartbeat_s, log, is_alone=is_alone) if heartbeat_s else None
+    def __init__(
+        self, *, heartbeat_s: float, preempt_grace_s: float, is_alone: bool, log: LaunchLog, lenient: bool = False
+    ) -> None:
+        self._heartbeats = Heartbeats(heartbeat_s, log, is_alone=is_alone, lenient=lenient) if heartbeat_s else None
         self.preempt_grace_s = preempt_grace_s
         self._files: dict[int, WorkerFile] = {}
 
@@ -40,7 +43,9 @@ class WorkerWatch:
     def prepare(self, spec: ProcessSpec) -> None:
         """Makes the file of a worker that is about to start."""
         if FILE_VARIABLE in spec.environment:
-            self._files[spec.local_index] = WorkerFile.create(Path(spec.environment[FILE_VARIABLE]))
+            file = WorkerFile.create(Path(spec.environment[FILE_VARIABLE]))
+            file.words[TAKES_TIMES] = int(self._heartbeats is not None and self._heartbeats.compares_speed)
+            self._files[spec.local_index] = file
 
     def started(self, process: Process) -> None:
         """Watches a worker from now on."""
@@ -50,6 +55,11 @@ class WorkerWatch:
     def check(self) -> Process | None:
         """Returns a worker that hangs, once; None when none does."""
         return None if self._heartbeats is None else self._heartbeats.check()
+
+    def steps(self, spec: ProcessSpec) -> int:
+        """Returns how many steps a worker has finished, as far as it told."""
+        file = self._files.get(spec.local_index) if spec.role == "worker" else None
+        return 0 if file is None else file.words[STEP]
 
     def saves_on(self, signals: Sequence[int]) -> bool:
         """Returns whether these signals to the launcher ask the workers to save; Ctrl-C and others do not."""
@@ -85,4 +95,5 @@ def open_watch(config: LaunchConfig, log: LaunchLog, num_nodes: int) -> WorkerWa
         preempt_grace_s=config.preempt_grace_s,
         is_alone=num_nodes == 1,
         log=log,
+        lenient=config.heartbeat_is_default,
     )

@@ -20,6 +20,7 @@ from fleet.launch._worker_file import (
     STACK_SIGNAL,
     STEP,
     STOP_ASKED,
+    TAKES_TIMES,
     WorkerFile,
 )
 
@@ -71,8 +72,10 @@ class Beat:
     def watch_model(self, model: nn.Module) -> None:
         """Takes the time at which the gradient of the first parameter is there: nearly the end of this worker's work.
 
-        After it only the exchange of gradients is waited for.
+        After it only the exchange of gradients is waited for. The launcher says whether it compares these times.
         """
+        if not self._words[TAKES_TIMES]:
+            return
         first = next((p for p in model.parameters() if p.requires_grad), None)
         if first is not None:
             first.register_hook(self._own_work_ended)

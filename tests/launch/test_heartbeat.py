@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleet.launch import _heartbeat
-from fleet.launch._heartbeat import FIRST_STEP_FACTOR, Heartbeats, slow_line
+from fleet.launch._heartbeat import FIRST_STEP_FACTOR, Heartbeats, processor_s, slow_line
 from fleet.launch._logs import LaunchLog
 from fleet.launch._stacks import Frame, Stack
 from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, STEP, WorkerFile
@@ -23,8 +24,16 @@ NOW_NS = time.monotonic_ns
 class Watched:
     """Heartbeats over made-up workers; each is given as (step, seconds of silence, stack)."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, alone: bool = True, limit_s: float = 10.0):
-        self.beats = Heartbeats(limit_s, LaunchLog(), is_alone=alone)
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        alone: bool = True,
+        limit_s: float = 10.0,
+        lenient: bool = False,
+    ):
+        self.beats = Heartbeats(limit_s, LaunchLog(), is_alone=alone, lenient=lenient)
         self.files: list[WorkerFile] = []
         self.stacks: dict[int, Stack] = {}
         self.folder = folder
@@ -99,6 +108,100 @@ def test_where_all_wait_other_nodes_speak_first(
     time.sleep(0.25)
     assert watched.check() == 0
     assert "network or another node" in capsys.readouterr().err
+
+
+def test_on_one_node_the_network_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    for _ in range(2):
+        watched.add(5, 20.0, WAITING)
+    assert watched.check() == 0
+    said = capsys.readouterr().err
+    assert "all of them are here: they are in different calls" in said
+    assert "network" not in said
+
+
+def test_a_rank_that_ended_well_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    for _ in range(2):
+        watched.add(5, 20.0, WAITING)
+    ended: Any = SimpleNamespace(exit_code=0, ended_at=time.monotonic() - 19.0, spec=SimpleNamespace(index=1))
+    watched.beats._pulses[1].process.ended = ended
+    assert watched.check() == 0
+    said = capsys.readouterr().err
+    assert "rank 1 ended normally (exit code 0) 19 s ago." in said
+    assert "do all workers have equally many batches?" in said
+
+
+@pytest.fixture
+def computing(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Processor time by pid; no waiting between two looks."""
+    used: dict[int, float] = {0: 0.0, 1: 0.0}
+    monkeypatch.setattr(_heartbeat, "processor_s", lambda pid: used[pid])
+    monkeypatch.setattr(_heartbeat, "_STILL_S", 0.1)
+    return used
+
+
+def test_by_default_only_workers_that_all_wait_and_do_nothing_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computing: dict[int, float]
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, lenient=True)
+    watched.add(5, 20.0, WAITING)
+    watched.add(5, 20.0, WAITING)
+    for _ in range(2):  # they compute between the looks: an evaluation with an exchange in each batch
+        assert watched.check() is None
+        computing[1] += 1.0
+        time.sleep(0.12)
+    assert watched.check() is None
+    time.sleep(0.12)
+    assert watched.check() == 0
+    reason = watched.beats._pulses[0].process.kill_reason
+    assert "All workers of this node waited for others, and none computed." in reason
+
+
+@pytest.mark.usefixtures("computing")
+def test_by_default_a_worker_that_is_busy_is_reported_once_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long evaluation or save of rank 1, for which rank 0 waits; then a worker that somebody has stopped."""
+    watched = Watched(tmp_path, monkeypatch, lenient=True, limit_s=0.3)
+    watched.add(5, 20.0, WAITING)
+    watched.add(5, 20.0, OWN)
+    for _ in range(4):
+        assert watched.check() is None
+        time.sleep(0.1)
+    said = capsys.readouterr().err
+    assert said.count("has not finished a step") == 1
+    assert "rank 1 has not finished a step for 20 s; it is at /code/train.py:33 in load. It goes on" in said
+    watched.stacks[1] = WAITING
+    monkeypatch.setattr(_heartbeat, "is_stopped", lambda pid: pid == 1)
+    for _ in range(4):
+        assert watched.check() is None
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("computing")
+def test_by_default_nodes_wait_for_each_other_as_long_as_a_collective_call_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, lenient=True, alone=False, limit_s=0.6)
+    monkeypatch.setattr(_heartbeat, "_DEFER_S", 0.0)
+    watched.add(5, 20.0, WAITING)
+    began = time.monotonic()
+    while watched.check() is None:
+        time.sleep(0.02)
+        assert time.monotonic() - began < 20
+    assert time.monotonic() - began >= 0.6
+
+
+def test_processor_time() -> None:
+    before = processor_s(os.getpid())
+    while processor_s(os.getpid()) < before + 0.05:
+        sum(range(1000))
+    assert processor_s(2**22 + 1) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,22 @@ finally:
         assert "ValueError: the cause" in job.stderr
 
 
+def test_a_worker_that_ended_well_is_named_beside_the_one_that_waited_for_it(tmp_path: Path) -> None:
+    """Uneven batches: worker 1 has none left and takes a while to exit, worker 0 loses its peer first."""
+    script = """
+import os, sys, time
+time.sleep(0.2)
+if os.environ["RANK"] == "0":
+    print("RuntimeError: Connection closed by peer", flush=True)
+    sys.exit(1)
+time.sleep(0.8)
+"""
+    with Launcher(tmp_path, script, "--nproc_per_node=2") as job:
+        assert job.wait() == 1
+        assert "Worker 0 of 2" in job.stderr
+        assert re.search(r"Worker 1 ended normally .* after [\d.]+ s; worker 0 still ran.*equally many", job.stderr)
+
+
 def test_failure_ends_the_job_quickly_with_a_short_report(tmp_path: Path) -> None:
     """Study 2.4: 0.7 s, at most 30 lines, though a peer ignores SIGTERM and the traceback is long."""
     script = """

@@ -132,3 +132,22 @@ def test_hint_for_sigkill_only(tmp_path: Path) -> None:
 
 def test_oom_kill_count_is_a_number() -> None:
     assert oom_kill_count() >= 0
+
+
+def test_workers_that_had_ended_well_are_named(tmp_path: Path) -> None:
+    """Uneven batches: rank 1 has none left, and rank 0 waits for it."""
+    first = replace(ended(tmp_path, 0), ended_at=20.0)
+    well = replace(ended(tmp_path, 1, 0), ended_at=16.8, lifetime_s=12.0, steps=100)
+    report = failure_report(first, role_size=2, host="h", ended_before=[well])
+    (line,) = [text for _, text in report if "ended normally" in text]
+    assert line.startswith(
+        "Worker 1 ended normally (exit code 0) 3.2 s earlier, after 12.0 s and 100 steps; worker 0 "
+        "still ran. If it waited for the others: do all workers have equally many batches?"
+    )
+    (same,) = [
+        t for _, t in failure_report(first, role_size=2, host="h", ended_before=[replace(well, ended_at=20.5)])[3:4]
+    ]
+    assert "at about the same time" in same
+    assert "drop_last=True" in line
+    assert "Join" in line
+    assert len(failure_report(first, role_size=2, host="h")) == len(report) - 1

@@ -17,15 +17,28 @@ from fleet.launch._worker_file import PID, STOP_ASKED, WorkerFile
 from tests.helpers.launching import plan, read
 
 
-def test_without_the_flags_nothing_is_shared() -> None:
+def test_the_heartbeat_is_on_by_default_and_follows_the_timeout_of_collective_calls() -> None:
+    """Decision 16."""
     config = read("--nproc_per_node=2")
+    assert (config.heartbeat_timeout_s, config.heartbeat_is_default) == (1800.0, True)
+    assert all(FILE_VARIABLE in spec.environment for spec in plan(config))
+    assert read(env={"PADDLE_PG_TIMEOUT": "7200000"}).heartbeat_timeout_s == 7200
+    assert read(env={"PADDLE_PG_TIMEOUT": "5000"}).heartbeat_timeout_s == 1800
+    asked = read("--heartbeat_timeout=60", env={"PADDLE_PG_TIMEOUT": "7200000"})
+    assert (asked.heartbeat_timeout_s, asked.heartbeat_is_default) == (60.0, False)
+
+
+def test_switched_off_nothing_is_shared() -> None:
+    config = read("--nproc_per_node=2", "--heartbeat_timeout=0")
     assert open_watch(config, LaunchLog(), 1) is None
     assert all(FILE_VARIABLE not in spec.environment for spec in plan(config))
 
 
 @pytest.mark.parametrize(("name", "variable"), [(row[0], row[3]["env"][0]) for row in HEALTH_FLAGS])
 def test_each_flag_and_its_twin_give_every_worker_a_file(name: str, variable: str) -> None:
-    for config in (read(f"--{name}=2.5", "--nproc_per_node=2"), read("--nproc_per_node=2", env={variable: "2.5"})):
+    off = () if name == "heartbeat_timeout" else ("--heartbeat_timeout=0",)
+    by_variable = read("--nproc_per_node=2", *off, env={variable: "2.5"})
+    for config in (read(f"--{name}=2.5", "--nproc_per_node=2", *off), by_variable):
         files = [spec.environment[FILE_VARIABLE] for spec in plan(config)]
         assert len(set(files)) == 2
         assert all(Path(file).parent == config.scratch_path for file in files)

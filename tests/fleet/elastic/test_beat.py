@@ -14,13 +14,24 @@ from fleet.elastic._beat import Beat
 from fleet.elastic._calls import HealthCalls
 from fleet.env import Environment
 from fleet.facade import Fleet
-from fleet.launch._worker_file import OWN_NS, OWN_STEPS, PAUSED, PID, SHOWS_STACKS, STEP, STOP_ASKED, WorkerFile
+from fleet.launch._worker_file import (
+    OWN_NS,
+    OWN_STEPS,
+    PAUSED,
+    PID,
+    SHOWS_STACKS,
+    STEP,
+    STOP_ASKED,
+    TAKES_TIMES,
+    WorkerFile,
+)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[WorkerFile]:
     """The launcher's side."""
     file = WorkerFile.create(tmp_path / "worker.0")
+    file.words[TAKES_TIMES] = 1
     yield file
     file.close()
 
