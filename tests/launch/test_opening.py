@@ -61,7 +61,7 @@ def test_on_one_node(tmp_path: Path, flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("place", ["--master", "--ips"])
 def test_the_same_command_on_each_node(tmp_path: Path, place: str) -> None:
     port = free_ports(1)[0]
-    for_both = ("--nnodes=2", f"--master=127.0.0.1:{port}", "--host=127.0.0.1", "--gpus=0")
+    for_both: tuple[str, ...] = ("--nnodes=2", f"--master=127.0.0.1:{port}", "--host=127.0.0.1", "--gpus=0")
     if place == "--ips":
         for_both = ("--ips=127.0.0.2,127.0.0.3", f"--start_port={port}", "--gpus=0")
     own = [("--host=127.0.0.2",), ("--host=127.0.0.3",)] if place == "--ips" else [(), ()]
@@ -82,7 +82,12 @@ def test_with_the_printed_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["older", "newer"])
 def test_on_etcd(tmp_path: Path, etcd: Etcd, family: str) -> None:
     job_id = f"--job_id=quiet-{family}"
-    flags = (f"--elastic_server={etcd.endpoint}", "--np=2", job_id, "--elastic_pre_hook=printf a\\nb\\nc\\nd\\ne\\n")
+    flags: tuple[str, ...] = (
+        f"--elastic_server={etcd.endpoint}",
+        "--np=2",
+        job_id,
+        "--elastic_pre_hook=printf a\\nb\\nc\\nd\\ne\\n",
+    )
     if family == "newer":
         flags = (f"--master=etcd://{etcd.endpoint}", "--nnodes=2:3", "--elastic_level=1", "--elastic_timeout=1", job_id)
     with Launcher(tmp_path / "a", SCRIPT, *flags) as one, Launcher(tmp_path / "b", SCRIPT, *flags) as two:
