@@ -30,6 +30,7 @@ from fleet.strategies._flat import broadcast_from_rank_0
 from fleet.strategies._local_training import TrainsLocally
 from fleet.strategies._optimizer import OptimizerWrapper
 from fleet.strategies._parts import is_part
+from fleet.strategies._passes import Passes
 from fleet.strategies._sharding_owners import PartitionedOptimizer
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class ModelWatch:
     @property
     def used(self) -> int:
         """How often the wrapped model ran, and backward passes came through it."""
-        return self.forwards + self.model._passes.begun
+        passes: Passes = self.model._passes
+        return self.forwards + passes.begun
 
     @property
     def is_divided(self) -> bool:
@@ -399,7 +401,7 @@ class TrainingChecks:
     def _check_strangers(self, watch: OptimizerWatch) -> None:
         if self._trains_locally:
             return  # it averages what the optimizer holds
-        strays = [name for name, p in watch.strangers.items() if p.grad is not None]
+        strays = [name for name, p in watch.strangers.items() if p.grad is not None and bool(p.grad.any())]
         if strays:
             raise ConfigError(
                 f"The optimizer updates {strays[0]}, a parameter of no model that distributed_model() returned: its "

@@ -93,11 +93,14 @@ class Passes:
         if self.running:
             return
         made = made or self._latest
-        if made.exchanges and self._reducer is not None and (not self.gates or any(gate() for gate in self.gates)):
+        reducer = self._reducer
+        if reducer is not None and reducer._delay_all_reduce_all_params:
+            reducer = None  # of a wholly frozen model, whose reducer would wait for gradients that do not come
+        if made.exchanges and reducer is not None and (not self.gates or any(gate() for gate in self.gates)):
             for check in self.checks:
                 check()
             if not self._prepared:
-                self._prepare(self._reducer, made)
+                self._prepare(reducer, made)
         self.running = True
         self.begun += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
