@@ -8,6 +8,7 @@ localsgd its own between two averages: there only the question is whether all wo
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,11 @@ from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 
-from fleet._comparison import Comparison, checksums, digest, first_difference, listed_ranks
+from fleet._comparison import checksums, digest, first_difference, listed_ranks
 from fleet._model import FleetModel, runs_inside
 from fleet._optimizer import FleetOptimizer
 from fleet._user_line import user_line
-from fleet.env import Environment
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, RendezvousError
 from fleet.strategies._amp_model import AmpModel
 from fleet.strategies._flat import broadcast_from_rank_0
 from fleet.strategies._local_training import TrainsLocally
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fleet._session import Session
 
 _TRAINS = attrgetter("requires_grad")
-_LATE_S = 30.0  # how long a worker that did something alone waits for the others to do it, too
 _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_dict(state) on all of them"
 
 
@@ -193,11 +192,9 @@ class TrainingChecks:
         self._models: dict[FleetModel, ModelWatch] = {}
         self._optimizers: dict[FleetOptimizer, OptimizerWatch] = {}
         self._stepping = self._registered = 0
-        self.late_s = _LATE_S
         self._handles: list[Any] = []
-        self._comparison: Comparison | None = None
-        if session.collective and session.process_group is not None and session.world_size > 1:
-            self._comparison = Comparison(session.global_rank, session.world_size)
+        self._compares = session.collective and session.process_group is not None and session.world_size > 1
+        self._absence: RendezvousError | None = None
 
     def watch_model(self, model: FleetModel) -> None:
         """Looks after ``model`` from now on, where an option or another worker makes it differ from its module."""
@@ -238,7 +235,7 @@ class TrainingChecks:
         watch.forwards += 1
         if watch.has_changed(self._registered):
             self._take_in(watch)
-        if self._comparison is not None and model.training and (watch.loaded_at or not watch.is_compared):
+        if self._compares and model.training and (watch.loaded_at or not watch.is_compared):
             self._compare_model(watch)
 
     @contextmanager
@@ -268,7 +265,7 @@ class TrainingChecks:
             self.forget_optimizer(optimizer.user_optimizer)
         for handle in self._handles:
             handle.remove()
-        self._models, self._optimizers, self._handles, self._comparison = {}, {}, [], None
+        self._models, self._optimizers, self._handles, self._compares = {}, {}, [], False
 
     def _count_registration(self, *_: Any) -> None:
         self._registered += 1
@@ -284,7 +281,7 @@ class TrainingChecks:
             added = [name for name in added if name not in before or not is_part(watch.named[name])]
         if not added and now == trained and before.keys() == watch.named.keys():
             return
-        if self._comparison is not None and now and (added or now != watch.exchanged):
+        if self._compares and now and (added or now != watch.exchanged):
             self._agree_on(watch, now)
             watch.exchanged = now
         came = {name: watch.named[name] for name in added}
@@ -294,7 +291,7 @@ class TrainingChecks:
     def _agree_on(self, watch: ModelWatch, names: set[str]) -> None:
         """Raises ConfigError unless the same parameters train on every worker from this forward on."""
         shapes = {name: list(watch.named[name].shape) for name in watch.named if name in names}
-        found = self._gather(f"trains/{self._number(watch)}", shapes, self._timeout_s)
+        found = self._gather(f"what trains in model {self._number(watch)}", shapes, perhaps_alone=True)
         absent = [rank for rank, said in enumerate(found) if said is None]
         changed = sorted(names ^ watch.exchanged)[:4]
         if absent:
@@ -302,7 +299,7 @@ class TrainingChecks:
                 f"Worker {self._session.global_rank} froze, thawed or added parameters after distributed_model() "
                 f"({', '.join(changed)}), and {listed_ranks(absent)} did not. Do it on every worker, before the same "
                 "forward."
-            )
+            ) from self._absence
         rows = [{name: tuple(shape) for name, shape in said.items()} for said in found]
         if name := first_difference(rows):
             trains = [rank for rank, row in enumerate(rows) if name in row]
@@ -322,7 +319,7 @@ class TrainingChecks:
             return  # the next average makes the workers equal; or what was loaded in between is gone again
         session = self._session
         wrote = watch.was_written() if is_first else True
-        found = self._compare(f"model/{self._number(watch)}", wrote, place, sums, is_first)
+        found = self._compare(f"the state of model {self._number(watch)}", wrote, place, sums, is_first)
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
@@ -331,9 +328,9 @@ class TrainingChecks:
                 broadcast_from_rank_0(tensors, session.process_group)
                 session.say(f"The state that worker 0 loaded ({found[0]['place']}) is every worker's now.")
             elif watch.is_divided or not is_first or self._differ(found):
-                raise self._only_some("the model's state", loaded, found)
+                raise self._only_some("the model's state", loaded, found) from self._absence
         elif not may_differ and self._differ(found):
-            name = self._first_different(f"model/{self._number(watch)}/sums", sums)
+            name = self._first_different(f"the parameters of model {self._number(watch)}", sums)
             raise ConfigError(f"The workers train from different values of {name}. {_EVERY_WORKER}.")
 
     def _compare_optimizer(self, watch: OptimizerWatch) -> None:
@@ -341,16 +338,16 @@ class TrainingChecks:
         place, watch.loaded_at = watch.loaded_at, ""
         sums = watch.sums()
         number = list(self._optimizers.values()).index(watch)
-        found = self._compare(f"optimizer/{number}", bool(place), place, sums, is_first)
+        found = self._compare(f"the state of optimizer {number}", bool(place), place, sums, is_first)
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         if self._trains_locally or _divides(watch.optimizer):
             is_wrong = 0 < len(loaded) < len(found)
         else:
             is_wrong = None in found or self._differ(found)
         if is_wrong and 0 < len(loaded) < len(found):
-            raise self._only_some("the optimizer's state", loaded, found)
+            raise self._only_some("the optimizer's state", loaded, found) from self._absence
         if is_wrong:
-            name = self._first_different(f"optimizer/{number}/sums", sums)
+            name = self._first_different(f"the states in optimizer {number}", sums)
             raise ConfigError(
                 f"The workers step with different optimizer states: {name}. Load the same state on every worker, or "
                 "resume with fleet.elastic.Checkpoint."
@@ -358,7 +355,7 @@ class TrainingChecks:
 
     def _compare(self, subject: str, wrote: bool, place: str, sums: dict[str, Any], is_first: bool) -> list[Any]:
         said = {"wrote": wrote, "place": place, "digest": digest(sums)}
-        return self._gather(subject, said, self._timeout_s if is_first else self.late_s)
+        return self._gather(subject, said, perhaps_alone=not is_first)
 
     def _only_some(self, what: str, loaded: list[int], found: list[Any]) -> ConfigError:
         others = [rank for rank in range(len(found)) if rank not in loaded]
@@ -372,7 +369,7 @@ class TrainingChecks:
 
     def _first_different(self, subject: str, sums: dict[str, Any]) -> str:
         """Returns the first name whose values differ, and on which workers; every worker asks."""
-        rows = [said or {} for said in self._gather(subject, sums, self._timeout_s)]
+        rows = [said or {} for said in self._gather(subject, sums)]
         name = first_difference(rows)
         alike = [rank for rank, row in enumerate(rows) if row.get(name) == rows[0].get(name)]
         others = [rank for rank in range(len(rows)) if rank not in alike]
@@ -389,13 +386,13 @@ class TrainingChecks:
         if not watches:
             return
         watch.look(watches, self._registered)
-        if self._comparison is not None:
+        if self._compares:
             self._check_strangers(watch)
         for model, used in watch.models.items():
-            if model.used == used and (self._comparison is not None or isinstance(model.model._chain, AmpModel)):
+            if model.used == used and (self._compares or isinstance(model.model._chain, AmpModel)):
                 self._check_forward(model, watch)
             watch.models[model] = model.used
-        if self._comparison is not None and (watch.loaded_at or not watch.is_compared):
+        if self._compares and (watch.loaded_at or not watch.is_compared):
             self._compare_optimizer(watch)
 
     def _check_strangers(self, watch: OptimizerWatch) -> None:
@@ -431,7 +428,7 @@ class TrainingChecks:
         if self._stepping:
             return
         wrapped = next((w for w in self._optimizers if w.user_optimizer is optimizer), None)
-        if wrapped is not None and (wrapped.optimizer is not optimizer or self._comparison is not None):
+        if wrapped is not None and (wrapped.optimizer is not optimizer or self._compares):
             raise ConfigError(
                 f"{user_line()}: step() was called on the optimizer that distributed_optimizer() was given. Call it on "
                 "the optimizer that distributed_optimizer() returned (GradScaler.step too); the other one leaves "
@@ -444,16 +441,23 @@ class TrainingChecks:
     def _trains_locally(self) -> bool:
         return any(isinstance(strategy, TrainsLocally) for strategy in self._session.strategies)
 
-    @property
-    def _timeout_s(self) -> float:
-        return Environment().float("PADDLE_PG_TIMEOUT") / 1000
+    def _gather(self, subject: str, said: Any, perhaps_alone: bool = False) -> list[Any]:
+        """Returns what each worker says about ``subject``; ``None`` for one that does not come to say it.
 
-    def _gather(self, subject: str, said: Any, limit_s: float) -> list[Any]:
-        assert self._comparison is not None
-        self._session.beat(pause=True)  # the others may come late
-        found = self._comparison.gather(subject, said, limit_s)
-        self._session.beat()
-        return found
+        Raises RendezvousError for such a worker, too, unless ``perhaps_alone``.
+        """
+        session, roll_call = self._session, self._session.roll_call
+        assert roll_call is not None
+        session.beat(pause=True)  # the others may come late
+        try:
+            return [json.loads(text) for text in roll_call.meet(f"the comparison of {subject}", json.dumps(said))]
+        except RendezvousError as error:
+            if not perhaps_alone:
+                raise
+            self._absence = error
+            return [said if rank == session.global_rank else None for rank in range(session.world_size)]
+        finally:
+            session.beat()
 
     def _number(self, watch: ModelWatch) -> int:
         return list(self._models.values()).index(watch)

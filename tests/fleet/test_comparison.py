@@ -1,30 +1,10 @@
-"""What workers say about a subject, and checksums of what they hold."""
+"""Checksums of what workers hold."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from fleet._comparison import Comparison, checksums, digest, first_difference, listed_ranks
-from tests.helpers.workers import run_workers
-
-
-def compare(rank: int, world_size: int) -> list[object]:
-    comparison = Comparison(rank, world_size)
-    found: list[object] = [comparison.gather("both", rank, 20.0), comparison.gather("both", [rank], 20.0)]
-    if rank == 0:
-        begun = time.monotonic()
-        found.append(comparison.gather("one", "here", 0.5))
-        assert time.monotonic() - begun < 10
-    torch.distributed.barrier()
-    return found
-
-
-def test_workers_hear_each_other_and_an_absent_one_is_none() -> None:
-    first, second = run_workers(compare, 2)
-    assert first == [[0, 1], [[0], [1]], ["here", None]]
-    assert second == [[0, 1], [[0], [1]]]
+from fleet._comparison import checksums, digest, first_difference, listed_ranks
 
 
 def test_checksums_are_of_bits() -> None:
