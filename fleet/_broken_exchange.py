@@ -19,6 +19,7 @@ _BROKEN = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"
     r"Read timeout|Wait timeout|wait timeout|remote process exited|NCCL (communicator was )?aborted|Watchdog caught"
 )
+_DIVIDED = "mixed torch.Tensor and DTensor"
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -39,6 +40,12 @@ def explained(
             f"{who} the gradient of {names} was finished twice in one backward. A part of the model that is used more "
             "than once in a forward cannot be recomputed with use_reentrant=True; and one backward belongs to one "
             "forward of the distributed model."
+        )
+    if _DIVIDED in text:
+        return ConfigError(
+            f"{who} a parameter that sharding divided was used outside the model, where a worker has a part of it. A "
+            "penalty on the weights adds p.square().sum().full_tensor(); or use weight_decay of the optimizer, or set "
+            "sharding_configs['stage'] to 1."
         )
     if roll_call is None or _BROKEN.search(text) is None:
         return None

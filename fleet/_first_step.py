@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fleet._comparison import checksums, digest, first_difference, listed_ranks
 from fleet._model import FleetModel, runs_inside
 from fleet._optimizer import FleetOptimizer
-from fleet._user_line import user_line
+from fleet._whereabouts import user_line
 from fleet.errors import ConfigError, RendezvousError
 from fleet.strategies._amp_model import AmpModel
 from fleet.strategies._flat import broadcast_from_rank_0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -104,9 +105,9 @@ def is_waiting(frame: FrameType) -> bool:
     return Stack(tuple(Frame(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in inner)).waits
 
 
-def user_line(frame: FrameType) -> str:
-    """Returns the innermost line of the user's own code at ``frame`` or outside it, with its text."""
-    frames = list(_outward(frame))
+def user_line(frame: FrameType | None = None) -> str:
+    """Returns the innermost line of the user's own code at ``frame`` (the caller's) or outside it, with its text."""
+    frames = list(_outward(frame or sys._getframe(1)))
     own = next((f for f in frames if _is_own(f.f_code.co_filename)), frames[-1])
     return _line(own.f_code.co_filename, own.f_lineno)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import platform
@@ -213,7 +214,12 @@ def _run_worker(
     export(environments[index])
     if not Environment().has("OMP_NUM_THREADS"):
         torch.set_num_threads(max((os.cpu_count() or 1) // len(environments), 1))
-    func(*args)
+    # A process of multiprocessing runs no exit functions, and the others must hear that this worker has ended.
+    atexit._clear()  # those of a parent that forked
+    try:
+        func(*args)
+    finally:
+        atexit._run_exitfuncs()
 
 
 def _checked_options(options: dict[str, Any]) -> tuple[str, list[int] | None, str]:

@@ -20,7 +20,7 @@ _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 _WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py", "fleet/_roll_call.py")
 _WAIT_DEPTH = 6
 _OUTERMOST = ("<module>", "_run_module_as_main")
-_LIBRARIES = ("/torch/", "/fleet/", "/site-packages/", "/lib/python3", "<frozen")
+_LIBRARIES = ("/torch/", f"{Path(__file__).parent.parent}/", "/site-packages/", "/lib/python3", "<frozen")
 
 
 @dataclass(frozen=True)

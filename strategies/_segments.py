@@ -6,8 +6,8 @@ and backward; everything else a segment saves for backward is dropped and comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -143,19 +143,24 @@ def norm_modules(module: nn.Module) -> list[_NormBase]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
-@contextmanager
-def frozen_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
+class frozen_statistics:
     """Keeps the running statistics of ``norms`` as they are: inside the context the modules update copies.
 
     Copies and not a switch: backward saves the running statistics too, and must save as many tensors as forward did.
+    Several backward passes through one forward enter it one after the other.
     """
-    kept = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, kept, strict=True):
+
+    def __init__(self, norms: Sequence[_NormBase]) -> None:
+        self._norms = norms
+        self._kept: list[list[dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        self._kept.append([dict(norm._buffers) for norm in self._norms])
+        for norm in self._norms:
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
+
+    def __exit__(self, *_: object) -> None:
+        for norm, buffers in zip(self._norms, self._kept.pop(), strict=True):
             norm._buffers.update(buffers)
 
 

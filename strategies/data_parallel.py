@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fleet.errors import ConfigError
 from fleet.strategies._base import Guide, Stage, Strategy
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in, exchange_of
+from fleet.strategies._passes import Passes, passes_of
 
 _MIB = 1024 * 1024
 
@@ -87,6 +89,7 @@ class DataParallel(Strategy):
         )
         if session.options["gradient_scale_configs"].scale_strategy != "avg":
             exchange_of(wrapped).change(average=False)
+            SummedOnce(passes_of(wrapped))
         return wrapped
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
@@ -94,6 +97,35 @@ class DataParallel(Strategy):
         wrapped = data_parallel_in(model)
         if wrapped is not None:
             _follow(wrapped, came=bool(added))
+
+
+class SummedOnce:
+    """Refuses a second exchange of gradients that are a sum over the workers already; it would add them up again.
+
+    Averages may be averaged again: that leaves them as they are.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._is_summed = self._exchanges = False
+        passes.checks.append(self._before_exchange)
+        passes.starts.append(self._begin)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._passes.parameters)
+
+    def _before_exchange(self) -> None:
+        if self._is_summed and self._has_gradients():
+            raise ConfigError(
+                "gradient_scale_configs['scale_strategy'] leaves the sum over the workers, and a second backward() "
+                "before the gradients are cleared would add up again what the first one has summed. Run all but the "
+                "last backward() of a step under model.no_sync(), add the losses up, or set scale_strategy to 'avg'."
+            )
+        self._exchanges = True
+
+    def _begin(self) -> None:
+        self._is_summed = self._exchanges or (self._is_summed and self._has_gradients())
+        self._exchanges = False
 
 
 def wrap_data_parallel(

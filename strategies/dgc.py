@@ -74,6 +74,14 @@ class Dgc(Strategy):
         super().__init__(config, session)
         self.compressors: list[Compressor] = []
 
+    def use_scaler(self, scaler: Any) -> None:
+        """Raises ConfigError for a scaler that is on: what is held back would be of an older scale."""
+        if scaler.is_enabled():
+            raise ConfigError(
+                "fleet.distributed_scaler() was called with dgc on: dgc keeps unsent gradients from step to step, and "
+                "the scaler changes their scale. Train in bfloat16 without a scaler, or turn dgc off."
+            )
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose exchange sends the largest entries of each large gradient."""
         if data_parallel_in(model) is not None:

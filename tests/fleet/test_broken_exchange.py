@@ -106,3 +106,8 @@ def test_a_worker_with_a_batch_more_is_told_who_had_fewer() -> None:
     assert "`model(torch.ones(1, 2)).sum().backward()`" in said
     assert "rank 1: has ended, after step 2" in said
     assert "ElasticSampler" in said
+
+
+def test_a_divided_parameter_outside_the_model_is_explained() -> None:
+    text = "aten.mse_loss_backward.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor"
+    assert "full_tensor()" in f"{explained(RuntimeError(text), [], None, '[rank 0 of 2]')}"

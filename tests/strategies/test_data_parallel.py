@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fleet
+from fleet.errors import ConfigError
 from fleet.strategies._exchange import data_parallel_in
 from fleet.strategies.data_parallel import plan_bucket_caps_MiB
 from tests.helpers.workers import WorkerError, run_workers
@@ -143,3 +144,33 @@ def frozen(rank: int, world_size: int) -> bool:
 def test_frozen_model_is_left_alone() -> None:
     """A model without trainable parameters has nothing to exchange and runs."""
     assert run_workers(frozen, 2, backend=None) == [False, False]
+
+
+def accumulate_sums(rank: int, world_size: int) -> list[Any]:
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_scale_configs = {"scale_strategy": "sum"}
+    fleet.init(is_collective=True, strategy=strategy)
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 1.0))
+    model = fleet.distributed_model(net)
+    x = torch.full((1, 1), 1.0 + rank)
+    for _ in range(2):
+        with model.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(x).sum().backward()
+    try:
+        model(x).sum().backward()
+    except ConfigError as error:
+        return [float(net.weight.detach()), str(error)]
+    return [float(net.weight.detach()), ""]
+
+
+def test_a_sum_is_not_summed_again() -> None:
+    """Issue 9: under no_sync() a sum over two passes is right; a second exchange before the clear is refused."""
+    for weight, text in run_workers(accumulate_sums, 2, backend=None):
+        assert weight == -12.0  # twice 1 + 1 + 2 + 2
+        assert "under model.no_sync()" in text

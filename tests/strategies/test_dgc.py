@@ -266,3 +266,11 @@ def test_each_optimizer_has_its_compressor() -> None:
         for dense, *sparse in counted:
             assert dense > 16_000
             assert all(0 < count <= 32 for count in sparse)
+
+
+def test_a_scaler_is_refused() -> None:
+    """Issue 9: what is held back would be of an older scale; a scaler that is off changes nothing."""
+    strategy = dgc.Dgc(DgcConfig(), None)  # type: ignore[arg-type]
+    strategy.use_scaler(torch.amp.GradScaler("cpu", enabled=False))
+    with pytest.raises(ConfigError, match="dgc on"):
+        strategy.use_scaler(torch.amp.GradScaler("cpu"))

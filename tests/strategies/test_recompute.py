@@ -238,3 +238,20 @@ def test_offload_frees_device_memory() -> None:
         gradients[name] = {n: p.grad for n, p in net.named_parameters()}
     assert used["offload"] < 0.25 * used["plain"]
     torch.testing.assert_close(gradients["offload"], gradients["plain"])
+
+
+def test_several_backward_passes_through_one_forward() -> None:
+    """Issue 9: retain_graph and autograd.grad beside backward, as torch's checkpoint; statistics move once."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    x = torch.randn(8, 4)
+    plain = torch.autograd.grad(net(x).square().mean(), list(net.parameters()))
+    before = int(net[1].num_batches_tracked)
+    loss = fleet.recompute(net, x).square().mean()
+    first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for value, again, parameter in zip(plain, first, net.parameters(), strict=True):
+        torch.testing.assert_close(again, value, atol=1e-7, rtol=0)
+        torch.testing.assert_close(parameter.grad, 2 * value, atol=1e-7, rtol=0)
+    assert int(net[1].num_batches_tracked) == before + 1
