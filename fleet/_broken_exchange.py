@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fleet._whereabouts import account, user_line_of
+from fleet._whereabouts import account, user_line, user_line_of
 from fleet.errors import ConfigError, FleetError, RendezvousError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def explained(
         )
     if roll_call is None or _BROKEN.search(text) is None:
         return None
-    where = user_line_of(error.__traceback__)
+    where = user_line_of(error.__traceback__, otherwise=user_line())  # caught inside this package
     return RendezvousError(
         f"{who} the exchange with the other workers broke off at {where}:\n{account(roll_call.others_after(error))}\n"
         "If one has failed, its own message is the cause. If one has ended well, it had fewer batches: give every "

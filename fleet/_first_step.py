@@ -291,7 +291,9 @@ class TrainingChecks:
     def _agree_on(self, watch: ModelWatch, names: set[str]) -> None:
         """Raises ConfigError unless the same parameters train on every worker from this forward on."""
         shapes = {name: list(watch.named[name].shape) for name in watch.named if name in names}
-        found = self._gather(f"what trains in model {self._number(watch)}", shapes, perhaps_alone=True)
+        found = self._gather(
+            f"training with other parameters of model {self._number(watch)} than before", shapes, perhaps_alone=True
+        )
         absent = [rank for rank, said in enumerate(found) if said is None]
         changed = sorted(names ^ watch.exchanged)[:4]
         if absent:
@@ -319,7 +321,13 @@ class TrainingChecks:
             return  # the next average makes the workers equal; or what was loaded in between is gone again
         session = self._session
         wrote = watch.was_written() if is_first else True
-        found = self._compare(f"the state of model {self._number(watch)}", wrote, place, sums, is_first)
+        found = self._compare(
+            f"training with model {self._number(watch)}, which compares the workers' states",
+            wrote,
+            place,
+            sums,
+            is_first,
+        )
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
@@ -330,7 +338,9 @@ class TrainingChecks:
             elif watch.is_divided or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
         elif not may_differ and self._differ(found):
-            name = self._first_different(f"the parameters of model {self._number(watch)}", sums)
+            name = self._first_different(
+                f"training with model {self._number(watch)}, which compares the workers' parameters", sums
+            )
             raise ConfigError(f"The workers train from different values of {name}. {_EVERY_WORKER}.")
 
     def _compare_optimizer(self, watch: OptimizerWatch) -> None:
@@ -338,7 +348,9 @@ class TrainingChecks:
         place, watch.loaded_at = watch.loaded_at, ""
         sums = watch.sums()
         number = list(self._optimizers.values()).index(watch)
-        found = self._compare(f"the state of optimizer {number}", bool(place), place, sums, is_first)
+        found = self._compare(
+            f"a step of optimizer {number}, which compares the workers' states", bool(place), place, sums, is_first
+        )
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         if self._trains_locally or _divides(watch.optimizer):
             is_wrong = 0 < len(loaded) < len(found)
@@ -347,7 +359,7 @@ class TrainingChecks:
         if is_wrong and 0 < len(loaded) < len(found):
             raise self._only_some("the optimizer's state", loaded, found) from self._absence
         if is_wrong:
-            name = self._first_different(f"the states in optimizer {number}", sums)
+            name = self._first_different(f"a step of optimizer {number}, which compares the workers' values", sums)
             raise ConfigError(
                 f"The workers step with different optimizer states: {name}. Load the same state on every worker, or "
                 "resume with fleet.elastic.Checkpoint."
@@ -450,7 +462,7 @@ class TrainingChecks:
         assert roll_call is not None
         session.beat(pause=True)  # the others may come late
         try:
-            return [json.loads(text) for text in roll_call.meet(f"the comparison of {subject}", json.dumps(said))]
+            return [json.loads(text) for text in roll_call.meet(subject, json.dumps(said))]
         except RendezvousError as error:
             if not perhaps_alone:
                 raise

@@ -117,9 +117,9 @@ def how_it_ended(error: BaseException | None) -> str:
     return "" if error is None else f" with {type(error).__name__} at {user_line_of(error.__traceback__)}"
 
 
-def user_line_of(trace: TracebackType | None) -> str:
-    """Returns the innermost line of the user's own code in a traceback."""
-    found = "an unknown line"
+def user_line_of(trace: TracebackType | None, otherwise: str = "an unknown line") -> str:
+    """Returns the innermost line of the user's own code in a traceback, ``otherwise`` where there is none."""
+    found = otherwise
     while trace is not None:
         if _is_own(trace.tb_frame.f_code.co_filename):
             found = _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
