@@ -20,6 +20,7 @@ _BROKEN = re.compile(
     r"Read timeout|Wait timeout|wait timeout|remote process exited|NCCL (communicator was )?aborted|Watchdog caught"
 )
 _DIVIDED = "mixed torch.Tensor and DTensor"
+_GIVEN_UP = "out of bounds for storage of size 0"
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -46,6 +47,12 @@ def explained(
             f"{who} a parameter that sharding divided was used outside the model, where a worker has a part of it. A "
             "penalty on the weights adds p.square().sum().full_tensor(); or use weight_decay of the optimizer, or set "
             "sharding_configs['stage'] to 1."
+        )
+    if _GIVEN_UP in text:
+        return ConfigError(
+            f"{who} backward came a second time to parameters that sharding stages 2 and 3 gathered and gave up (a "
+            "gradient penalty, or two backward passes of one forward). Set sharding_configs['stage'] to 1, or run the "
+            "model again for the second pass."
         )
     if roll_call is None or _BROKEN.search(text) is None:
         return None

@@ -29,7 +29,7 @@ from fleet.strategies._amp_model import AmpModel
 from fleet.strategies._flat import broadcast_from_rank_0
 from fleet.strategies._local_training import TrainsLocally
 from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._parts import is_part
+from fleet.strategies._parts import is_part, local
 from fleet.strategies._passes import Passes
 from fleet.strategies._sharding_owners import PartitionedOptimizer
 
@@ -110,8 +110,13 @@ class ModelWatch:
         return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
 
     def sums(self) -> dict[str, int]:
-        """Returns a checksum of each parameter."""
-        return checksums(self.named)
+        """Returns a checksum of each parameter, of a divided one where all workers have a part of one size."""
+        return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
+
+    def varies(self) -> bool:
+        """Returns whether a parameter, or this worker's part of it, holds different values."""
+        held = [local(p.detach()) for p in self.named.values()]
+        return any(t.numel() > 1 and bool((t != t.flatten()[0]).any()) for t in held)
 
     def was_written(self) -> bool:
         """Returns whether something other than a step has changed a parameter before the first comparison."""
@@ -145,10 +150,13 @@ class OptimizerWatch:
         if seen == self.seen:
             return
         self.seen = seen
-        owners = {id(p): watch for watch in watches for p in watch.model.parameters()}
+        owners: dict[int, list[ModelWatch]] = {}
+        for watch in watches:
+            for parameter in watch.model.parameters():
+                owners.setdefault(id(parameter), []).append(watch)
         held = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         self.strangers = {f"{tuple(p.shape)} (group {number})": p for number, p in held if id(p) not in owners}
-        found = dict.fromkeys(owners[id(p)] for _, p in held if id(p) in owners)
+        found = dict.fromkeys(watch for _, p in held for watch in owners.get(id(p), ()))
         self.models = {watch: self.models.get(watch, 0) for watch in found}
 
     def has_only_old_gradients(self) -> bool:
@@ -166,9 +174,12 @@ class OptimizerWatch:
         return None if first is None else (first, first._version)
 
     def sums(self) -> dict[str, Any]:
-        """Returns a checksum of each tensor of the state, and the numbers in it."""
+        """Returns a checksum of each tensor of the state, the numbers in it, and the settings of the groups."""
         tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"the class": type(self.optimizer.user_optimizer).__name__}
+        for number, group in enumerate(self.optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            values |= {f"{key} of group {number}": repr(value) for key, value in settings.items()}
         state = self.optimizer.state
         for place, parameter in enumerate(self.optimizer.parameters()):
             for key, value in state[parameter].items() if parameter in state else ():
@@ -337,6 +348,11 @@ class TrainingChecks:
                 session.say(f"The state that worker 0 loaded ({found[0]['place']}) is every worker's now.")
             elif watch.is_divided or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
+        elif loaded and watch.is_divided and not self._differ(found) and watch.varies():
+            raise ConfigError(
+                f"Every worker loaded the same part of the model ({place}): a state_dict() that one worker saved. Save "
+                "model.full_state_dict() on one worker, or model.local_state_dict() on each to a file of its own."
+            )
         elif not may_differ and self._differ(found):
             name = self._first_different(
                 f"training with model {self._number(watch)}, which compares the workers' parameters", sums
@@ -361,8 +377,8 @@ class TrainingChecks:
         if is_wrong:
             name = self._first_different(f"a step of optimizer {number}, which compares the workers' values", sums)
             raise ConfigError(
-                f"The workers step with different optimizer states: {name}. Load the same state on every worker, or "
-                "resume with fleet.elastic.Checkpoint."
+                f"The workers step with different optimizers: {name}. Make the same one with the same settings on "
+                "every worker; load the same state on every worker, or resume with fleet.elastic.Checkpoint."
             )
 
     def _compare(self, subject: str, wrote: bool, place: str, sums: dict[str, Any], is_first: bool) -> list[Any]:
@@ -403,7 +419,7 @@ class TrainingChecks:
         for model, used in watch.models.items():
             if model.used == used and (self._compares or isinstance(model.model._chain, AmpModel)):
                 self._check_forward(model, watch)
-            watch.models[model] = model.used
+        watch.models = {model: model.used for model in watch.models}
         if self._compares and (watch.loaded_at or not watch.is_compared):
             self._compare_optimizer(watch)
 
@@ -426,7 +442,9 @@ class TrainingChecks:
     def _check_forward(self, model: ModelWatch, watch: OptimizerWatch) -> None:
         if model.model._chain is model.model.module or watch.has_only_old_gradients():
             return  # nothing is around the module that a call of it could miss, or the loop steps twice
-        held = {id(p) for p in watch.optimizer.parameters()}
+        ran = (other for other, used in watch.models.items() if other.used != used)
+        elsewhere = {id(p) for other in ran for p in other.model.parameters()}
+        held = {id(p) for p in watch.optimizer.parameters()} - elsewhere
         for name, parameter in model.named.items():
             if id(parameter) in held and parameter.grad is not None and bool(parameter.grad.any()):
                 raise ConfigError(
@@ -473,6 +491,10 @@ class TrainingChecks:
 
     def _number(self, watch: ModelWatch) -> int:
         return list(self._models.values()).index(watch)
+
+
+def _is_even(part: Any) -> bool:
+    return bool(part.shape[0] % part.device_mesh.size(-1) == 0)
 
 
 def _divides(optimizer: Optimizer) -> bool:

@@ -233,6 +233,13 @@ class Session:
             raise ConfigError("distributed_model() was called with a model that it returned before; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
+        acting = [strategy.name for strategy in self.strategies if not strategy.always]
+        if acting and any(model.module is module for model in self.models):
+            raise ConfigError(
+                f"distributed_model() was called for this module before, and {', '.join(acting)} already act in it. "
+                "Use the model that it returned (parameters may be added to it), or call "
+                "fleet.init() and wrap a new module."
+            )
         for strategy in self.strategies:
             strategy.check_model(module)
         if self.roll_call is not None:

@@ -78,7 +78,7 @@ class GradientExchange:
         if self.route is not None:
             return self.route(bucket)
         gradients = bucket.buffer()
-        compress = self.wire_dtype is not None and gradients.dtype == torch.float32
+        compress = self.wire_dtype is not None and gradients.dtype == torch.float32 and not gradients.is_sparse
         factor = self.wire_factor() if compress and self.wire_dtype == torch.float16 else 1.0
         scaled = gradients if factor == 1.0 else gradients.mul_(factor)
         sent = scaled.to(self.wire_dtype) if compress else gradients

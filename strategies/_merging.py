@@ -52,7 +52,7 @@ class Window:
         self._frozen: list[Tensor] = []
         self._restored = False
         self._running = False
-        self._zeros: tuple[Tensor, Tensor] | None = None  # the parameter with a gradient of zeros, and that
+        self._zeros: Tensor | None = None  # the parameter with a gradient of zeros
         self._leftover: set[Tensor] = set()
 
     @property
@@ -83,12 +83,14 @@ class Window:
         self._running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._notice_clear()
+        if self._zeros is not None:  # or what code between backward() and step() has made of it
+            self._zeros.grad = None
+            self._zeros = None
         if self.is_last:
             self._check_frozen()
             self._restore()
         else:
-            zeros = self._zeros and self._zeros[0]
-            self._leftover = {p for p in self._accumulators if p.grad is not None and p is not zeros}
+            self._leftover = {p for p in self._accumulators if p.grad is not None}
 
     def arrived(self, parameter: Tensor, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns what is to be added to the gradient of ``parameter``."""
@@ -147,10 +149,6 @@ class Window:
             )
 
     def _restore(self) -> None:
-        if self._zeros is not None:
-            parameter, zeros = self._zeros
-            parameter.grad = None if parameter.grad is zeros else parameter.grad
-            self._zeros = None
         for parameter, total in self.sums.items():
             if parameter.grad is None:
                 parameter.grad = total.clone()
@@ -159,8 +157,11 @@ class Window:
         self._restored = True
 
     @torch.no_grad()
-    def _end(self) -> None:
+    def _end(self, exchanged: bool = False) -> None:
         """Ends a backward pass: what it added is set aside, unless it completes the window."""
+        if not exchanged:  # another window may be completed, and the exchange ends in a callback that was queued later
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, exchanged=True))
+            return
         self._running = False
         if self.is_last:
             return
@@ -169,15 +170,15 @@ class Window:
             if gradient is not None:
                 kept = self.pending.get(parameter)
                 # A gradient that was there before may share memory with a buffer of the exchange.
-                own = gradient.clone() if parameter in self._leftover else gradient
+                shared = parameter in self._leftover or gradient._is_view()
+                own = gradient.clone() if shared else gradient
                 self.pending[parameter] = own if kept is None else kept.add_(own)
         self._leftover = set()
-        smallest = min(self._accumulators, key=Tensor.numel)
-        smallest.grad = torch.zeros_like(smallest)
-        self._zeros = (smallest, smallest.grad)
+        self._zeros = min(self._accumulators, key=Tensor.numel)
+        self._zeros.grad = torch.zeros_like(self._zeros)
 
     def _notice_clear(self) -> None:
-        if self._zeros is not None and self._zeros[0].grad is not self._zeros[1]:
+        if self._zeros is not None and self._zeros.grad is None:
             self._zeros = None
             self.pending.clear()
 

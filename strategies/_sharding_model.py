@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
 from fleet.strategies._flat import broadcast_from_rank_0
@@ -63,6 +64,23 @@ class Division:
     find_unused: bool = False
 
 
+_PLAIN = (Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+def _check_output(output: Any) -> None:
+    """Raises ConfigError when tensors may hide in ``output``: backward through them would be missed."""
+    leaves = tree_leaves(output)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return
+    hidden = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _PLAIN)]
+    if hidden:
+        raise ConfigError(
+            f"sharding stages 2 and 3 find tensors in tuples, lists and dicts, and forward() returned {hidden[0]} "
+            "without any beside it; its gradients would stay on each worker. Return the tensors themselves, make the "
+            "class known with torch.utils._pytree.register_dataclass, or set sharding_configs['stage'] to 1."
+        )
+
+
 class DividedModule(nn.Module):
     """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward.
 
@@ -90,7 +108,9 @@ class DividedModule(nn.Module):
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise _read_from_outside(error) from error
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            _check_output(output)
+        else:
             # Backward would give the gathered parameters up. Without one, the next step would change the parts and
             # leave the gathered copies as they are, and model.parameters() would not be those of the optimizer.
             self.reshard()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from fleet.errors import ConfigError, did_you_mean
+from fleet.strategies._parts import is_part
 
 # These read the parameters of their children without calling them, so the children cannot be units.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -53,7 +54,18 @@ def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
 
 def check_divisible(model: nn.Module) -> None:
     """Raises ConfigError when a parameter of ``model`` cannot be divided."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"sharding stages 2 and 3 divide dense gradients, and {name!r} has sparse=True. Set it to False, or "
+                "sharding_configs['stage'] to 1."
+            )
     for name, parameter in model.named_parameters():
+        if is_part(parameter):
+            raise ConfigError(
+                f"sharding: {name!r} belongs to a model that was divided before. Wrap both in one module, in one call "
+                "of distributed_model(), or set sharding_configs['stage'] to 1."
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"sharding: {name!r} has no shape yet. Run one batch before distributed_model().")
         if parameter.dim() == 0:

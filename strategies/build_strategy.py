@@ -75,7 +75,10 @@ class BuildStrategyConfig(Config, option="build_strategy"):
         False, "sum inside each node first", refused="write strategy.use_hierarchical_allreduce = True"
     )
     hierarchical_allreduce_inter_nranks: int = setting(
-        1, "workers in an inner group", refused="write strategy.hierarchical_allreduce_inter_nranks"
+        1,
+        "workers in an inner group",
+        at_least=1,
+        refused="write strategy.hierarchical_allreduce_inter_nranks",
     )
     gradient_scale_strategy: int = setting(
         0,

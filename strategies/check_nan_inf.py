@@ -256,7 +256,10 @@ class ModuleHooks:
 
     def _before(self, name: str, module: nn.Module, inputs: Any, keywords: Any) -> None:
         for slot, tensor in tensors_in((inputs, keywords)):
-            self._look(tensor, Place("input", name, slot, module))
+            # Masks of attention hold -inf on purpose; where it does harm, an output shows it.
+            is_given = tensor.is_floating_point() and not tensor.requires_grad
+            shown = tensor.clamp(min=torch.finfo(tensor.dtype).min) if is_given else tensor
+            self._look(tensor, Place("input", name, slot, module), shown)
 
     def _after(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         for slot, tensor in tensors_in(outputs):
@@ -270,13 +273,13 @@ class ModuleHooks:
         if not torch.is_grad_enabled() or len(sightings) > _MOST_SIGHTINGS:
             self._watch.check_alone()
 
-    def _look(self, tensor: Tensor, place: Place) -> bool:
-        """Returns whether ``tensor`` is new, and looks at it."""
+    def _look(self, tensor: Tensor, place: Place, shown: Tensor | None = None) -> bool:
+        """Returns whether ``tensor`` is new, and looks at it, or at what is ``shown`` for it."""
         if not self._watch.sightings.is_new(tensor):
             return False
         # Inside a backward pass these are values that are computed a second time.
         if torch._C._current_graph_task_id() == -1:
-            self._watch.sightings.add(tensor, place)
+            self._watch.sightings.add(tensor if shown is None else shown, place)
         return True
 
     def _gradient(self, place: Place, gradient: Tensor) -> None:

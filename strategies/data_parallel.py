@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fleet.errors import ConfigError
-from fleet.strategies._base import Guide, Stage, Strategy
+from fleet.strategies._base import Guide, Stage, Strategy, Workers
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in, exchange_of
 from fleet.strategies._passes import Passes, passes_of
@@ -73,11 +72,16 @@ class DataParallel(Strategy):
         example={"fuse_grad_size_in_MB": 16},
     )
 
+    def __init__(self, config: Any, session: Workers) -> None:
+        """Starts without models."""
+        super().__init__(config, session)
+        self._exchanged: set[int] = set()
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""
         if not any(_can_train(p) for p in model.parameters()):
             return model  # nothing to exchange, and DistributedDataParallel refuses such a module
-        session = self.session
+        session, parameters = self.session, {id(p) for p in model.parameters()}
         wrapped = wrap_data_parallel(
             model,
             device=session.device,
@@ -86,10 +90,12 @@ class DataParallel(Strategy):
             last_bucket_MiB=session.options["last_comm_group_size_MB"],
             fuse=session.options["fuse_all_reduce_ops"],
             find_unused_parameters=session.options["find_unused_parameters"],
+            shares=not self._exchanged.isdisjoint(parameters),
         )
+        self._exchanged |= parameters
         if session.options["gradient_scale_configs"].scale_strategy != "avg":
             exchange_of(wrapped).change(average=False)
-            SummedOnce(passes_of(wrapped))
+            SummedOnce(passes_of(wrapped), self.session.world_size)
         return wrapped
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
@@ -100,32 +106,27 @@ class DataParallel(Strategy):
 
 
 class SummedOnce:
-    """Refuses a second exchange of gradients that are a sum over the workers already; it would add them up again.
+    """Keeps gradients that are a sum over the workers from being added up again by the next exchange.
 
-    Averages may be averaged again: that leaves them as they are.
+    A backward pass that begins with such gradients in place leaves each worker its share of them, which the exchange
+    adds up to the same sum. Averages may be averaged again as they are.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, passes: Passes, num_workers: int) -> None:
+        self._passes, self._num_workers = passes, num_workers
         self._is_summed = self._exchanges = False
         passes.checks.append(self._before_exchange)
         passes.starts.append(self._begin)
 
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None and bool(p.grad.any()) for p in self._passes.parameters)
-
     def _before_exchange(self) -> None:
-        if self._is_summed and self._has_gradients():
-            raise ConfigError(
-                "gradient_scale_configs['scale_strategy'] leaves the sum over the workers, and a second backward() "
-                "before the gradients are cleared would add up again what the first one has summed. Run all but the "
-                "last backward() of a step under model.no_sync(), add the losses up, or set scale_strategy to 'avg'."
-            )
         self._exchanges = True
 
+    @torch.no_grad()
     def _begin(self) -> None:
-        self._is_summed = self._exchanges or (self._is_summed and self._has_gradients())
-        self._exchanges = False
+        for parameter in self._passes.parameters if self._is_summed else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._num_workers)
+        self._is_summed, self._exchanges = self._exchanges, False
 
 
 def wrap_data_parallel(
@@ -137,16 +138,20 @@ def wrap_data_parallel(
     last_bucket_MiB: float,
     fuse: bool = True,
     find_unused_parameters: bool = False,
+    shares: bool = False,
 ) -> DistributedDataParallel:
-    """Returns ``model`` in DistributedDataParallel with buckets as Fleet describes them (sizes in MiB)."""
+    """Returns ``model`` in DistributedDataParallel with buckets as Fleet describes them (sizes in MiB).
+
+    ``shares`` says that another such module has some of its parameters.
+    """
 
     def keywords() -> dict[str, Any]:
         made: dict[str, Any] = {
             "device_ids": [device.index] if device.type == "cuda" else None,
             "process_group": process_group,
             "find_unused_parameters": find_unused_parameters,
-            # The bucket is the gradient: one copy and its memory less per step.
-            "gradient_as_bucket_view": True,
+            # The bucket is the gradient: one copy and its memory less per step. It cannot be of two modules.
+            "gradient_as_bucket_view": not shares,
         }
         if not fuse:
             made["bucket_cap_mb"] = 1 / _MIB  # one byte: every parameter fills a bucket

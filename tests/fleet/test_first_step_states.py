@@ -162,3 +162,33 @@ def test_the_load_of_the_elastic_guide(tmp_path: Path) -> None:
         net(torch.cat([batch(step, 0), batch(step, 1)])).square().mean().backward()
         optimizer.step()
     torch.testing.assert_close(torch.tensor(first), torch.cat([torch.tensor([2.0]), flat(net.state_dict())]))
+
+
+def load_one_part(rank: int, world_size: int, path: str) -> str:
+    """Worker 0 saves its part of a divided model; all load it."""
+    _, _, optimizer, model = job({"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 2}})
+    step_once(model, optimizer, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank == 0:
+            torch.save(model.state_dict(), path)
+        step_once(model, optimizer, 0)
+        model.load_state_dict(torch.load(path, weights_only=False))
+    return message(lambda: step_once(model, optimizer, 1))
+
+
+def test_the_part_of_one_worker_is_not_everyones(tmp_path: Path) -> None:
+    for said in run_workers(load_one_part, 2, str(tmp_path / "part.pt"), backend=None):
+        assert "Every worker loaded the same part" in said
+
+
+def settings_by_rank(rank: int, world_size: int) -> str:
+    net, _, _, model = job({})
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1 * (rank + 1)))
+    return message(lambda: step_once(model, optimizer, 0))
+
+
+def test_an_optimizer_with_other_settings_is_named() -> None:
+    """Issue 9: different optimizers on ranks drifted apart without a word."""
+    for said in run_workers(settings_by_rank, 2, backend=None):
+        assert "'lr of group 0' (worker 1 against worker 0)" in said
