@@ -232,7 +232,8 @@ def test_print_on_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "hello\n"
 
 
-def test_before_init() -> None:
+def test_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet._util.running_session", lambda: None)  # one that an earlier test has left
     for call in (lambda util: util.all_reduce(1), lambda util: util.get_file_shard([]), lambda util: util.barrier()):
         with pytest.raises(NotInitializedError, match=r"fleet.init\(\)"):
             call(UtilBase())
