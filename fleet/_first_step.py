@@ -114,8 +114,8 @@ class ModelWatch:
         return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
 
     def varies(self) -> bool:
-        """Returns whether a parameter, or this worker's part of it, holds different values."""
-        held = [local(p.detach()) for p in self.named.values()]
+        """Returns whether a part, of a parameter of which all workers have one of one size, holds different values."""
+        held = [local(p.detach()) for p in self.named.values() if is_part(p) and _is_even(p)]
         return any(t.numel() > 1 and bool((t != t.flatten()[0]).any()) for t in held)
 
     def was_written(self) -> bool:
