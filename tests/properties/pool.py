@@ -117,11 +117,14 @@ def serve(pipe: Connection, environment: dict[str, str], rank: int) -> None:
 
 
 def end_of_draw() -> None:
-    """Ends the groups that the draw has made; the common one stays for the next."""
+    """Ends the groups that the draw has made; the common one stays for the next.
+
+    So do those of a mesh of two axes: torch remembers by the mesh's ranks what it has done, and with it the groups.
+    """
     if dist.is_initialized():
         world = dist.group.WORLD
         for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not world:
+            if group is not world and dist.get_world_size(group) == dist.get_world_size():
                 dist.destroy_process_group(group)
     gc.collect()
 
