@@ -127,7 +127,8 @@ def test_variables_alone_start_an_elastic_job(tmp_path: Path, etcd: Etcd) -> Non
         logs = sorted((one.log().split(), two.log().split()))
         assert [log[3] for log in logs] == ["0", "1"]
         assert [log[5] for log in logs] == ["2", "2"]
-        assert one.stderr.count("elastic_pre_hook: before the start") == 1
+        (own_log,) = (tmp_path / "a").glob("**/default-job.*.log")
+        assert own_log.read_text().count("elastic_pre_hook: before the start") == 1
         assert "elastic True" in one.stderr
 
 
