@@ -161,7 +161,7 @@ class FleetModel(nn.Module):
         """Lets go of the process group; the exchange of gradients is over."""
         reducer = data_parallel_in(self._chain)
         if reducer is not None:
-            for name in ("reducer", "logger", "process_group"):
+            for name in ("reducer", "logger", "process_group", "fleet_keywords"):
                 reducer.__dict__.pop(name, None)
 
     def clear_gradients(self) -> None:

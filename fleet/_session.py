@@ -136,7 +136,7 @@ class Session:
     @property
     def roll_call(self) -> RollCall | None:
         """Where the workers meet in what all must call; None in a single process and before they have a group."""
-        if self._roll_call is None and self.world_size > 1 and self.has_group:
+        if self._roll_call is None and self.world_size > 1 and self.has_group and not self.closed:
             self._roll_call = RollCall.start(self.global_rank, self.world_size, lambda: self.num_steps)
             self._uncaught = UncaughtErrors(self.models, self._roll_call, self._who)
         return self._roll_call
@@ -194,6 +194,7 @@ class Session:
         if self._roll_call is not None and self._uncaught is not None:
             self._roll_call.close()
             self._uncaught.close()
+            self._roll_call = self._uncaught = None  # they hold the store, whose server is a thread
 
     def become_served(self) -> None:
         """Makes a single process that trains alone one whose updates happen on servers.
