@@ -12,7 +12,7 @@ READY := $(VENV)/ready
 unexport PYTHONPATH PYTHONHOME
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps test test-slow lint docs bench dist clean
+.PHONY: install demo demo-ps test test-slow test-long lint docs bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -47,6 +47,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
+
+test-long: $(READY)
+	$(PY) -m pytest -m long
 
 lint: $(READY)
 	$(PY) -m ruff check .

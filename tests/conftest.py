@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.default_int_handler)
     multiprocessing.set_forkserver_preload(_PRELOAD)
     config.addinivalue_line("markers", "slow: takes more than about ten seconds; the quick run leaves it out")
+    config.addinivalue_line("markers", "long: takes more than ten minutes by itself; runs with `make test-long` only")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 

@@ -37,7 +37,7 @@ def test_two_hundred_compositions() -> None:
     check(run(range(QUICK), seed=0, most_faults=3))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_five_thousand_compositions() -> None:
     check(run(range(QUICK, ALL), seed=0))
 
