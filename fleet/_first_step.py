@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from fleet._comparison import checksums, digest, first_difference, listed_ranks
 from fleet._model import FleetModel, runs_inside
@@ -129,7 +130,8 @@ class OptimizerWatch:
     Attributes:
         strangers: parameters that belong to no wrapped model, by a name for messages.
         models: the wrapped models that it trains, with how often they were used until its last step.
-        left: a gradient that its last step left behind, and its version.
+        left: a gradient that its last step left behind, and its version; held weakly, since a gradient is often a view
+            of a whole bucket.
     """
 
     def __init__(self, optimizer: FleetOptimizer) -> None:
@@ -137,7 +139,7 @@ class OptimizerWatch:
         self.loaded_at = self.before = ""
         self.strangers: dict[str, Tensor] = {}
         self.models: dict[ModelWatch, int] = {}
-        self.left: tuple[Tensor, int] | None = None
+        self.left: tuple[TensorWeakRef, int] | None = None
         self.seen: tuple[int, ...] = ()
         self.handles: list[Any] = []
         if hasattr(optimizer.user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
@@ -162,11 +164,12 @@ class OptimizerWatch:
     def has_only_old_gradients(self) -> bool:
         """Returns whether no gradient came since the last step."""
         now = self._first_gradient()
-        return now is not None and self.left is not None and now[0] is self.left[0] and now[1] == self.left[1]
+        return now is not None and self.left is not None and now[0] is self.left[0]() and now[1] == self.left[1]
 
     def note_step(self) -> None:
         """Remembers what a step leaves behind."""
-        self.left = self._first_gradient()
+        now = self._first_gradient()
+        self.left = None if now is None else (TensorWeakRef(now[0]), now[1])
 
     def _first_gradient(self) -> tuple[Tensor, int] | None:
         gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)

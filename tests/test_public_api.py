@@ -151,19 +151,20 @@ def test_a_user_module_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
 
 COST = """
 import time
+began = time.process_time()
 import torch
 start = time.process_time()
 from fleet import fleet
 fleet.init
-print(time.process_time() - start)
+print((time.process_time() - start) / (start - began))
 """
 
 
 @pytest.mark.slow
 def test_first_use_costs_little_beside_torch() -> None:
-    """At most 0.1 s more than importing torch, in processor time, the median of seven runs."""
+    """At most 0.15 of the processor time that importing torch takes, the median of seven runs."""
     costs = [float(fresh(COST)) for _ in range(7)]
-    assert statistics.median(costs) <= 0.1, costs
+    assert statistics.median(costs) <= 0.15, costs
 
 
 @pytest.mark.parametrize(

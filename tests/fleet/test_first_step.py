@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from functools import partial
 from typing import Any
 
@@ -188,3 +189,21 @@ def gan(rank: int, world_size: int) -> float:
 def test_a_critic_that_is_frozen_in_turns() -> None:
     first, second = run_workers(gan, 2, backend=None)
     assert first == second
+
+
+def release_gradients(rank: int, world_size: int) -> list[str]:
+    held = []
+    for option, options in OPTIONS.items():
+        _, _, optimizer, model = job(options, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        model(batch(0, rank)).square().mean().backward()
+        gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batch(1, rank))  # in which torch takes new buckets
+        held += [option for gradient in gradients if gradient() is not None][:1]
+    return held
+
+
+def test_no_gradient_outlives_its_step() -> None:
+    """A gradient is often a view of a whole bucket: one that is kept doubles the memory of all gradients."""
+    assert run_workers(release_gradients, 2) == [[], []]

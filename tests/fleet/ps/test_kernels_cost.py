@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -63,14 +64,25 @@ def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert second.startswith("KernelStore")
 
 
+# What numba takes for one small loop: the unit in which the cost of the kernels is the same on every machine.
+UNIT = """
+import numba, numpy, time
+start = time.process_time()
+numba.njit(lambda x: [i * x for i in range(3)])(1.0)
+print(time.process_time() - start)"""
+
+
 @pytest.mark.slow
 def test_first_use_compiles_in_seconds(tmp_path: Path) -> None:
     """Kernels compile once, in a few seconds of processor time, and load from disk afterwards."""
     code = "import time, numba; start = time.process_time()\n" + TABLE + "\nprint(time.process_time() - start)"
+    unit = statistics.median(float(_run(UNIT)) for _ in range(3))
     cold, warm = (float(_run(code, NUMBA_CACHE_DIR=str(tmp_path)).splitlines()[-1]) for _ in range(2))
-    # 3 s on a quiet machine; others' load inflates processor time.
-    assert cold < 6
-    assert warm < 1
+    print(f"{cold:.2f} and {warm:.2f} s; one small loop: {unit:.2f} s")
+    # 3 and 0.3 s of a quiet machine, where the small loop takes 0.35 s; others' load inflates processor time.
+    assert cold < 15 * unit
+    assert warm < 3 * unit
+
 
 
 @pytest.mark.parametrize("rows", [1_000_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
