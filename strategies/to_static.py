@@ -36,7 +36,8 @@ class ToStatic(Strategy):
     model_effect = "compiles the wrapped module with torch.compile at its first call"
     guide = Guide(
         when="Steps are short, or the model has many element-wise operations.",
-        cost="Compilation at the first batch of each shape; needs a C++ compiler on the CPU.",
+        cost="Compilation at the first batch of each shape; needs a C++ compiler on the CPU. Convolutions on the CPU keep "
+        "the layout of their input: torch's own choice of layouts corrupts memory in version 2.13.",
         example={"to_static": True},
     )
 
@@ -55,4 +56,9 @@ class ToStatic(Strategy):
         mode = None if config.mode == "default" else config.mode
         if mode is None and self.session.options["build_strategy"].allow_cuda_graph_capture:
             mode = "reduce-overhead"  # the other modes that may be set with it record CUDA graphs already
-        return cast(nn.Module, torch.compile(model, mode=mode, fullgraph=config.fullgraph, dynamic=dynamic))
+        how: dict[str, Any] = {"mode": mode}
+        if self.session.device.type == "cpu":
+            # torch 2.13 on one thread: compiled convolutions before batch norm write outside their buffers, and the
+            # process dies in malloc (pytorch/pytorch#181618). They do not where each tensor keeps its own layout.
+            how = {"options": {**torch._inductor.list_mode_options(mode or "default"), "layout_optimization": False}}
+        return cast(nn.Module, torch.compile(model, fullgraph=config.fullgraph, dynamic=dynamic, **how))
