@@ -122,12 +122,21 @@ class Oracle:
             if self.is_sparse(place, i):
                 sparse.add(i)
                 parts = [self.sent(w, place, i, window[i]) for w, window in zip(self.workers, windows, strict=True)]
+                total = torch.stack(parts).sum(0) / (1 if summed else num)
             else:
-                parts = [window[i] for window in windows]
-            total = torch.stack(parts).sum(0) / (1 if summed else num)
+                total = self.total([window[i] for window in windows], summed)
             for window in windows:
                 window[i] = total.clone()
         return sparse
+
+    def total(self, parts: list[Tensor], summed: bool) -> Tensor:
+        """Returns the average, or the sum, of one gradient over the workers, rounded as it is on the wire."""
+        shares = 1 if summed else len(parts)
+        if not self.on("fp16_allreduce"):
+            return torch.stack(parts).sum(0) / shares
+        wire = getattr(torch, self.config("fp16_allreduce", "dtype", "float16"))
+        rounded = [part.to(wire).div_(shares) for part in parts]
+        return sum(rounded[1:], rounded[0]).to(parts[0].dtype)
 
     # ---- updates ------------------------------------------------------------------------------------------------
 
