@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -75,13 +76,16 @@ class DataParallel(Strategy):
     def __init__(self, config: Any, session: Workers) -> None:
         """Starts without models."""
         super().__init__(config, session)
-        self._exchanged: set[int] = set()
+        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""
         if not any(_can_train(p) for p in model.parameters()):
             return model  # nothing to exchange, and DistributedDataParallel refuses such a module
         session, parameters = self.session, {id(p) for p in model.parameters()}
+        sharing = [other for other in self._wrapped if not parameters.isdisjoint(map(id, other.parameters()))]
+        for other in sharing:
+            _share(other)
         wrapped = wrap_data_parallel(
             model,
             device=session.device,
@@ -90,9 +94,9 @@ class DataParallel(Strategy):
             last_bucket_MiB=session.options["last_comm_group_size_MB"],
             fuse=session.options["fuse_all_reduce_ops"],
             find_unused_parameters=session.options["find_unused_parameters"],
-            shares=not self._exchanged.isdisjoint(parameters),
+            shares=bool(sharing),
         )
-        self._exchanged |= parameters
+        self._wrapped.add(wrapped)
         if session.options["gradient_scale_configs"].scale_strategy != "avg":
             exchange_of(wrapped).change(average=False)
             SummedOnce(passes_of(wrapped), self.session.world_size)
@@ -145,12 +149,13 @@ def wrap_data_parallel(
     ``shares`` says that another such module has some of its parameters.
     """
 
-    def keywords() -> dict[str, Any]:
+    def keywords(shares: bool) -> dict[str, Any]:
         made: dict[str, Any] = {
             "device_ids": [device.index] if device.type == "cuda" else None,
             "process_group": process_group,
             "find_unused_parameters": find_unused_parameters,
-            # The bucket is the gradient: one copy and its memory less per step. It cannot be of two modules.
+            # The bucket is the gradient: one copy and its memory less per step. It cannot be of two modules, of which
+            # each divides what it finds in the gradient.
             "gradient_as_bucket_view": not shares,
         }
         if not fuse:
@@ -163,8 +168,8 @@ def wrap_data_parallel(
         return made
 
     with _one_that_trains(model):
-        wrapped = DistributedDataParallel(model, **keywords())
-        wrapped.__dict__["fleet_keywords"] = keywords
+        wrapped = DistributedDataParallel(model, **keywords(shares))
+        wrapped.__dict__.update(fleet_keywords=keywords, fleet_shares=shares)
         wrapped.__dict__["fleet_exchanged"] = _trained(model)
     _follow(wrapped, came=False)
     return wrapped
@@ -198,13 +203,24 @@ def _follow(wrapped: DistributedDataParallel, came: bool) -> None:
     trained = _trained(wrapped.module)
     # A frozen model runs without the reducer, which would wait for gradients that do not come.
     wrapped._delay_all_reduce_all_params = not trained
-    if not trained or trained == wrapped.__dict__["fleet_exchanged"]:
-        return
+    if trained and trained != wrapped.__dict__["fleet_exchanged"]:
+        _exchange_anew(wrapped, came)
+
+
+def _share(wrapped: DistributedDataParallel) -> None:
+    """Lets another module exchange some of the same parameters."""
+    if not wrapped.__dict__["fleet_shares"]:
+        wrapped.__dict__["fleet_shares"] = True
+        with _one_that_trains(wrapped.module):
+            _exchange_anew(wrapped, came=False)
+
+
+def _exchange_anew(wrapped: DistributedDataParallel, came: bool) -> None:
     kept = {name for name in vars(nn.Module()) if "hooks" in name} | {"training", "require_backward_grad_sync"}
     state = {name: value for name, value in vars(wrapped).items() if name in kept}
-    keywords = wrapped.__dict__["fleet_keywords"]()
+    keywords = wrapped.__dict__["fleet_keywords"](wrapped.__dict__["fleet_shares"])
     DistributedDataParallel.__init__(wrapped, wrapped.module, init_sync=came, **keywords)
-    wrapped.__dict__.update(state, fleet_exchanged=trained)
+    wrapped.__dict__.update(state, fleet_exchanged=_trained(wrapped.module))
     exchange, passes = wrapped.__dict__.get("fleet_exchange"), wrapped.__dict__.get("fleet_passes")
     if exchange is not None and exchange.registered:
         exchange.register()

@@ -215,7 +215,7 @@ def tolerance(made: Composition) -> float:
     options = made.options
     found = 2e-4
     if options.get("fp16_allreduce") and made.workers > 1:
-        found = 0.05 if options.get("fp16_allreduce_configs", {}).get("dtype") == "bfloat16" else 0.01
+        found = 0.02 if options.get("fp16_allreduce_configs", {}).get("dtype") == "bfloat16" else 0.005
     if options.get("amp"):
         config = options["amp_configs"]
         found = 0.35 if config.get("dtype") == "bfloat16" or config.get("use_pure_bf16") else 0.1

@@ -1,0 +1,218 @@
+"""Issue 9: gradients that are replaced, optimizers in turns, shared bodies, outputs that hide tensors, sparse gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fleet import fleet
+from fleet.errors import ConfigError
+from tests.helpers.workers import run_workers
+
+MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+STEPS = 6
+
+
+def stage(number: int, **more: Any) -> dict[str, Any]:
+    return {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": number, **more}}
+
+
+def start(options: dict[str, Any]) -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.update(options)
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def batches(step: int) -> Tensor:
+    """Returns the batches of all workers."""
+    return batch(step, fleet.worker_index()) if fleet.worker_num() > 1 else torch.cat([batch(step, 0), batch(step, 1)])
+
+
+@pytest.mark.parametrize("options", [MERGE, stage(1, gradient_merge_acc_step=2)], ids=["gradient_merge", "stage 1"])
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_are_replaced_keep_the_window(options: dict[str, Any]) -> None:
+    """Gradients 1 and 3, halved by assignment: their mean is 1, as when they are halved in place."""
+    if "sharding" in options:
+        options = {**options, **MERGE, "sharding": False}  # one process: stage 1 divides among one
+    start(options)
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 1.0))
+    model = fleet.distributed_model(net)
+    for value in (1.0, 3.0):
+        model(torch.full((1, 1), value)).sum().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    assert net.weight.item() == -1.0
+
+
+class OnBody(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def in_turns(distributed: bool) -> Tensor:
+    """Two optimizers of one model, the one stepping after even batches and the other after odd ones."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(net[place].parameters(), 0.1) for place in (0, 2)]
+    merged: list[list[list[Tensor]]] = [[], []]
+    model = net
+    if distributed:
+        optimizers = [fleet.distributed_optimizer(optimizer) for optimizer in optimizers]
+        model = fleet.distributed_model(net)
+    for step in range(8):
+        mine, held = step % 2, [p for group in optimizers[step % 2].param_groups for p in group["params"]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(batches(step)).square().mean().backward()
+        if distributed:
+            optimizers[mine].step()
+            continue
+        merged[mine].append([p.grad.clone() for p in held])
+        if len(merged[mine]) == 2:
+            for parameter, *gradients in zip(held, *merged[mine], strict=True):
+                parameter.grad = torch.stack(gradients).mean(0)
+            optimizers[mine].step()
+            merged[mine] = []
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def shared(distributed: bool, together: bool) -> Tensor:
+    torch.manual_seed(0)
+    body = nn.Linear(4, 5)
+    nets: list[Any] = [OnBody(body), OnBody(body)]
+    if together:
+        optimizers = [torch.optim.SGD([*nets[0].parameters(), *nets[1].head.parameters()], 0.1)]
+    else:
+        optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    models = nets
+    if distributed:
+        optimizers = [fleet.distributed_optimizer(optimizer) for optimizer in optimizers]
+        models = [fleet.distributed_model(net) for net in nets]
+    for step in range(STEPS):
+        losses: list[Callable[[], Tensor]] = [lambda m=m: m(batches(step)).square().mean() for m in models]  # type: ignore[misc]
+        for optimizer, loss in zip(
+            optimizers, [lambda: losses[0]() + losses[1]()] if together else losses, strict=True
+        ):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for net in nets for p in net.parameters()])
+
+
+def embeddings(distributed: bool, sparse: bool = True) -> Tensor:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = net
+    if distributed:
+        optimizer, model = fleet.distributed_optimizer(optimizer), fleet.distributed_model(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batches(step).mul(20).long().abs() % 20).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(y=self.layer(x))
+
+
+def message(options: dict[str, Any], action: Callable[[], object]) -> str:
+    start(options)
+    try:
+        action()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def run_hidden() -> None:
+    net = Hides()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    model(batches(0)).y.sum().backward()
+    optimizer.step()
+
+
+def wrap_twice() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fleet.distributed_model(net)
+    net[1] = nn.Linear(4, 3)
+    fleet.distributed_model(net)
+
+
+def on_two(rank: int, world_size: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, options in (("merge", MERGE), ("stage 1", stage(1, gradient_merge_acc_step=2))):
+        start(options)
+        found[f"in turns, {name}"] = in_turns(distributed=True)
+    start({})
+    found["together"] = shared(distributed=True, together=True)
+    found["apart"] = shared(distributed=True, together=False)
+    start({"fp16_allreduce": True})
+    found["sparse"] = embeddings(distributed=True)
+    for number in (2, 3):
+        found[f"sparse, {number}"] = message(stage(number), lambda: embeddings(distributed=True))
+        found[f"hidden, {number}"] = message(stage(number), run_hidden)
+        found[f"shared, {number}"] = message(stage(number), lambda: shared(distributed=True, together=True))
+        found[f"twice, {number}"] = message(stage(number), wrap_twice)
+    found["twice, merge"] = message(MERGE, wrap_twice)
+    return found
+
+
+def test_two_workers_equal_one_process_or_refuse() -> None:
+    """What is right equals plain torch on the data of both; what is not is refused on both."""
+    both = run_workers(on_two, 2, timeout_s=120)
+    start({})
+    for found in both:
+        for name in ("merge", "stage 1"):
+            torch.testing.assert_close(found[f"in turns, {name}"], in_turns(distributed=False), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["together"], shared(False, together=True), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["apart"], shared(False, together=False), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["sparse"], embeddings(False), rtol=1e-2, atol=1e-4)
+        for number in (2, 3):
+            assert "'0' has sparse=True" in found[f"sparse, {number}"]
+            assert "forward() returned SimpleNamespace" in found[f"hidden, {number}"]
+            assert "belongs to a model that was divided before" in found[f"shared, {number}"]
+            assert "distributed_model() was called for this module before" in found[f"twice, {number}"]
+        assert "gradient_merge already act" in found["twice, merge"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_masks_of_attention_are_no_alarm() -> None:
+    """The -inf of a float mask is meant; every loss and gradient is finite."""
+    start({"check_nan_inf": True})
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    net = nn.TransformerEncoder(layer, 1)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    x = torch.randn(2, 5, 8)
+    before = net.layers[0].linear1.weight.detach().clone()
+    model(x, mask=nn.Transformer.generate_square_subsequent_mask(5)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(net.layers[0].linear1.weight, before)
