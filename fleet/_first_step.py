@@ -110,6 +110,16 @@ class ModelWatch:
         """Returns whether parameters may have come, gone, or been frozen or thawed."""
         return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
 
+    def unseen(self, registered: int) -> str:
+        """Returns a parameter with a gradient that did not train when the wrapped model ran last, or an empty text."""
+        if not self.has_changed(registered):
+            return ""
+        for name, p in self.model.named_parameters():
+            is_new = self.named.get(name) is not p or name not in self.trained_names
+            if is_new and p.requires_grad and p.grad is not None and bool(p.grad.any()):
+                return name
+        return ""
+
     def sums(self) -> dict[str, int]:
         """Returns a checksum of each parameter, of a divided one where all workers have a part of one size."""
         return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
@@ -420,6 +430,12 @@ class TrainingChecks:
         if self._compares:
             self._check_strangers(watch)
         for model, used in watch.models.items():
+            if self._compares and (name := model.unseen(self._registered)):
+                raise ConfigError(
+                    f"step() came with a gradient of {name!r}, which did not train when the model that "
+                    "distributed_model() returned last ran: the gradient came through the plain module, and the "
+                    "workers have not exchanged it. Call the model that distributed_model() returned in the loop."
+                )
             if model.used == used and (self._compares or isinstance(model.model._chain, AmpModel)):
                 self._check_forward(model, watch)
         watch.models = {model: model.used for model in watch.models}

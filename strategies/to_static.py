@@ -36,8 +36,8 @@ class ToStatic(Strategy):
     model_effect = "compiles the wrapped module with torch.compile at its first call"
     guide = Guide(
         when="Steps are short, or the model has many element-wise operations.",
-        cost="Compilation at the first batch of each shape; needs a C++ compiler on the CPU. Convolutions on the CPU keep "
-        "the layout of their input: torch's own choice of layouts corrupts memory in version 2.13.",
+        cost="Compilation at the first batch of each shape; needs a C++ compiler on the CPU. Convolutions on the CPU "
+        "keep the layout of their input: torch's own choice of layouts corrupts memory in version 2.13.",
         example={"to_static": True},
     )
 

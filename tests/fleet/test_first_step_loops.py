@@ -113,6 +113,15 @@ def raw_model_in_closure(rank: int) -> None:
     optimizer.step(closure)
 
 
+def thawed_raw_model(rank: int) -> None:
+    net = network()
+    net[0].requires_grad_(False)
+    net, _, optimizer, _ = job({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}, net)
+    net[0].requires_grad_(True)
+    net(batch(0, rank)).sum().backward()
+    optimizer.step()
+
+
 def other_model(rank: int) -> None:
     _, _, _, model = job({})
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(network().parameters(), 0.1))
@@ -127,7 +136,10 @@ def unwrapped_criterion(rank: int) -> None:
     optimizer.step()
 
 
-WRONG = (raw_step, scaled_raw_step, raw_model, submodule, raw_model_in_closure, other_model, unwrapped_criterion)
+WRONG = (
+    raw_step, scaled_raw_step, raw_model, submodule, raw_model_in_closure, thawed_raw_model, other_model,
+    unwrapped_criterion,
+)  # fmt: skip
 
 
 def wrong_loops(rank: int, world_size: int) -> dict[str, str]:
@@ -140,8 +152,9 @@ def test_loops_beside_the_wrapped_objects_are_refused() -> None:
     for name in ("raw_step", "scaled_raw_step"):
         assert "step() was called on the optimizer that distributed_optimizer() was given" in found[name], name
     assert "test_first_step_loops.py:" in found["raw_step"]
-    for name in ("raw_model", "submodule", "raw_model_in_closure"):
+    for name in ("raw_model", "submodule", "raw_model_in_closure", "thawed_raw_model"):
         assert "Call the model that distributed_model() returned" in found[name], name
+    assert "'0.weight', which did not train when" in found["thawed_raw_model"]
     assert "holds no parameter of a model" in found["other_model"]
     assert "(1, 1) (group 0), a parameter of no model" in found["unwrapped_criterion"]
 

@@ -1,4 +1,4 @@
-"""Issue 9: gradients that are replaced, optimizers in turns, shared bodies, outputs that hide tensors, sparse gradients."""
+"""Issue 9: replaced gradients, optimizers in turns, shared bodies, outputs that hide tensors, sparse gradients."""
 
 from __future__ import annotations
 
@@ -108,12 +108,10 @@ def shared(distributed: bool, together: bool) -> Tensor:
         optimizers = [fleet.distributed_optimizer(optimizer) for optimizer in optimizers]
         models = [fleet.distributed_model(net) for net in nets]
     for step in range(STEPS):
-        losses: list[Callable[[], Tensor]] = [lambda m=m: m(batches(step)).square().mean() for m in models]  # type: ignore[misc]
-        for optimizer, loss in zip(
-            optimizers, [lambda: losses[0]() + losses[1]()] if together else losses, strict=True
-        ):
+        for number, optimizer in enumerate(optimizers):
             optimizer.zero_grad()
-            loss().backward()
+            ran = models if together else [models[number]]
+            torch.stack([model(batches(step)).square().mean() for model in ran]).sum().backward()
             optimizer.step()
     return torch.cat([p.detach().flatten() for net in nets for p in net.parameters()])
 
