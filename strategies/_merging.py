@@ -14,6 +14,7 @@ clears ``.grad`` by hand is noticed.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two
 from fleet.strategies._passes import Passes, accumulator_of
 
 
@@ -35,20 +36,24 @@ class Window:
         k_steps: batches per update.
         average: divide gradients by ``k_steps``.
         models: the passes of the models that exchange gradients, also of those that come later.
+        windows: all windows, in which a parameter is once; of an optimizer that comes later it leaves an earlier one's.
 
     Attributes:
         batch: the batches of this window that are done, 0 to ``k_steps`` - 1.
+        lost: whether parameters of this window are in another optimizer's now.
         sums: what these have added up.
         pending: what the present batch will add.
     """
 
-    def __init__(self, k_steps: int, average: bool, models: Sequence[Passes] = ()) -> None:
+    def __init__(
+        self, k_steps: int, average: bool, models: Sequence[Passes] = (), windows: Sequence[Window] = ()
+    ) -> None:
         self.k_steps, self.average = k_steps, average
-        self.batch = 0
+        self.batch, self.lost = 0, False
         self.sums: dict[Tensor, Tensor] = {}
         self.pending: dict[Tensor, Tensor] = {}
-        self._models = models
-        self._accumulators: dict[Tensor, Any] = {}  # kept alive, with the hook
+        self._models, self._windows = models, windows
+        self._accumulators: dict[Tensor, tuple[Any, Any]] = {}  # the nodes, kept alive, and the handles of their hooks
         self._frozen: list[Tensor] = []
         self._restored = False
         self._running = False
@@ -60,13 +65,44 @@ class Window:
         """Whether the next backward pass completes the window."""
         return self.batch == self.k_steps - 1
 
+    def take(self, parameters: Sequence[Tensor]) -> None:
+        """Merges the gradients of ``parameters``; no other window does any more."""
+        for window in self._windows:
+            if window is not self:
+                window._give(set(parameters))
+        self.watch(parameters)
+
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """Merges the gradients of ``parameters`` from now on, of frozen ones from when they are thawed."""
         self._frozen = [p for p in parameters if not p.requires_grad]
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._accumulators:
-                node = self._accumulators[parameter] = accumulator_of(parameter)
-                node.register_prehook(partial(_arrive, weakref.ref(self), weakref.ref(parameter)))
+                node = accumulator_of(parameter)
+                hook = node.register_prehook(partial(_arrive, weakref.ref(self), weakref.ref(parameter)))
+                self._accumulators[parameter] = node, hook
+
+    def _give(self, parameters: set[Tensor]) -> None:
+        """Lets go of ``parameters``, which another optimizer was given."""
+        given = parameters.intersection([*self._accumulators, *self._frozen])
+        if not given:
+            return
+        if self.sums:
+            warnings.warn(
+                f"The optimizer before had added up {self.batch} of {self.k_steps} batches when another one was made "
+                "for the same parameters; they are dropped. Make it after an update.",
+                stacklevel=2,
+            )
+        self.lost = True
+        if self._zeros is not None and self._zeros in given:
+            self._zeros.grad = None
+            self._zeros = None
+        self._frozen = [p for p in self._frozen if p not in given]
+        for parameter in given:
+            self.sums.pop(parameter, None)
+            self.pending.pop(parameter, None)
+            _, hook = self._accumulators.pop(parameter, (None, None))
+            if hook is not None:
+                hook.remove()
 
     def note_parameters(self) -> None:
         """Merges the gradients of parameters that were thawed, too."""
@@ -95,8 +131,9 @@ class Window:
     def arrived(self, parameter: Tensor, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns what is to be added to the gradient of ``parameter``."""
         self.begin()
-        for model in self._models:
-            if not model.running and parameter in model.parameters:
+        models = [model for model in self._models if parameter in model.parameters]
+        if not any(model.running for model in models):  # one that runs exchanges what it shares with others
+            for model in models:
                 model.begin()  # the graph bypasses the output
         return tuple(g if g is None or not self.average else g / self.k_steps for g in gradients)
 
@@ -222,10 +259,15 @@ class MergingOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: Optimizer, window: Window, global_rank: int, option: str) -> None:
         super().__init__(optimizer)
         self._window, self._global_rank, self._option = window, global_rank, option
-        window.watch(self.parameters())
+        window.take(self.parameters())
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Ends a batch; updates when it is the last one of the window. Returns the closure's loss."""
+        """Ends a batch; updates when it is the last one of the window. Returns the closure's loss.
+
+        Raises ConfigError when a later optimizer has parameters of this one.
+        """
+        if self._window.lost:
+            raise ConfigError(shared_by_two(self._option))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -257,7 +299,7 @@ class MergingOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose gradients are merged too."""
         super().add_param_group(param_group)
-        self._window.watch(self.parameters())
+        self._window.take(self.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer inside and of the open window."""

@@ -146,6 +146,15 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+def shared_by_two(option: str) -> str:
+    """Returns why an optimizer whose parameters were given to a later one cannot step."""
+    return (
+        "step() was called on an optimizer whose parameters distributed_optimizer() was given again later, in another "
+        f"optimizer. {option} keeps what it needs of a parameter for one of them: step the later one, or put all "
+        "parameters into one optimizer."
+    )
+
+
 def users_step_hooks(optimizer: Optimizer) -> list[Any]:
     """Returns what runs before ``optimizer.step()`` and may look at gradients: not the checks of this package."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()

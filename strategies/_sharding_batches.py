@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two
 from fleet.strategies._parts import part_of
 
 
@@ -31,6 +31,12 @@ class Batches:
         self.per_update, self.per_exchange, self.parameters = per_update, per_exchange, parameters
         self.done = 0  # steps without an update since the last one
         self.backwards = 0  # backward passes since the last step or clear
+        self.lost = False  # parameters were given to a later optimizer
+
+    def give(self, parameters: Iterable[Tensor]) -> None:
+        """Counts no longer when another optimizer was given some of ``parameters``."""
+        if not {part_of(p) for p in parameters}.isdisjoint(map(part_of, self.parameters())):
+            self.lost, self.parameters = True, tuple
 
     @property
     def is_last(self) -> bool:
@@ -142,6 +148,8 @@ class CountingOptimizer(OptimizerWrapper):
         Raises ConfigError for a closure, which runs batches by itself, and when a backward pass is missing.
         """
         batches = self._batches
+        if batches.lost:
+            raise ConfigError(shared_by_two("sharding"))
         if closure is not None:
             raise ConfigError(
                 "step(closure) runs the closure as often as it likes, and sharding counts batches here. Call backward "

@@ -16,7 +16,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import GradientExchange, data_parallel_in, exchange_of
-from fleet.strategies._optimizer import OptimizerWrapper, users_step_hooks
+from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two, users_step_hooks
 from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._passes import passes_of
 
@@ -99,6 +99,9 @@ class Dgc(Strategy):
         """Returns an optimizer that applies the sparse updates; momentum is in them already."""
         if self.session.world_size == 1:
             return optimizer
+        parameters = {p for group in optimizer.param_groups for p in group["params"]}
+        for compressor in self.compressors:
+            compressor.give(parameters)
         self.compressors.append(Compressor(self.config))
         return SparseUpdateOptimizer(optimizer, self.compressors[-1], self.session)
 
@@ -142,6 +145,16 @@ class Compressor:
         self.groups: dict[Tensor, dict[str, Any]] = {}  # parameter -> the optimizer's group it belongs to
         self.sent: set[Tensor] = set()  # whose .grad holds what was exchanged
         self.unused = False  # something was exchanged since the last step
+        self.lost = False  # parameters were given to a later optimizer
+
+    def give(self, parameters: set[Tensor]) -> None:
+        """Lets go of ``parameters``, which another optimizer was given."""
+        if not parameters.isdisjoint(self.groups):
+            self.lost, self.unused = True, False
+            for held in (self.groups, self.u, self.v):
+                for parameter in parameters.intersection(held):
+                    del held[parameter]
+            self.sent -= parameters
 
     def compresses(self, parameter: Tensor) -> bool:
         """Returns whether the gradient of ``parameter`` is sent sparsely at this step."""
@@ -272,7 +285,12 @@ class SparseUpdateOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Updates every parameter and moves on to the next step of the rampup."""
+        """Updates every parameter and moves on to the next step of the rampup.
+
+        Raises ConfigError when a later optimizer has parameters of this one.
+        """
+        if self._compressor.lost:
+            raise ConfigError(shared_by_two("dgc"))
         loss = None
         if closure is not None:
             with torch.enable_grad():

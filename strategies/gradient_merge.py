@@ -65,7 +65,7 @@ class GradientMerge(Strategy):
         """Returns an optimizer that updates at every ``k_steps``-th call."""
         if self.config.k_steps == 1:
             return optimizer
-        self._windows.append(Window(self.config.k_steps, self.config.avg, self._models))
+        self._windows.append(Window(self.config.k_steps, self.config.avg, self._models, self._windows))
         return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:

@@ -289,8 +289,10 @@ class Sharding(Strategy):
         if self._alone or not self._counts:
             return optimizer
         if self.zero_stage == 1 and self._per_update > 1:
-            self._windows.append(Window(self._per_update, True, self._models))
+            self._windows.append(Window(self._per_update, True, self._models, self._windows))
             return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
+        for batches in self._batches:
+            batches.give([p for group in optimizer.param_groups for p in group["params"]])
         self._batches.append(Batches(self._per_update, self._per_exchange))
         return CountingOptimizer(optimizer, self._batches[-1], in_model=self.zero_stage > 1)
 

@@ -141,6 +141,10 @@ class Hides(nn.Module):
 
 def message(options: dict[str, Any], action: Callable[[], object]) -> str:
     start(options)
+    return message_of(action)
+
+
+def message_of(action: Callable[[], object]) -> str:
     try:
         action()
     except ConfigError as error:
@@ -199,6 +203,59 @@ def test_two_workers_equal_one_process_or_refuse() -> None:
             assert "belongs to a model that was divided before" in found[f"shared, {number}"]
             assert "distributed_model() was called for this module before" in found[f"twice, {number}"]
         assert "gradient_merge already act" in found["twice, merge"]
+
+
+PHASES: dict[str, dict[str, Any]] = {
+    "gradient_merge": MERGE,
+    "stage 1": stage(1, gradient_merge_acc_step=2),
+    "stage 2": stage(2, gradient_merge_acc_step=2),
+    "stage 3": stage(3, gradient_merge_acc_step=2),
+    "amp": {"amp": True, "amp_configs": {"dtype": "float16"}},
+    "dgc": {"dgc": True, "dgc_configs": {"sparsity": [0.9]}},
+    "localsgd": {"localsgd": True, "localsgd_configs": {"k_steps": 1}},
+}
+
+
+def train_phase(model: Any, net: nn.Module, first: int) -> Any:
+    """Takes four steps with an optimizer of its own, which it returns."""
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    for step in range(first, first + 4):
+        optimizer.zero_grad()
+        model(batches(step)).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def phases(rank: int, world_size: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, options in PHASES.items():
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(4, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 1))
+        start(options)
+        model = fleet.distributed_model(net)
+        earlier = train_phase(model, net, 0)
+        state = model.full_state_dict()
+        train_phase(model, net, 4)
+        weights = torch.cat([value.flatten() for value in model.full_state_dict().values()])
+        found[name] = "" if name in ("amp", "localsgd") else message_of(earlier.step)
+        start(options)
+        net = nn.Sequential(nn.Linear(4, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 1))
+        net.load_state_dict(state)
+        model = fleet.distributed_model(net)
+        train_phase(model, net, 4)
+        again = torch.cat([value.flatten() for value in model.full_state_dict().values()])
+        found[f"{name}, off by"] = float((weights - again).abs().max())
+    return found
+
+
+def test_a_second_optimizer_for_the_same_parameters_starts_anew() -> None:
+    """A second phase of training equals a job that begins with it; the first phase's optimizer is refused then."""
+    for found in run_workers(phases, 2):
+        for name in PHASES:
+            assert found[f"{name}, off by"] < 1e-6, (name, found)
+            if name not in ("amp", "localsgd"):
+                assert "step the later one" in found[name], (name, found)
 
 
 @pytest.mark.filterwarnings("ignore")
