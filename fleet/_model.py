@@ -120,7 +120,14 @@ class FleetModel(nn.Module):
         object.__setattr__(self, "_passes", passes_of(chain))
         if self._observer is not None:
             self._passes.everyone = self._observer.parameters
-        super().train(self.module.training)
+        self._follow_mode()
+
+    def _follow_mode(self) -> None:
+        """Takes the mode of the user's module; its parts, which may be frozen in evaluation mode, keep theirs."""
+        wrapper: nn.Module | None = self._chain
+        while wrapper is not None and wrapper is not self.module:
+            wrapper.training, wrapper = self.module.training, inner_of(wrapper)
+        self.training = self.module.training
 
     def replace_module(self, module: nn.Module) -> None:
         """Makes ``module`` the user's module; names and parameters must be those of the old one."""
@@ -388,10 +395,7 @@ class FleetModel(nn.Module):
     def _users_method(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = self.__getattr__(name)(*args, **kwargs)
-            wrapper: nn.Module | None = self._chain
-            while wrapper is not None and wrapper is not self.module:  # it may have been an eval()
-                wrapper.training, wrapper = self.module.training, inner_of(wrapper)
-            self.training = self.module.training
+            self._follow_mode()  # it may have been an eval()
             return self if result is self.module else result
 
         return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from fleet.errors import ConfigError, did_you_mean
@@ -55,6 +56,11 @@ def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
 def check_divisible(model: nn.Module) -> None:
     """Raises ConfigError when a parameter of ``model`` cannot be divided."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"sharding stages 2 and 3 put hooks on modules, and {name or 'the model'!r} is a compiled script "
+                "(torch.jit), which takes none. Use the module it was made from, or set sharding_configs['stage'] to 1."
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ConfigError(
                 f"sharding stages 2 and 3 divide dense gradients, and {name!r} has sparse=True. Set it to False, or "

@@ -134,6 +134,17 @@ def test_train_and_eval_reach_both(net: Net, model: FleetModel) -> None:
     assert model._chain.training
 
 
+def test_parts_in_evaluation_mode_keep_it() -> None:
+    """Frozen batch norm stays frozen when the model around it, which trains, is wrapped."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    net[1].eval()
+    model = FleetModel(net, net)
+    assert (model.training, net.training, net[1].training) == (True, True, False)
+    net.eval()
+    model.rewrap(net)
+    assert not model.training
+
+
 def test_method_that_bypasses_the_exchange_raises(model: FleetModel) -> None:
     """A method that runs submodules outside the wrapped forward would lose gradients, so it raises."""
     x = torch.randn(3, 4)

@@ -183,6 +183,9 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         found[f"hidden, {number}"] = message(stage(number), run_hidden)
         found[f"shared, {number}"] = message(stage(number), lambda: shared(distributed=True, together=True))
         found[f"twice, {number}"] = message(stage(number), wrap_twice)
+        found[f"script, {number}"] = message(
+            stage(number), lambda: fleet.distributed_model(nn.Sequential(torch.jit.script(nn.Linear(4, 1))))
+        )
     found["twice, merge"] = message(MERGE, wrap_twice)
     return found
 
@@ -200,6 +203,7 @@ def test_two_workers_equal_one_process_or_refuse() -> None:
         for number in (2, 3):
             assert "'0' has sparse=True" in found[f"sparse, {number}"]
             assert "forward() returned SimpleNamespace" in found[f"hidden, {number}"]
+            assert "'0' is a compiled script" in found[f"script, {number}"]
             assert "belongs to a model that was divided before" in found[f"shared, {number}"]
             assert "distributed_model() was called for this module before" in found[f"twice, {number}"]
         assert "gradient_merge already act" in found["twice, merge"]
