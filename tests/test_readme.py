@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -207,17 +208,21 @@ def test_the_container_image_is_described() -> None:
 # ---- examples run ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", READMES)
-def test_the_strategy_example_runs(name: str, tmp_path: Path) -> None:
-    _, code = fenced(name, "python")
+def test_the_examples_are_one_program_in_both_languages() -> None:
+    """So that running one of them is enough."""
+    english, chinese = ([ast.dump(ast.parse(code)) for code in fenced(name, "python")] for name in READMES)
+    assert english == chinese
+
+
+def test_the_strategy_example_runs(tmp_path: Path) -> None:
+    _, code = fenced("README.md", "python")
     done = run(f"{code}\nprint(fleet.worker_num())", tmp_path)
     assert done.stdout.split()[-1:] == ["1"], done.stderr
 
 
-@pytest.mark.parametrize("name", READMES)
-def test_the_parameter_server_example_runs(name: str, tmp_path: Path) -> None:
+def test_the_parameter_server_example_runs(tmp_path: Path) -> None:
     """Issue 4: one machine, one process; rows come up for the ids that are met."""
-    code, _ = fenced(name, "python")
+    code, _ = fenced("README.md", "python")
     loop = "loss = model(torch.tensor([7, 10**15])).sum(); loss.backward(); optimizer.step()"
     before = """
 import torch
