@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ class Batches:
 
     def give(self, parameters: Iterable[Tensor]) -> None:
         """Counts no longer when another optimizer was given some of ``parameters``."""
-        if not {part_of(p) for p in parameters}.isdisjoint(map(part_of, self.parameters())):
+        given, mine = ({part_of(cast(nn.Parameter, p)) for p in some} for some in (parameters, self.parameters()))
+        if not given.isdisjoint(mine):
             self.lost, self.parameters = True, tuple
 
     @property
