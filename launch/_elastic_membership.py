@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -384,10 +383,7 @@ class ElasticMembership:
 
     def _wait_for_news(self) -> None:
         """Returns at the next news, or soon after; raises StoppedBySignalError on a signal."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._contact, selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            selector.select(_LOOK_S)
+        self._signals.wait(_LOOK_S, self._contact)
         self._contact.drain()
         if signals := self._signals.take():
             self._was_stopped = True

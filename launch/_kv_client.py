@@ -18,9 +18,11 @@ from fleet.errors import LaunchError
 from fleet.launch import _wire
 from fleet.launch._wire import Message
 
+CONNECTIONS_OF_A_NODE = 2  # for requests, and to wait
 _CONNECT_S = 2.0
 _REQUEST_S = 5.0
 _RETRY_S = 0.1
+_REFUSED_TRIES = 3
 _RECONNECT_S = 1.0  # at least this long is tried, however old the last answer is
 
 
@@ -30,6 +32,10 @@ class StoreLostError(LaunchError):
 
 class StoreRefusedError(LaunchError):
     """The service does not take this client: the secrets differ, or it is no such service."""
+
+
+class _ClosedError(StoreRefusedError):
+    """The service closed the connection in the handshake, as one that strangers crowd may do too."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,14 @@ class KeyValueClient:
     def connect(self) -> None:
         """Opens the session; raises StoreLostError when nobody answers, StoreRefusedError when the secrets differ."""
         with self._lock:
-            self._requests = self._open()
+            for left in reversed(range(_REFUSED_TRIES)):
+                try:
+                    self._requests = self._open()
+                    return
+                except _ClosedError:
+                    if not left:
+                        raise
+                time.sleep(_RETRY_S)
 
     def read(self) -> View:
         """Returns every key under the prefix."""
@@ -191,7 +204,7 @@ class _Channel:
         except ConnectionError:
             given = b""
         if not _wire.same(given, _wire.proof(secret, b"service", service_nonce, nonce)):
-            raise StoreRefusedError(
+            raise (StoreRefusedError if given else _ClosedError)(
                 f"The rendezvous service at {where} refused this node: the job's secret differs. "
                 "Set FLEET_JOB_SECRET to the same value on every node, or on none."
             )

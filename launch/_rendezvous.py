@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import threading
 import time
 from collections.abc import Mapping
@@ -315,10 +314,7 @@ class Rendezvous:
 
     def _wait_for_news(self) -> None:
         """Returns at the next change of the store, or soon after; raises StoppedBySignalError on a signal."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._watch, selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            selector.select(_LOOK_S)
+        self._signals.wait(_LOOK_S, self._watch)
         self._watch.drain()
         if signals := self._signals.take():
             raise StoppedBySignalError(f"Terminating with signal {signals[0]}", 128 + signals[0])

@@ -28,7 +28,7 @@ class Place:
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.service = KeyValueService(listener, SECRET, lambda address: None)
+        self.service = KeyValueService(listener, SECRET, lambda *about: None)
         self.signals = SignalInbox()
         self.nodes: list[Rendezvous] = []
 

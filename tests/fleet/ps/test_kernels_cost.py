@@ -84,7 +84,6 @@ def test_first_use_compiles_in_seconds(tmp_path: Path) -> None:
     assert warm < 3 * unit
 
 
-
 @pytest.mark.parametrize("rows", [1_000_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 def test_memory_per_row(rows: int) -> None:
     """Study 3: dim 16 Adagrad takes 128 bytes of row and about 27 of index, within 10 percent."""
