@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
@@ -115,9 +117,6 @@ def _launch_log(config: LaunchConfig) -> Iterator[LaunchLog]:
 
 @contextlib.contextmanager
 def _scratch_folder(config: LaunchConfig) -> Iterator[None]:
-    if config.mode != "ps" and not config.watches_workers:
-        yield
-        return
     config.scratch_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         yield
@@ -167,14 +166,27 @@ def _open_membership(
 
     meeting, master = open_meeting(config, log, signals)
     if config.master is None:
-        lines = copy_command_lines(config, master)
+        lines = copy_command_lines(config, master, _secret_path(config))
         log.count_shown(len(lines))
         _print(lines)
     return config, meeting
 
 
+def _secret_path(config: LaunchConfig) -> Path | None:
+    """Returns a file of this user's with the job's secret where standard output may end up in one; None: it may not.
+
+    A secret of the user's own is nowhere written.
+    """
+    if config.secret_is_users or (sys.stdout is not None and sys.stdout.isatty()):
+        return None
+    path = config.scratch_path / "secret"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{config.secret}\n")
+    return path
+
+
 def _print(lines: Sequence[str]) -> None:
-    """Prints for the terminal alone: the copy command holds the job's secret, which belongs in no file."""
+    """Prints to standard output and not to the log: the copy command may hold the job's secret."""
     with contextlib.suppress(OSError):  # nobody reads; the job goes on
         print("\n".join(lines), flush=True)
 

@@ -60,7 +60,7 @@ class SignalInbox:
         return self._read_fd
 
     def wait(self, timeout_s: float, *others: _HasDescriptor) -> None:
-        """Returns when a signal has come, one of ``others`` is readable, or the time is over; it opens no descriptor."""
+        """Returns when a signal has come, one of ``others`` is readable, or the time is over; opens no descriptor."""
         waiting = select.poll()
         for one in (self, *others):
             waiting.register(one.fileno(), select.POLLIN)
