@@ -68,6 +68,7 @@ def open_elastic(
         answer=answer,
         log=log,
         signals=signals,
+        secret=config.secret.encode(),
     )
     members.append(membership)
     return config, membership

@@ -46,6 +46,7 @@ class View:
     values: dict[str, Any] = field(default_factory=dict)  # key without the prefix -> value read from JSON
     texts: dict[str, str] = field(default_factory=dict)  # the same as stored, for compare-and-set
     created: dict[str, int] = field(default_factory=dict)
+    unproved: dict[str, str] = field(default_factory=dict)  # on etcd: key -> host, of records that strangers wrote
 
 
 class KeyValueClient:

@@ -35,7 +35,7 @@ def test_read_put_swap_delete(store: EtcdStore) -> None:
     store.put("/t/no-json", "{")
     store.put("/tt", "9")
     view = store.read("/t/")
-    assert (view.values, view.texts) == ({"a": {"x": 1}}, {"a": '{"x": 1}'})
+    assert (view.values, view.texts) == ({"a": {"x": 1}}, {"a": '{"x": 1}', "no-json": "{"})
     assert first.revision < view.revision
     assert view.created["a"] > first.revision
     assert not store.swap("/t/a", None, "2")
