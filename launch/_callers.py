@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import resource
 import selectors
 import socket
 import threading
@@ -26,10 +25,26 @@ _MOST_NAMES = 1000
 
 def most_connections(wanted: int) -> int:
     """Returns how many connections a port may hold: ``wanted``, or what the limit of open files leaves."""
+    import resource  # not on Windows, where workers of a server may still run
+
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return wanted
     return max(1, min(wanted, limit - min(_OTHER_FILES, limit // 2)))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at ``host:port``; raises OSError when it cannot."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(512)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def accept(listener: socket.socket, make_room: Callable[[], bool]) -> tuple[socket.socket, str] | None:
@@ -156,7 +171,7 @@ class Answerer:
 
     def _hear(self, caller: _Caller) -> bool:
         """Reads; returns whether there is something to send, and raises OSError when the connection is to be closed."""
-        block = caller.sock.recv(4096)
+        block = caller.sock.recv(1 << 16)
         caller.received += block
         answer = self._answer(bytes(caller.received))
         if answer is None and (not block or len(caller.received) >= self._longest):

@@ -16,7 +16,7 @@ from typing import Any
 
 from fleet.errors import RendezvousError
 from fleet.launch._addresses import join_endpoint, split_endpoint
-from fleet.launch._callers import Seldom, most_connections
+from fleet.launch._callers import Seldom, listen, most_connections
 from fleet.launch._interfaces import reachable
 from fleet.launch._kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient, StoreLostError
 from fleet.launch._kv_service import MAX_CONNECTIONS, KeyValueService
@@ -205,30 +205,17 @@ def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> socket.sock
     """Returns a listener at the master's address when this node can be the host, else None."""
     host = config.host or "127.0.0.1"
     if master is None:
-        return _bind(host, 0)
+        return listen(host, 0)
     try:
-        return _bind(*master)
+        return listen(*master)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         # The name of a service in a cluster is not an address of the pod behind it; the node of rank 0 is that pod.
         if config.node_rank == 0:
             with contextlib.suppress(OSError):
-                return _bind(host, master[1])
+                return listen(host, master[1])
         return None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(512)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _pause(signals: SignalInbox, seconds: float) -> None:

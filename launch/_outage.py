@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from fleet.errors import LaunchError
-from fleet.launch._callers import Answerer
+from fleet.launch._callers import Answerer, listen
 from fleet.launch._ports import free_ports
 
 _NONCE_BYTES = 16
@@ -35,14 +35,9 @@ class ContactAnswer:
     def __init__(self, host: str, secret: bytes, has_contact: Callable[[], bool]) -> None:
         self._secret, self._has_contact = secret, has_contact
         self.port = free_ports(1, host)[0]
-        family, kind, protocol, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(64)
+            listener = listen(host, self.port)
         except OSError as error:
-            listener.close()
             raise LaunchError(f"Port {self.port} on {host} cannot be listened on: {error.strerror}.") from error
         self._answerer = Answerer(
             listener, self._answer, most=_MOST, limit_s=_ASK_S, longest=2 * _NONCE_BYTES, name="etcd-contact-answer"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,55 +18,13 @@ from fleet.launch._callers import Answerer, Seldom, most_connections
 from fleet.launch._kv_client import KeyValueClient
 from fleet.launch._kv_service import KeyValueService
 from fleet.launch._outage import ContactAnswer, ask
+from tests.helpers.crowd import Crowd
 from tests.launch.launcher import ROOT, Launcher
 from tests.launch.test_meeting import HELLO, TWO, master, ranks
 
 SECRET = b"0123456789abcdef"
 # Runs a command with few open files allowed, the limit users meet most being 1,024.
 FEW_FILES = ("sh", "-c", 'ulimit -n 160; exec "$0" "$@"')
-
-
-class Crowd:
-    """A returning attacker: ``count`` idle connections to a port, each opened again as soon as it is closed."""
-
-    def __init__(self, address: tuple[str, int], count: int) -> None:
-        self._address, self._count = address, count
-        self._over = threading.Event()
-        self.num_opened = 0
-        self.is_full = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Crowd:
-        self._thread.start()
-        assert self.is_full.wait(20)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            while not self._over.is_set():
-                if len(selector.get_map()) < self._count:
-                    self._open(selector)
-                for key, _ in selector.select(0 if len(selector.get_map()) < self._count else 0.01):
-                    sock = key.fileobj
-                    assert isinstance(sock, socket.socket)
-                    with contextlib.suppress(OSError):
-                        if sock.recv(100):  # a greeting
-                            continue
-                    selector.unregister(sock)
-                    sock.close()
-            for key in list(selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-
-    def _open(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):
-            selector.register(socket.create_connection(self._address, timeout=2), selectors.EVENT_READ)
-        self.num_opened += 1
-        if self.num_opened >= 2 * self._count:
-            self.is_full.set()
 
 
 def few_files(program: str) -> None:
@@ -86,7 +43,7 @@ def few_files(program: str) -> None:
 
 def test_a_port_holds_fewer_connections_than_there_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, most in ((64, 32), (1024, 768), (1 << 20, 4096), (-1, 4096)):
-        monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (limit, limit))
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert most_connections(4096) == most
 
 
