@@ -13,7 +13,7 @@ from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, Action, Elasti
 from fleet.launch._etcd_contact import EtcdContact
 from fleet.launch._kv_client import View
 from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError
+from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
 from fleet.launch._outage import ContactAnswer
 from fleet.launch._record_proof import RecordProofs
 from fleet.launch._records import GroupResult
@@ -141,7 +141,7 @@ class ElasticMembership:
         self._watch_silence()
         view = self._view()
         self._name_strangers(view)
-        if self._is_held_by_strangers(view):
+        if not self._contact.has_claimed or self._is_held_by_strangers(view):
             return Action(kind="wait")
         nodes, world = _world.read_nodes(view), _world.read_world(view)
         if frozenset(nodes) != self._members[0]:
@@ -178,6 +178,8 @@ class ElasticMembership:
         return f"{self._contact.silence() or text}; this node waits {until}"
 
     def _check_limits(self, waited_s: float) -> None:
+        if self._contact.is_taken:
+            raise RendezvousError(taken_name(self.name))
         nodes = _world.read_nodes(self._view())
         if waited_s > self._contact.ttl_s + _OLD_KEY_S and self.name in _world.rank_conflicts(nodes):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")

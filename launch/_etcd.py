@@ -12,7 +12,7 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from etcd3gw import Etcd3Client
@@ -89,6 +89,16 @@ class EtcdStore:
         else:
             change = {"request_put": {"key": packed, "value": _pack(text), **_leased(lease)}}
         return bool(self._call("kv/txn", {"compare": [compare], "success": [change], "failure": []}).get("succeeded"))
+
+    def claim(self, key: str, text: str, lease: int, own: Collection[int]) -> bool:
+        """Sets ``key`` unless it is there under another lease than those of ``own``; returns whether it did."""
+        if self.swap(key, None, text, lease):
+            return True
+        found = self._call("kv/range", {"key": _pack(key)}).get("kvs", ())
+        if any(int(item.get("lease", 0)) not in own for item in found):
+            return False
+        self.put(key, text, lease)
+        return True
 
     def delete(self, prefix: str) -> int:
         """Deletes every key under ``prefix`` and returns how many there were."""

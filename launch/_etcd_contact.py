@@ -50,6 +50,8 @@ class EtcdContact:
             EtcdStore(address, timeout_s=timeout_s) for _ in range(3)
         )
         self._lease: int | None = None
+        self._leases: set[int] = set()  # all that this launcher has had
+        self.has_claimed = self.is_taken = False  # this node's key: by this launcher, by another one
         self._text: str | None = None  # what this node's key has to hold
         self._written: str | None = None
         self._error: LaunchError | None = None
@@ -170,10 +172,16 @@ class EtcdContact:
             self._lease = None
         if self._lease is None:
             self._lease, self._written = self._own_store.grant(self.ttl_s), None
-        text = self._text
-        if text is not None and text != self._written:
-            self._own_store.put(self.prefix + self._key, text, self._lease)
-            self._written = text
+            self._leases.add(self._lease)
+        text, key = self._text, self.prefix + self._key
+        if text is None or text == self._written:
+            return
+        if self._written is None:
+            claimed = self._own_store.claim(key, text, self._lease, self._leases)
+            self.has_claimed, self.is_taken = self.has_claimed or claimed, not claimed
+        else:
+            self._own_store.put(key, text, self._lease)
+        self._written = None if self.is_taken else text
 
     def _hear(self) -> None:
         while not self._closing.is_set():

@@ -30,7 +30,15 @@ from fleet.launch._interfaces import interface_to, means_itself
 from fleet.launch._job_files import write_job_files
 from fleet.launch._log_folder import own_log_folder
 from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Alone, Generation, LeftJobError, Membership, Outcome, StoppedBySignalError
+from fleet.launch._membership import (
+    Alone,
+    Generation,
+    LeftJobError,
+    Membership,
+    Outcome,
+    StoppedBySignalError,
+    taken_name,
+)
 from fleet.launch._peers import peer_from_json, peer_to_json
 from fleet.launch._plan import plan_processes
 from fleet.launch._port_hold import hold_ports
@@ -117,7 +125,10 @@ def _launch_log(config: LaunchConfig) -> Iterator[LaunchLog]:
 
 @contextlib.contextmanager
 def _scratch_folder(config: LaunchConfig) -> Iterator[None]:
-    config.scratch_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        config.scratch_path.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:  # its processes would be ended as ours
+        raise LaunchError(taken_name(config.pod_id)) from error
     try:
         yield
     finally:
@@ -320,12 +331,24 @@ def _with_interface(config: LaunchConfig, own: Peer, peers: Sequence[Peer]) -> L
     listed = [split_endpoint(endpoint, "the list")[0] for endpoint in (*config.servers, *config.workers)]
     hosts = list(dict.fromkeys([*(peer.host for peer in peers), *listed]))
     here = [host for host in hosts if means_itself(host)]
+    if here and len(here) == len(hosts) and _meets_elsewhere(config):
+        raise LaunchError(
+            f"The nodes of the job meet at {config.master}, and all of them have the address {here[0]}, which means a "
+            "different machine on each. Give each launcher --host=ADDRESS, at which the other nodes reach it."
+        )
     if here and len(here) < len(hosts):
         raise LaunchError(
             f"The nodes of the job have the addresses {', '.join(hosts)}, and {here[0]} means a different machine on "
             "each. Give the launcher there --host=ADDRESS, at which the other nodes reach it."
         )
     return replace(config, interface=interface_to(own.host, [host for host in hosts if host != own.host]))
+
+
+def _meets_elsewhere(config: LaunchConfig) -> bool:
+    """Returns whether the master's address is no loopback one and nobody said that all nodes are on this machine."""
+    if config.master is None or config.arguments.get("host") is not None:
+        return False
+    return "://" not in config.master and not means_itself(split_endpoint(config.master, "--master")[0])
 
 
 def _failure_line(result: GroupResult, own: Peer) -> str:

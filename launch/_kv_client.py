@@ -88,9 +88,9 @@ class KeyValueClient:
         """Sets ``key``; with ``leased`` it goes when this session does."""
         self._request({"op": "put", "key": self._prefix + key, "value": _text(value), "leased": leased})
 
-    def swap(self, key: str, old_text: str | None, value: object) -> bool:
+    def swap(self, key: str, old_text: str | None, value: object, *, leased: bool = False) -> bool:
         """Sets ``key`` if its stored text is still ``old_text`` (None: absent); returns whether it did."""
-        message = {"op": "swap", "key": self._prefix + key, "old": old_text, "value": _text(value)}
+        message = {"op": "swap", "key": self._prefix + key, "old": old_text, "value": _text(value), "leased": leased}
         return bool(self._request(message)["ok"])
 
     def wait(self, revision: int, timeout_s: float) -> View:

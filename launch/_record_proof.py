@@ -76,7 +76,7 @@ def _is_size(value: object) -> bool:
 def _claims_nothing(value: Mapping[str, Any]) -> bool:
     """Returns whether this is the record of a job that has not begun, as an operator writes it for its size alone."""
     rules = ElasticRules(min_nodes=value["min_nodes"], max_nodes=value["max_nodes"])
-    return value == json.loads(_world.to_text(first_world(rules)))
+    return bool(value == json.loads(_world.to_text(first_world(rules))))
 
 
 def _host(value: object) -> str:

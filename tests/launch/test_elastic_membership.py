@@ -306,3 +306,16 @@ def test_what_launchers_with_another_secret_left_behind_is_taken_over(place: Pla
     old.close()
     (first, second) = place.join(place.node("b", secret=b"new"), place.node("c", secret=b"new"))
     assert (len(first.peers), first.number) == (2, second.number)
+
+
+def test_two_launchers_of_one_name_are_not_one_node(place: Place) -> None:
+    """Issue 10, Low: both joined as the same node and started its workers."""
+    rules = replace(RULES, min_nodes=1, max_nodes=1)
+    one = place.node("a", rules)
+    place.join(one)
+    (refused,) = place.join(place.node("a", rules))
+    assert isinstance(refused, RendezvousError)
+    assert "Another launcher of this job has the pod id a" in str(refused)
+    place.nodes.pop().close()
+    assert one.take() is None
+    assert place.keys() == ["node/a", "world"]

@@ -77,6 +77,16 @@ def test_keys_go_with_their_lease(store: EtcdStore) -> None:
         store.put("/t/node", "1", lease)
 
 
+def test_a_key_is_claimed_unless_it_is_under_the_lease_of_another(store: EtcdStore) -> None:
+    old, own, other = (store.grant(5) for _ in range(3))
+    assert store.claim("/t/claimed", "1", old, {old})
+    assert store.claim("/t/claimed", "2", own, {old, own}), "as after a lost answer, or a lost lease"
+    assert not store.claim("/t/claimed", "3", other, {other})
+    assert store.read("/t/claimed").texts == {"": "2"}
+    for lease in (old, own, other):
+        store.revoke(lease)
+
+
 def test_changes_are_hinted(store: EtcdStore, etcd: Etcd) -> None:
     other = EtcdStore(EtcdAddress(endpoints=(etcd.endpoint,)), timeout_s=2.0)
     timer = threading.Timer(0.3, lambda: store.put("/t/x", "1"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet.errors import LaunchError
 from fleet.launch import _job
 from tests.helpers.launching import read
 from tests.launch.launcher import Launcher, wait_until_gone
@@ -370,6 +371,14 @@ def test_a_long_argument_delays_neither_the_start_nor_a_signal(tmp_path: Path) -
         job.wait_for("runs")
         job.signal(signal.SIGTERM)
         assert job.wait(10) == 143
+
+
+def test_a_folder_of_another_launcher_with_this_pod_id_is_not_shared(tmp_path: Path) -> None:
+    config = replace(read(), scratch_path=tmp_path)
+    taken = pytest.raises(LaunchError, match=f"Another launcher of this job has the pod id {config.pod_id}")
+    with taken, _job._scratch_folder(config):
+        pass
+    assert tmp_path.is_dir()
 
 
 def test_the_secret_is_printed_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
