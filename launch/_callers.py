@@ -63,22 +63,22 @@ def accept(listener: socket.socket, make_room: Callable[[], bool]) -> tuple[sock
 
 
 class Seldom:
-    """Says something about a host at most once a minute, however often it has reason to.
+    """Says something about a host at most once in each minute, however often it has reason to.
 
     Args:
         say: receives the line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._said: dict[str, float] = {}
+        self._say, self._said, self._since = say, set[str](), 0.0
 
     def __call__(self, host: str, line: str, now: float | None = None) -> None:
-        """Says ``line`` unless one about ``host`` was said within the last minute."""
+        """Says ``line`` unless one about ``host`` was said in this minute."""
         now = time.monotonic() if now is None else now
-        self._said = {name: at for name, at in self._said.items() if now - at < _SAY_AGAIN_S}
+        if now - self._since >= _SAY_AGAIN_S:
+            self._since, self._said = now, set()
         if host not in self._said and len(self._said) < _MOST_NAMES:
-            self._said[host] = now
+            self._said.add(host)
             self._say(line)
 
 
