@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import FleetError
+from fleet.launch._addresses import hide_user
+from fleet.launch._redact import is_secret_name, redact
 
 _PREFIXES = ("FLEET", "PADDLE_", "FLAGS_", "TORCH", "NCCL_", "GLOO_", "CUDA_")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|UGI|CREDENTIAL", re.IGNORECASE)
 _LONGEST = 80
 
 
@@ -46,9 +46,9 @@ def shown_variables(values: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _shown(name: str, value: str) -> str:
-    if _SECRET.search(name):
+    if is_secret_name(name):
         return "(set, not shown)"
-    text = re.sub(r"//[^/@\s]*@", "//***@", value).replace("\n", "\\n")
+    text = redact(hide_user(value)).replace("\n", "\\n")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
@@ -101,5 +101,5 @@ def _role(environment: Environment) -> str:
     try:
         record = maker.record
     except FleetError as error:
-        return f"contradictory: {error}"
+        return f"contradictory: {redact(f'{error}')}"
     return f"{record.kind.name.lower()} {record.global_rank} of {record.world_size}, started by {record.source}"

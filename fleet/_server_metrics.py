@@ -10,19 +10,25 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from email.parser import Parser
 from typing import TYPE_CHECKING, Any
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
+from fleet.launch._callers import Answerer, listen
 from fleet.ps._metrics import Measure, server_measures, worker_measures
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from fleet.ps._machine import Machine
     from fleet.ps._trainer import Trainer
 
 __all__ = ["Metrics", "address_towards", "serve_measures"]
 
 _HIGHEST = 65535
+# Anybody who reaches the port may ask: who says nothing makes room, and nobody stays for long.
+_MOST_CALLERS, _SCRAPE_S, _LONGEST_REQUEST = 32, 10.0, 16384
 Stop = Callable[[], None]
 
 
@@ -116,24 +122,49 @@ def serve_measures(
         PSError: the port is taken, or the address is not this machine's.
     """
     check_installed()
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     registry.register(_Collector(read, labels))
     try:
-        server, thread = start_http_server(port, host, registry)
+        listener = listen(host, port)
     except OSError as error:
         raise PSError(
             f"metrics cannot be served on {host}:{port}: {error}. Set FLEET_PS_METRICS_PORT to the first of a range of "
             "free ports: server i takes the i-th of it, and worker r the r-th after the servers'."
         ) from None
 
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return Answerer(
+        listener,
+        lambda request: _answer(request, registry),
+        most=_MOST_CALLERS,
+        limit_s=_SCRAPE_S,
+        longest=_LONGEST_REQUEST,
+        name="fleet-metrics",
+    ).close
 
-    return stop
+
+def _answer(request: bytes, registry: CollectorRegistry) -> bytes | None:
+    """Returns what HTTP answers to ``request``, None while its head is not whole."""
+    from prometheus_client.exposition import choose_encoder
+
+    head, end, _ = request.partition(b"\r\n\r\n")
+    if not end:
+        return None
+    line, _, fields = head.partition(b"\r\n")
+    if not line.startswith(b"GET "):
+        return _http("405 Method Not Allowed", "text/plain", b"")
+    try:
+        accepted = Parser().parsestr(fields.decode("latin-1"), headersonly=True).get("Accept", "")
+        encode, kind = choose_encoder(accepted)
+        return _http("200 OK", kind, encode(registry))
+    except Exception as error:  # noqa: BLE001 - one answer fails, the next may not
+        return _http("500 Internal Server Error", "text/plain", f"{error}\n".encode())
+
+
+def _http(status: str, kind: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
 
 
 class _Collector:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +68,7 @@ def open_elastic(
         answer=answer,
         log=log,
         signals=signals,
+        secret=config.secret.encode(),
     )
     members.append(membership)
     return config, membership
@@ -142,9 +142,7 @@ def _first_contact(
             if now - noticed > _NOTICE_PERIOD_S or noticed == began:
                 noticed = now
                 log.info(f"Waiting peer start... {error}")
-        with selectors.DefaultSelector() as selector:
-            selector.register(signals, selectors.EVENT_READ)
-            selector.select(_RETRY_S)
+        signals.wait(_RETRY_S)
         if stops := signals.take():
             raise StoppedBySignalError(f"Terminating with signal {stops[0]}", 128 + stops[0])
 

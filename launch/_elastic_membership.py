@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,14 +11,16 @@ from fleet.errors import RendezvousError
 from fleet.launch import _elastic_world, _world
 from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
 from fleet.launch._etcd_contact import EtcdContact
+from fleet.launch._kv_client import View
 from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError
+from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
 from fleet.launch._outage import ContactAnswer
+from fleet.launch._record_proof import RecordProofs
 from fleet.launch._records import GroupResult
 from fleet.launch._report import looks_like_victim
 from fleet.launch._signals import SignalInbox
 from fleet.launch._supervisor import PeerEvent
-from fleet.launch._world import FIXED, OVER, WORLD_KEY, Node, Reason, World
+from fleet.launch._world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
 
 PORT_FIELD = "contact_port"  # in what a node publishes: where it can be asked about etcd
 RESTART_CODE = 101  # asks the scheduler of an elastic job to start this node again
@@ -28,6 +29,7 @@ _LOOK_S = 0.5
 _FIRST_NOTICE_S, _LONGEST_NOTICE_S = 5.0, 60.0
 _VICTIM_S, _DECLARE_S = 1.0, 2.0
 _RETRY_S = 0.1
+_MOST_STRANGERS = 20
 _OLD_KEY_S = 5.0  # until etcd has removed the key of a launcher that was killed, beyond the time of its lease
 
 
@@ -51,6 +53,7 @@ class ElasticMembership:
         node: what this node publishes.
         settings: how this launcher takes part.
         answer: tells the other launchers whether etcd answers this one.
+        secret: the job's secret; empty when there is none.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class ElasticMembership:
         answer: ContactAnswer,
         log: LaunchLog,
         signals: SignalInbox,
+        secret: bytes = b"",
     ) -> None:
+        self._proofs, self._strangers = RecordProofs(secret, contact.prefix), set[str]()
         self._contact, self.name, self._node, self._settings = contact, name, node, settings
         self._rules, self._answer, self._log, self._signals = settings.rules, answer, log, signals
         self.world: World | None = None  # the generation this node runs in, or ran in last
@@ -111,7 +116,7 @@ class ElasticMembership:
         """Takes the number of nodes of this launcher for a new job, and checks it against that of a running one."""
         if self._is_admitted or self._contact.silence():
             return
-        view = self._contact.view()
+        view = self._view()
         world, nodes = _world.read_world(view), _world.read_nodes(view)
         ended = world is not None and world.reason is not None and not world.reason.restart
         if world is None or world.state == _world.COMPLETE or (ended and not any(n in nodes for n in world.nodes)):
@@ -134,7 +139,10 @@ class ElasticMembership:
     def _step(self) -> Action:
         """Does what this node has to do now, and returns what that was."""
         self._watch_silence()
-        view = self._contact.view()
+        view = self._view()
+        self._name_strangers(view)
+        if not self._contact.has_claimed or self._is_held_by_strangers(view):
+            return Action(kind="wait")
         nodes, world = _world.read_nodes(view), _world.read_world(view)
         if frozenset(nodes) != self._members[0]:
             self._members = (frozenset(nodes), time.monotonic())
@@ -163,16 +171,23 @@ class ElasticMembership:
         return Generation(world.generation - 1, world.peers, world.nodes.index(self.name), world.restarts)
 
     def _waits_for(self) -> str:
-        view = self._contact.view()
+        view = self._view()
         limit_s = self._settings.wait_limit_s
         until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
         text = _elastic_world.census(_world.read_nodes(view), _world.read_world(view))
         return f"{self._contact.silence() or text}; this node waits {until}"
 
     def _check_limits(self, waited_s: float) -> None:
-        nodes = _world.read_nodes(self._contact.view())
+        if self._contact.is_taken:
+            raise RendezvousError(taken_name(self.name))
+        nodes = _world.read_nodes(self._view())
         if waited_s > self._contact.ttl_s + _OLD_KEY_S and self.name in _world.rank_conflicts(nodes):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
+        if waited_s > self._contact.ttl_s + _OLD_KEY_S and self._is_held_by_strangers(self._view()):
+            raise RendezvousError(
+                f"The job of this name on etcd belongs to launchers with another secret, on {self._strangers_text()}. "
+                "Set FLEET_JOB_SECRET to the same value on every node, or on none, or choose another --job_id."
+            )
         limit_s = self._settings.wait_limit_s
         if limit_s is not None and waited_s > limit_s:
             raise RendezvousError(
@@ -196,7 +211,7 @@ class ElasticMembership:
             reason = None if action.world is None else action.world.reason
             is_calm = reason is not None and reason.kind in ("left", "stopped", "joined", "scaled")
             return PeerEvent("stop", self._settings.grace_s) if is_calm else PeerEvent("stop")
-        nodes, world = _world.read_nodes(self._contact.view()), self.world
+        nodes, world = _world.read_nodes(self._view()), self.world
         over = (_world.WORKERS_DONE, _world.DONE)
         if world is not None and all(n in nodes and nodes[n].phase in over for n in world.nodes):
             return PeerEvent("servers")
@@ -254,7 +269,7 @@ class ElasticMembership:
         """Returns the reason that another node gave for the end of this generation, waiting ``limit_s`` for it."""
         deadline = time.monotonic() + limit_s
         while True:
-            world = _world.read_world(self._contact.view())
+            world = _world.read_world(self._view())
             if world is not None and self._is_over(world) and world.reason is not None:
                 return world.reason
             if time.monotonic() > deadline:
@@ -267,7 +282,7 @@ class ElasticMembership:
     def _declare_over(self, reason: Reason) -> Reason:
         deadline = time.monotonic() + _DECLARE_S
         while time.monotonic() < deadline:
-            view = self._contact.fresh_view()
+            view = self._fresh_view()
             world = None if view is None else _world.read_world(view)
             if view is None or world is None:
                 time.sleep(_RETRY_S)
@@ -316,7 +331,7 @@ class ElasticMembership:
         self._log.info(f"The workers stopped as they do when another node is gone; it is known within {limit_s} s.")
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            nodes = _world.read_nodes(self._contact.view())
+            nodes = _world.read_nodes(self._view())
             suspects = [n for n in self.world.nodes if n not in nodes or nodes[n].phase == _world.LEAVING]
             if suspects:
                 return _elastic_world.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
@@ -324,7 +339,7 @@ class ElasticMembership:
                 return replace(reason, kind="lost", node="", text=silence)
             self._wait_for_news()
         failure = self._failure(reason.code, reason.text)
-        view = self._contact.fresh_view()
+        view = self._fresh_view()
         world = None if view is None else _world.read_world(view)
         if view is not None and world is not None and self._is_over(world):
             counts = failure.restart and self._rules.fault == IN_PLACE
@@ -338,7 +353,7 @@ class ElasticMembership:
 
     def _why(self) -> Reason:
         """Returns why this generation is over, after "stop" has come."""
-        view = self._contact.view() if self._contact.silence() else self._contact.fresh_view() or self._contact.view()
+        view = self._view() if self._contact.silence() else self._fresh_view() or self._view()
         world = _world.read_world(view)
         if world is not None and self._is_over(world) and world.reason is not None:
             return world.reason
@@ -358,20 +373,48 @@ class ElasticMembership:
 
     def close(self) -> None:
         """Leaves the job; the last node takes its record along when it is told to stop, or a fixed job never ran."""
-        world = _world.read_world(self._contact.view())
+        world = _world.read_world(self._view())
         takes_record = self._was_stopped or (world is not None and not self._rules.is_elastic and not world.nodes)
         self._answer.close()
         self._contact.close(WORLD_KEY if takes_record and (world is None or world.state != _world.COMPLETE) else None)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
-    def _swap(self, view: Any, world: World) -> bool:
+    def _view(self) -> View:
+        return self._proofs.checked(self._contact.view())
+
+    def _fresh_view(self) -> View | None:
+        view = self._contact.fresh_view()
+        return None if view is None else self._proofs.checked(view)
+
+    def _name_strangers(self, view: View) -> None:
+        """Says once of each host that its records of this job do not count."""
+        for host in {*view.unproved.values()} - self._strangers:
+            if len(self._strangers) < _MOST_STRANGERS:
+                self._strangers.add(host)
+                self._log.warning(
+                    f"A record of this job on etcd, from {host}, is ignored: it is not sealed with this job's secret "
+                    "(FLEET_JOB_SECRET)."
+                )
+
+    def _is_held_by_strangers(self, view: View) -> bool:
+        """Returns whether others have this job's record and are alive; what they left behind may be taken over.
+
+        Who has been in a generation knows the record, and writes it again.
+        """
+        nodes = [key for key in view.unproved if key.startswith(NODE_PREFIX)]
+        return self.world is None and WORLD_KEY in view.unproved and bool(nodes)
+
+    def _strangers_text(self) -> str:
+        return ", ".join(sorted(self._strangers))
+
+    def _swap(self, view: View, world: World) -> bool:
         ends = world.state == _world.COMPLETE or (world.reason is not None and not world.reason.restart)
-        return self._contact.swap(WORLD_KEY, view.texts.get(WORLD_KEY), _world.to_text(world), ends=ends)
+        return self._contact.swap(WORLD_KEY, view.texts.get(WORLD_KEY), self._proofs.text(WORLD_KEY, world), ends=ends)
 
     def _publish(self, **changes: Any) -> None:
         self._node = replace(self._node, **changes)
-        self._contact.publish(_world.to_text(self._node))
+        self._contact.publish(self._proofs.text(NODE_PREFIX + self.name, self._node))
 
     def _watch_silence(self) -> None:
         silence = self._contact.silence()
@@ -384,10 +427,7 @@ class ElasticMembership:
 
     def _wait_for_news(self) -> None:
         """Returns at the next news, or soon after; raises StoppedBySignalError on a signal."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._contact, selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            selector.select(_LOOK_S)
+        self._signals.wait(_LOOK_S, self._contact)
         self._contact.drain()
         if signals := self._signals.take():
             self._was_stopped = True

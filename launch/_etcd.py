@@ -12,7 +12,7 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from etcd3gw import Etcd3Client
@@ -62,15 +62,15 @@ class EtcdStore:
     def read(self, prefix: str) -> View:
         """Returns every key under ``prefix`` with the revision of the answer; values are read from JSON.
 
-        A value that is no JSON belongs to somebody else and is left out.
+        A value that is no JSON belongs to somebody else and is left out, but for its text.
         """
         answer = self._call("kv/range", {"key": _pack(prefix), "range_end": _pack_end(prefix)})
         view = View(int(answer["header"]["revision"]))
         for item in answer.get("kvs", ()):
-            key, text = _unpack(item["key"])[len(prefix) :], _unpack(item.get("value", ""))
-            with contextlib.suppress(ValueError):
-                view.values[key] = json.loads(text)
+            with contextlib.suppress(ValueError, RecursionError):
+                key, text = _unpack(item["key"])[len(prefix) :], _unpack(item.get("value", ""))
                 view.texts[key], view.created[key] = text, int(item["create_revision"])
+                view.values[key] = json.loads(text)
         return view
 
     def put(self, key: str, text: str, lease: int | None = None) -> None:
@@ -89,6 +89,16 @@ class EtcdStore:
         else:
             change = {"request_put": {"key": packed, "value": _pack(text), **_leased(lease)}}
         return bool(self._call("kv/txn", {"compare": [compare], "success": [change], "failure": []}).get("succeeded"))
+
+    def claim(self, key: str, text: str, lease: int, own: Collection[int]) -> bool:
+        """Sets ``key`` unless it is there under another lease than those of ``own``; returns whether it did."""
+        if self.swap(key, None, text, lease):
+            return True
+        found = self._call("kv/range", {"key": _pack(key)}).get("kvs", ())
+        if any(int(item.get("lease", 0)) not in own for item in found):
+            return False
+        self.put(key, text, lease)
+        return True
 
     def delete(self, prefix: str) -> int:
         """Deletes every key under ``prefix`` and returns how many there were."""
@@ -236,7 +246,7 @@ def _leased(lease: int | None) -> dict[str, int]:
 
 
 def _pack(text: str) -> str:
-    return base64.b64encode(text.encode()).decode("ascii")
+    return base64.b64encode(text.encode(errors="surrogateescape")).decode("ascii")
 
 
 def _pack_end(prefix: str) -> str:
@@ -245,4 +255,4 @@ def _pack_end(prefix: str) -> str:
 
 
 def _unpack(text: str) -> str:
-    return base64.b64decode(text).decode()
+    return base64.b64decode(text).decode(errors="surrogateescape")

@@ -43,13 +43,15 @@ class EtcdContact:
     def __init__(
         self, address: EtcdAddress, *, prefix: str, key: str, ttl_s: int, is_outage: Callable[[], bool]
     ) -> None:
-        self._prefix, self._key, self.ttl_s, self._is_outage = prefix, key, ttl_s, is_outage
+        self.prefix, self._key, self.ttl_s, self._is_outage = prefix, key, ttl_s, is_outage
         self._period_s = min(_PERIOD_S, ttl_s / 6)
         self._timeout_s = timeout_s = min(max(ttl_s / 6, 0.5), 3.0)
         self._own_store, self._main_store, self._hint_store = (
             EtcdStore(address, timeout_s=timeout_s) for _ in range(3)
         )
         self._lease: int | None = None
+        self._leases: set[int] = set()  # all that this launcher has had
+        self.has_claimed = self.is_taken = False  # this node's key: by this launcher, by another one
         self._text: str | None = None  # what this node's key has to hold
         self._written: str | None = None
         self._error: LaunchError | None = None
@@ -98,7 +100,7 @@ class EtcdContact:
         """Compare-and-set; False also when etcd does not answer. With ``ends`` the key goes by itself in the end."""
         try:
             lease = self._main_store.grant(END_LEASE_S) if ends else None
-            return self._main_store.swap(self._prefix + key, old_text, text, lease)
+            return self._main_store.swap(self.prefix + key, old_text, text, lease)
         except LaunchError:
             return False
         finally:
@@ -107,7 +109,7 @@ class EtcdContact:
     def fresh_view(self) -> View | None:
         """Returns a view read now; None when etcd does not answer."""
         try:
-            return self._main_store.read(self._prefix)
+            return self._main_store.read(self.prefix)
         except LaunchError:
             return None
 
@@ -134,9 +136,9 @@ class EtcdContact:
         with contextlib.suppress(LaunchError):
             if self._lease is not None:
                 self._main_store.revoke(self._lease)
-            left = self._main_store.read(self._prefix) if record is not None else None
+            left = self._main_store.read(self.prefix) if record is not None else None
             if record is not None and left is not None and list(left.texts) == [record]:
-                self._main_store.swap(self._prefix + record, left.texts[record], None)
+                self._main_store.swap(self.prefix + record, left.texts[record], None)
         for store in (self._main_store, self._own_store, self._hint_store):
             store.close()
         self._threads[2].join(2.0)
@@ -151,7 +153,7 @@ class EtcdContact:
             began = time.monotonic()
             try:
                 self._renew()
-                view = self._own_store.read(self._prefix)
+                view = self._own_store.read(self.prefix)
             except LaunchError as error:
                 self._error = error
                 self._notify()
@@ -170,14 +172,20 @@ class EtcdContact:
             self._lease = None
         if self._lease is None:
             self._lease, self._written = self._own_store.grant(self.ttl_s), None
-        text = self._text
-        if text is not None and text != self._written:
-            self._own_store.put(self._prefix + self._key, text, self._lease)
-            self._written = text
+            self._leases.add(self._lease)
+        text, key = self._text, self.prefix + self._key
+        if text is None or text == self._written:
+            return
+        if self._written is None:
+            claimed = self._own_store.claim(key, text, self._lease, self._leases)
+            self.has_claimed, self.is_taken = self.has_claimed or claimed, not claimed
+        else:
+            self._own_store.put(key, text, self._lease)
+        self._written = None if self.is_taken else text
 
     def _hear(self) -> None:
         while not self._closing.is_set():
-            for _ in self._hint_store.watch(self._prefix, _WATCH_IDLE_S):
+            for _ in self._hint_store.watch(self.prefix, _WATCH_IDLE_S):
                 if self._closing.is_set():
                     return
                 self._wake.set()

@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
@@ -28,7 +30,15 @@ from fleet.launch._interfaces import interface_to, means_itself
 from fleet.launch._job_files import write_job_files
 from fleet.launch._log_folder import own_log_folder
 from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Alone, Generation, LeftJobError, Membership, Outcome, StoppedBySignalError
+from fleet.launch._membership import (
+    Alone,
+    Generation,
+    LeftJobError,
+    Membership,
+    Outcome,
+    StoppedBySignalError,
+    taken_name,
+)
 from fleet.launch._peers import peer_from_json, peer_to_json
 from fleet.launch._plan import plan_processes
 from fleet.launch._port_hold import hold_ports
@@ -115,10 +125,10 @@ def _launch_log(config: LaunchConfig) -> Iterator[LaunchLog]:
 
 @contextlib.contextmanager
 def _scratch_folder(config: LaunchConfig) -> Iterator[None]:
-    if config.mode != "ps" and not config.watches_workers:
-        yield
-        return
-    config.scratch_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        config.scratch_path.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:  # its processes would be ended as ours
+        raise LaunchError(taken_name(config.pod_id)) from error
     try:
         yield
     finally:
@@ -167,14 +177,27 @@ def _open_membership(
 
     meeting, master = open_meeting(config, log, signals)
     if config.master is None:
-        lines = copy_command_lines(config, master)
+        lines = copy_command_lines(config, master, _secret_path(config))
         log.count_shown(len(lines))
         _print(lines)
     return config, meeting
 
 
+def _secret_path(config: LaunchConfig) -> Path | None:
+    """Returns a file of this user's with the job's secret where standard output may end up in one; None: it may not.
+
+    A secret of the user's own is nowhere written.
+    """
+    if config.secret_is_users or (sys.stdout is not None and sys.stdout.isatty()):
+        return None
+    path = config.scratch_path / "secret"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{config.secret}\n")
+    return path
+
+
 def _print(lines: Sequence[str]) -> None:
-    """Prints for the terminal alone: the copy command holds the job's secret, which belongs in no file."""
+    """Prints to standard output and not to the log: the copy command may hold the job's secret."""
     with contextlib.suppress(OSError):  # nobody reads; the job goes on
         print("\n".join(lines), flush=True)
 
@@ -308,12 +331,24 @@ def _with_interface(config: LaunchConfig, own: Peer, peers: Sequence[Peer]) -> L
     listed = [split_endpoint(endpoint, "the list")[0] for endpoint in (*config.servers, *config.workers)]
     hosts = list(dict.fromkeys([*(peer.host for peer in peers), *listed]))
     here = [host for host in hosts if means_itself(host)]
+    if here and len(here) == len(hosts) and _meets_elsewhere(config):
+        raise LaunchError(
+            f"The nodes of the job meet at {config.master}, and all of them have the address {here[0]}, which means a "
+            "different machine on each. Give each launcher --host=ADDRESS, at which the other nodes reach it."
+        )
     if here and len(here) < len(hosts):
         raise LaunchError(
             f"The nodes of the job have the addresses {', '.join(hosts)}, and {here[0]} means a different machine on "
             "each. Give the launcher there --host=ADDRESS, at which the other nodes reach it."
         )
     return replace(config, interface=interface_to(own.host, [host for host in hosts if host != own.host]))
+
+
+def _meets_elsewhere(config: LaunchConfig) -> bool:
+    """Returns whether the master's address is no loopback one and nobody said that all nodes are on this machine."""
+    if config.master is None or config.arguments.get("host") is not None:
+        return False
+    return "://" not in config.master and not means_itself(split_endpoint(config.master, "--master")[0])
 
 
 def _failure_line(result: GroupResult, own: Peer) -> str:

@@ -18,9 +18,11 @@ from fleet.errors import LaunchError
 from fleet.launch import _wire
 from fleet.launch._wire import Message
 
+CONNECTIONS_OF_A_NODE = 2  # for requests, and to wait
 _CONNECT_S = 2.0
 _REQUEST_S = 5.0
 _RETRY_S = 0.1
+_REFUSED_TRIES = 3
 _RECONNECT_S = 1.0  # at least this long is tried, however old the last answer is
 
 
@@ -32,6 +34,10 @@ class StoreRefusedError(LaunchError):
     """The service does not take this client: the secrets differ, or it is no such service."""
 
 
+class _ClosedError(StoreRefusedError):
+    """The service closed the connection in the handshake, as one that strangers crowd may do too."""
+
+
 @dataclass(frozen=True)
 class View:
     """What lies under a prefix at one revision; ``created`` orders keys by when they came."""
@@ -40,6 +46,7 @@ class View:
     values: dict[str, Any] = field(default_factory=dict)  # key without the prefix -> value read from JSON
     texts: dict[str, str] = field(default_factory=dict)  # the same as stored, for compare-and-set
     created: dict[str, int] = field(default_factory=dict)
+    unproved: dict[str, str] = field(default_factory=dict)  # on etcd: key -> host, of records that strangers wrote
 
 
 class KeyValueClient:
@@ -64,7 +71,14 @@ class KeyValueClient:
     def connect(self) -> None:
         """Opens the session; raises StoreLostError when nobody answers, StoreRefusedError when the secrets differ."""
         with self._lock:
-            self._requests = self._open()
+            for left in reversed(range(_REFUSED_TRIES)):
+                try:
+                    self._requests = self._open()
+                    return
+                except _ClosedError:
+                    if not left:
+                        raise
+                time.sleep(_RETRY_S)
 
     def read(self) -> View:
         """Returns every key under the prefix."""
@@ -74,9 +88,9 @@ class KeyValueClient:
         """Sets ``key``; with ``leased`` it goes when this session does."""
         self._request({"op": "put", "key": self._prefix + key, "value": _text(value), "leased": leased})
 
-    def swap(self, key: str, old_text: str | None, value: object) -> bool:
+    def swap(self, key: str, old_text: str | None, value: object, *, leased: bool = False) -> bool:
         """Sets ``key`` if its stored text is still ``old_text`` (None: absent); returns whether it did."""
-        message = {"op": "swap", "key": self._prefix + key, "old": old_text, "value": _text(value)}
+        message = {"op": "swap", "key": self._prefix + key, "old": old_text, "value": _text(value), "leased": leased}
         return bool(self._request(message)["ok"])
 
     def wait(self, revision: int, timeout_s: float) -> View:
@@ -191,7 +205,7 @@ class _Channel:
         except ConnectionError:
             given = b""
         if not _wire.same(given, _wire.proof(secret, b"service", service_nonce, nonce)):
-            raise StoreRefusedError(
+            raise (StoreRefusedError if given else _ClosedError)(
                 f"The rendezvous service at {where} refused this node: the job's secret differs. "
                 "Set FLEET_JOB_SECRET to the same value on every node, or on none."
             )

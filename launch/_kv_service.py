@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet.launch import _wire
+from fleet.launch._callers import accept, most_connections
 from fleet.launch._wire import Message, WireError
 
 MAX_KEY_CHARACTERS = 512
@@ -137,13 +138,16 @@ class KeyValueService:
     Args:
         listener: a listening socket, bound to this node's address.
         secret: the job's secret; empty to take every client.
-        refused: called with the address of a client that failed to prove that it knows the secret.
+        refused: called with the address of a client that was turned away, and why.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, refused: Callable[[str], None]) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, refused: Callable[[str, str], None]) -> None:
         self._listener, self._secret, self._refused = listener, secret, refused
         self._store = Store()
+        self._most = most_connections(MAX_CONNECTIONS)
         self._connections: dict[int, _Connection] = {}
+        self._unproven: dict[int, _Connection] = {}  # those of them that have not proved the secret, the oldest first
+        self._ticked_at, self._ticked_revision = 0.0, 0
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         listener.setblocking(False)
@@ -166,7 +170,7 @@ class KeyValueService:
                 for key, mask in self._selector.select(_TICK_S):
                     if key.data is None:
                         self._accept()
-                    else:
+                    elif key.data.sock.fileno() >= 0:  # else it made room for one that came in the same moment
                         self._serve_connection(key.data, mask)
                 self._tick(time.monotonic())
         finally:
@@ -176,17 +180,30 @@ class KeyValueService:
             self._selector.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, address = self._listener.accept()
-            if len(self._connections) >= MAX_CONNECTIONS:
-                sock.close()
-                return
-            sock.setblocking(False)
+        accepted = accept(self._listener, self._make_room)
+        if accepted is None:
+            return
+        sock, address = accepted
+        if len(self._connections) >= self._most and not self._make_room():
+            self._refused(address, f"{self._most} launchers' connections are all that the limit of open files allows")
+            sock.close()
+            return
+        connection = _Connection(sock, address, time.monotonic())
+        self._connections[sock.fileno()] = self._unproven[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Connection(sock, f"{address[0]}:{address[1]}", time.monotonic())
-            self._connections[sock.fileno()] = connection
-            self._selector.register(sock, selectors.EVENT_READ, connection)
             self._flush(connection)
+        except OSError:  # it has gone again
+            self._drop(connection)
+
+    def _make_room(self) -> bool:
+        """Closes the connection that has been unproven for the longest time; returns whether there was one."""
+        for connection in self._unproven.values():
+            self._drop(connection)
+            self._refused(connection.address, "it had proved nothing, and the next one needed its place")
+            return True
+        return False
 
     def _serve_connection(self, connection: _Connection, mask: int) -> None:
         try:
@@ -225,8 +242,9 @@ class KeyValueService:
         nonce, given = answer[known : known + _wire.NONCE_BYTES], answer[known + _wire.NONCE_BYTES :]
         if not _wire.same(given, _wire.proof(self._secret, b"client", connection.nonce, nonce)):
             self._drop(connection)
-            self._refused(connection.address)
+            self._refused(connection.address, "it does not know this job's secret (FLEET_JOB_SECRET)")
             return
+        del self._unproven[connection.sock.fileno()]
         connection.seals = _wire.Seals(self._secret, connection.nonce, nonce, is_service=True)
         self._send(connection, _wire.proof(self._secret, b"service", connection.nonce, nonce))
 
@@ -287,7 +305,11 @@ class KeyValueService:
             self._reply(connection, {"ok": self._store.swap(key, _value(message["old"]), new, session)})
 
     def _tick(self, now: float) -> None:
+        """Does what time or a change brings; not at each of a stranger's bytes, as it looks at every connection."""
+        if now - self._ticked_at < _TICK_S and self._store.revision == self._ticked_revision:
+            return
         self._store.expire(now)
+        self._ticked_at, self._ticked_revision = now, self._store.revision
         for connection in list(self._connections.values()):
             if connection.seals is None and now - connection.opened_at > _HANDSHAKE_S:
                 self._drop(connection)
@@ -327,6 +349,7 @@ class KeyValueService:
         self._selector.unregister(connection.sock)
         connection.sock.close()
         del self._connections[number]
+        self._unproven.pop(number, None)
         session = self._store.sessions.get(connection.session or "")
         if session is not None:
             session.connections.discard(number)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.launch._interfaces import own_address
+from fleet.launch._interfaces import address_towards, own_address
 
 _NVIDIA_SMI_LIMIT_S = 5.0
 
@@ -23,7 +23,8 @@ class Machine:
     """This machine: operating system, GPUs, processors, addresses.
 
     ``num_gpus`` counts the cards that exist; ``driver_problem`` says why none of them can be used, when that is so.
-    ``owns`` answers whether an address or host name belongs to this machine.
+    ``owns`` answers whether an address or host name belongs to this machine, ``towards`` from which address this
+    machine reaches a host and port.
     """
 
     system: str = "Linux"
@@ -32,6 +33,7 @@ class Machine:
     num_cpus: int = 1
     address: str = "127.0.0.1"
     owns: Callable[[str], bool] = lambda host: host in ("127.0.0.1", "localhost")
+    towards: Callable[[str, int], str | None] = lambda host, port: None
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -44,6 +46,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         num_cpus=os.cpu_count() or 1,
         address=own_address(),
         owns=owns_address,
+        towards=address_towards,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import selectors
 import socket
 import time
 from collections.abc import Mapping
@@ -17,9 +16,10 @@ from typing import Any
 
 from fleet.errors import RendezvousError
 from fleet.launch._addresses import join_endpoint, split_endpoint
+from fleet.launch._callers import Seldom, listen, most_connections
 from fleet.launch._interfaces import reachable
-from fleet.launch._kv_client import KeyValueClient, StoreLostError
-from fleet.launch._kv_service import KeyValueService
+from fleet.launch._kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient, StoreLostError
+from fleet.launch._kv_service import MAX_CONNECTIONS, KeyValueService
 from fleet.launch._logs import LaunchLog
 from fleet.launch._membership import Generation, Outcome, StoppedBySignalError
 from fleet.launch._records import GroupResult, LaunchConfig
@@ -149,13 +149,18 @@ def _host_or_find(
 ) -> tuple[KeyValueService | None, tuple[str, int], KeyValueClient]:
     secret = config.secret.encode()
 
-    def refused(address: str) -> None:
-        log.warning(f"The rendezvous service refused {address}: it does not know this job's secret (FLEET_JOB_SECRET).")
+    say = Seldom(log.warning)
+
+    def refused(address: str, why: str) -> None:
+        say(address.rpartition(":")[0], f"The rendezvous service refused {address}: {why}.")
 
     deadline = time.monotonic() + _wait_limit_s(config)
     noticed = time.monotonic()
     while True:
         listener = _listen(config, master)
+        if listener is not None and config.max_nodes * CONNECTIONS_OF_A_NODE > most_connections(MAX_CONNECTIONS):
+            listener.close()
+            raise RendezvousError(_no_room(config))
         service = None if listener is None else KeyValueService(listener, secret, refused)
         address = master if listener is None else listener.getsockname()[:2]
         assert address is not None
@@ -187,39 +192,33 @@ def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Excepti
     )
 
 
+def _no_room(config: LaunchConfig) -> str:
+    most = most_connections(MAX_CONNECTIONS) // CONNECTIONS_OF_A_NODE
+    return (
+        f"The job has up to {config.max_nodes} nodes, and this node, where they meet, can hold the connections of "
+        f"{most}: the limit of open files leaves no more, and {MAX_CONNECTIONS // CONNECTIONS_OF_A_NODE} is the most. "
+        "Raise the limit (ulimit -n) here, or let the nodes meet on etcd."
+    )
+
+
 def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> socket.socket | None:
     """Returns a listener at the master's address when this node can be the host, else None."""
     host = config.host or "127.0.0.1"
     if master is None:
-        return _bind(host, 0)
+        return listen(host, 0)
     try:
-        return _bind(*master)
+        return listen(*master)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         # The name of a service in a cluster is not an address of the pod behind it; the node of rank 0 is that pod.
         if config.node_rank == 0:
             with contextlib.suppress(OSError):
-                return _bind(host, master[1])
+                return listen(host, master[1])
         return None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(512)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _pause(signals: SignalInbox, seconds: float) -> None:
     """Waits; a signal to the launcher ends the wait and is left in ``signals.received``."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(signals, selectors.EVENT_READ)
-        selector.select(seconds)
+    signals.wait(seconds)
     signals.take()

@@ -45,6 +45,11 @@ class LeftJobError(LaunchError):
     """The job needs nothing of this node (any more); ``exit_code`` is 0 unless the job has failed meanwhile."""
 
 
+def taken_name(pod_id: str) -> str:
+    """Returns what a launcher says when another one of the job has its name: they would be one node to the others."""
+    return f"Another launcher of this job has the pod id {pod_id}; it is drawn at each start. Start this one again."
+
+
 class Membership(Protocol):
     """What the job's loop asks of a membership."""
 

@@ -252,10 +252,17 @@ def read_meeting(settings: Settings, machine: Machine) -> Nodes:
     scheme = split_master(master, settings.named("master"))[0] if master else ""
     if high == 1 and scheme != "etcd":
         return Nodes(store_port=_single_port(settings, master), host=settings.text("host"))
-    host = settings.text("host") or machine.address
+    host = settings.text("host") or _own_host(machine, master if scheme == "http" else None)
     if scheme == "http" and master is not None:
         _check_master(settings, master, high)
     return Nodes(min_nodes=low, max_nodes=high, node_rank=rank, master=master, host=host, is_single_node=False)
+
+
+def _own_host(machine: Machine, master: str | None) -> str:
+    """Returns the machine's address; without a default route it may be known on the way to the master alone."""
+    if master is None or not means_itself(machine.address):
+        return machine.address
+    return machine.towards(*split_endpoint(master, "--master")) or machine.address
 
 
 def _check_master(settings: Settings, master: str, max_nodes: int) -> None:

@@ -8,19 +8,19 @@ and its seal under the job's secret; nothing else is read or written.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
-import threading
 from collections.abc import Callable, Sequence
 
 from fleet.errors import LaunchError
+from fleet.launch._callers import Answerer, listen
 from fleet.launch._ports import free_ports
 
 _NONCE_BYTES = 16
 _SEAL_BYTES = 32
 _ASK_S = 0.5
+_MOST = 128
 
 
 class ContactAnswer:
@@ -35,36 +35,23 @@ class ContactAnswer:
     def __init__(self, host: str, secret: bytes, has_contact: Callable[[], bool]) -> None:
         self._secret, self._has_contact = secret, has_contact
         self.port = free_ports(1, host)[0]
-        family, kind, protocol, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, kind, protocol)
         try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(address)
-            self._listener.listen(64)
+            listener = listen(host, self.port)
         except OSError as error:
-            self._listener.close()
             raise LaunchError(f"Port {self.port} on {host} cannot be listened on: {error.strerror}.") from error
-        self._thread = threading.Thread(target=self._run, name="etcd-contact-answer", daemon=True)
-        self._thread.start()
+        self._answerer = Answerer(
+            listener, self._answer, most=_MOST, limit_s=_ASK_S, longest=2 * _NONCE_BYTES, name="etcd-contact-answer"
+        )
 
     def close(self) -> None:
         """Stops answering."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(2.0)
+        self._answerer.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_ASK_S)
-                nonce = _receive(connection, _NONCE_BYTES)
-                bit = b"1" if self._has_contact() else b"0"
-                connection.sendall(bit + _seal(self._secret, bit + nonce))
+    def _answer(self, nonce: bytes) -> bytes | None:
+        if len(nonce) < _NONCE_BYTES:
+            return None
+        bit = b"1" if self._has_contact() else b"0"
+        return bit + _seal(self._secret, bit + nonce[:_NONCE_BYTES])
 
 
 def ask(host: str, port: int, secret: bytes) -> bool | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from fleet.errors import RendezvousError
 from fleet.launch import _world
 from fleet.launch._kv_client import KeyValueClient, StoreLostError, View
 from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation, StoppedBySignalError
+from fleet.launch._membership import Generation, StoppedBySignalError, taken_name
 from fleet.launch._signals import SignalInbox
 from fleet.launch._supervisor import PeerEvent
 from fleet.launch._world import Node, Reason, Rules, World
@@ -121,6 +120,7 @@ class Rendezvous:
         self._generation = 0
         self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
         self._lost: StoreLostError | None = None
+        self._is_claimed = False
 
     @property
     def place(self) -> str:
@@ -137,7 +137,10 @@ class Rendezvous:
             StoppedBySignalError: a signal came; ``exit_code`` is 128 + its number.
             StoreLostError: the service is gone.
         """
-        self._publish(replace(self._node, phase=_world.WAITING, generation=self._generation, peer=peer))
+        self._node = replace(self._node, phase=_world.WAITING, generation=self._generation, peer=peer)
+        if not self._is_claimed:
+            self._claim_name()
+        self._publish(self._node)
         began = noticed = time.monotonic()
         self._log.opening("Waiting peer start...", room=2)
         while True:
@@ -153,6 +156,13 @@ class Rendezvous:
                 raise RendezvousError(self._absence(view))
             self._check_rank(view, began, now)
             self._wait_for_news()
+
+    def _claim_name(self) -> None:
+        """Raises RendezvousError when another launcher has this one's key: both would take themselves for one node."""
+        key, value = _world.NODE_PREFIX + self.name, _world.to_json(self._node)
+        if not self._client.swap(key, None, value, leased=True) and self._client.read().values.get(key) != value:
+            raise RendezvousError(taken_name(self.name))
+        self._is_claimed = True
 
     def _step(self, view: View) -> World | None:
         """Does what this node has to do in ``view``; returns the world as it then stands."""
@@ -315,10 +325,7 @@ class Rendezvous:
 
     def _wait_for_news(self) -> None:
         """Returns at the next change of the store, or soon after; raises StoppedBySignalError on a signal."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._watch, selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            selector.select(_LOOK_S)
+        self._signals.wait(_LOOK_S, self._watch)
         self._watch.drain()
         if signals := self._signals.take():
             raise StoppedBySignalError(f"Terminating with signal {signals[0]}", 128 + signals[0])

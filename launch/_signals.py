@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     """Does nothing: the wake-up descriptor carries the number."""
+
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
 
 
 class SignalInbox:
@@ -53,6 +58,13 @@ class SignalInbox:
     def fileno(self) -> int:
         """Returns the descriptor to wait on."""
         return self._read_fd
+
+    def wait(self, timeout_s: float, *others: _HasDescriptor) -> None:
+        """Returns when a signal has come, one of ``others`` is readable, or the time is over; opens no descriptor."""
+        waiting = select.poll()
+        for one in (self, *others):
+            waiting.register(one.fileno(), select.POLLIN)
+        waiting.poll(timeout_s * 1000)
 
     def take(self) -> list[int]:
         """Returns the stop signals that came since the last call, in order, and remembers them in ``received``."""

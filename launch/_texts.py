@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
+from fleet.launch._addresses import split_endpoint
 from fleet.launch._logs import MAX_OPENING_LINES, LaunchLog
 from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
 from fleet.launch._records import LaunchConfig, ProcessSpec
@@ -151,18 +153,20 @@ def node_line(config: LaunchConfig, host: str, node_rank: int) -> str:
     return f"Node: {host}, rank {node_rank}, pod {config.pod_name}"
 
 
-def copy_command_lines(config: LaunchConfig, master: str) -> list[str]:
-    """Returns the sentence and the command for the other nodes; for the terminal only, never for a log file.
+def copy_command_lines(config: LaunchConfig, master: str, secret_path: Path | None = None) -> list[str]:
+    """Returns the sentence and the command for the other nodes; never for a log file.
 
     It holds the job's secret, because the meeting point takes only nodes that know it. A secret that came from the
-    environment stays there: the command refers to it.
+    environment stays there, and one that stands in a file of this node is read from it: the command refers to it.
     """
-    secret = '"$FLEET_JOB_SECRET"' if config.secret_is_users else config.secret
+    read_there = f"$(ssh {split_endpoint(master, 'master')[0]} cat {secret_path})"
+    secret = "$FLEET_JOB_SECRET" if config.secret_is_users else read_there if secret_path else config.secret
+    assignment = f'FLEET_JOB_SECRET="{secret}" ' if secret else ""
     words = shlex.join(["--master", master, *config.original_argv])
     lines = [
         "Copy the following command to other nodes to run.",
         _RULE,
-        f"{f'FLEET_JOB_SECRET={secret} ' if secret else ''}{config.program} {words}",
+        f"{assignment}{config.program} {words}",
         _RULE,
     ]
     own = [f"--{name}" for name in _NODE_FLAGS if name in config.given]

@@ -55,6 +55,7 @@ class Node:
     generation: int = 0  # the one it acknowledged or runs in
     peer: Mapping[str, Any] = field(default_factory=dict)
     created: int = 0  # not stored: when its key came
+    proof: str = ""  # on etcd: see _record_proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class World:
     reason: Reason | None = None
     min_nodes: int = 0
     max_nodes: int = 0
+    proof: str = ""  # on etcd: see _record_proof
 
     @property
     def is_active(self) -> bool:
@@ -129,6 +131,7 @@ def read_world(view: View) -> World | None:
         reason=None if reason is None else Reason(**reason),
         min_nodes=value["min_nodes"],
         max_nodes=value["max_nodes"],
+        proof=value["proof"],
     )
 
 

@@ -200,9 +200,27 @@ def test_the_container_image_is_described() -> None:
     assert [source for source in sources if f"!{source}" not in ignored] == []
     torch = found_in("constraints.txt", r"^torch==([^\n]*)$")
     assert f"ARG TORCH={torch}\n" in dockerfile
+    assert "!deploy/constraints.txt" in ignored
     guide = read("deploy/README.md")
     assert "--net=host" in guide
     assert "--shm-size" in guide
+
+
+@pytest.mark.parametrize("name", ["deploy/Dockerfile", "deploy/Dockerfile.operator"])
+def test_an_image_is_made_of_exact_versions(name: str) -> None:
+    """Issue 10, Low: the base by exact tag, and by digest where the builder gives one; one version of all the rest."""
+    dockerfile = read(name)
+    base = r"^ARG PYTHON=3\.\d+\.\d+\nARG DIGEST=\nFROM python:\$\{PYTHON\}-slim-\w+\$\{DIGEST\}$"
+    assert re.search(base, dockerfile, re.MULTILINE)
+    installs = re.findall(r"pip install ([^&]*)", dockerfile)
+    assert all("--constraint constraints.txt" in words for words in installs), installs
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", read("deploy/constraints.txt"), re.MULTILINE))
+    lists = re.findall(r"^(?:dependencies|examples|elastic|k8s) = \[(.*)\]$", read("pyproject.toml"), re.MULTILINE)
+    wanted = {name for text in lists for name in re.findall(r'"([\w-]+)', text)}
+    assert len(lists) == 4
+    assert wanted - {"torch"} <= pins.keys()
+    tested = re.findall(r'^([\w-]+)==(\S+?)(?:; python_version >= "3.11")?$', read("constraints.txt"), re.MULTILINE)
+    assert {name: pins[name] for name, _ in tested if name in pins} == {n: v for n, v in tested if n in pins}
 
 
 # ---- examples run ----------------------------------------------------------------------------------------------------

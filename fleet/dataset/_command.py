@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.launch._redact import redact
 
 __all__ = ["split_pipeline"]
 
@@ -34,9 +35,9 @@ def split_pipeline(text: object, option: str) -> list[list[str]]:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{option}={text!r} is not a command line: {error}.") from error
+        raise ConfigError(f"{option}={redact(text)!r} is not a command line: {error}.") from error
     if not all(programs):
-        raise ConfigError(f"{option}={text!r} names no program; the default is 'cat'.")
+        raise ConfigError(f"{option}={redact(text)!r} names no program; the default is 'cat'.")
     return programs
 
 
@@ -51,8 +52,8 @@ def _parts(text: str, option: str) -> list[str]:
             continue
         if char in (_IN_DOUBLE_QUOTES if quote == '"' else frozenset() if quote else _ACTED_ON):
             raise UnsupportedOptionError(
-                f"{option}={text!r} holds {char!r}, which a shell would act on; none is started. Put it in single "
-                "quotes if the program should see it, or move the work into a script."
+                f"{option}={redact(text)!r} holds {char!r}, which a shell would act on; none is started. Put it in "
+                "single quotes if the program should see it, or move the work into a script."
             )
         if char == "|" and not quote:
             parts.append("")

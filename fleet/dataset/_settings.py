@@ -12,6 +12,7 @@ from fleet.dataset._slots import Slot, read_slots
 from fleet.dataset._source import Source
 from fleet.dataset._text import TextForm
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError, did_you_mean
+from fleet.launch._redact import HIDDEN, is_secret_name, redact
 
 __all__ = ["BASE_OPTIONS", "MEMORY_OPTIONS", "Settings"]
 
@@ -153,7 +154,8 @@ def _check_value(name: str, value: Any, call: str) -> None:
                 "takes one program, which gets the name of the file as its last word; pipes belong into pipe_command"
             )
     if wrong:
-        raise ConfigError(f"{call}({name}={value!r}) {wrong}.")
+        shown = HIDDEN if is_secret_name(name) else redact(f"{value!r}")
+        raise ConfigError(f"{call}({name}={shown}) {wrong}.")
 
 
 if {field.name for field in fields(Settings)} != set(MEMORY_OPTIONS):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from fleet.errors import ConfigError
+from fleet.launch._redact import redact_arguments
 
 __all__ = ["Source", "read_blocks"]
 
@@ -91,7 +92,7 @@ def _start(words: list[str], stdin: IO[bytes] | None, file: str) -> subprocess.P
     try:
         return subprocess.Popen(words, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE)
     except OSError as error:
-        raise ConfigError(f"{' '.join(words)!r} cannot be started for {file!r}: {error.strerror}.") from error
+        raise ConfigError(f"{_shown(words)} cannot be started for {file!r}: {error.strerror}.") from error
 
 
 def _whole_lines(stream: IO[bytes]) -> Iterator[bytes]:
@@ -113,7 +114,11 @@ def _check_ends(started: list[subprocess.Popen[bytes]], commands: list[list[str]
         # A program that stops reading early ends the one before it with SIGPIPE, as in a shell.
         if code and not (code == -signal.SIGPIPE and index < len(codes) - 1):
             ended = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-            raise ConfigError(f"{' '.join(words)!r} {ended} while it read {file!r}. Its own messages stand above.")
+            raise ConfigError(f"{_shown(words)} {ended} while it read {file!r}. Its own messages stand above.")
+
+
+def _shown(words: list[str]) -> str:
+    return repr(" ".join(redact_arguments(words)))
 
 
 def _end_all(started: list[subprocess.Popen[bytes]]) -> None:

@@ -19,10 +19,10 @@ from functools import partial
 from typing import TypeVar
 
 from fleet.errors import ConfigError
+from fleet.launch._redact import redact_arguments
 from fleet.utils._fs_base import FS, ExecuteError, FSFileExistsError, FSFileNotExistsError, FSShellCmdAborted, FSTimeOut
 
 _ABORTED = 134
-_SECRET_KEYS = ("ugi", "password", "secret", "key", "token")
 T = TypeVar("T")
 
 
@@ -71,7 +71,9 @@ class HDFSClient(FS):
         retry_sleep_s: float = 3.0,
     ) -> None:
         if configs is not None and not isinstance(configs, Mapping):
-            raise ConfigError(f"HDFSClient(configs={configs!r}) takes a dictionary of Hadoop properties.")
+            raise ConfigError(
+                f"HDFSClient(configs=...) is a {type(configs).__name__}; it takes a dictionary of Hadoop properties."
+            )
         for name, value in (("time_out", time_out), ("sleep_inter", sleep_inter), ("retry_times", retry_times)):
             if type(value) is not int or value < 0:
                 raise ConfigError(f"HDFSClient({name}={value!r}) takes a whole number, not negative.")
@@ -300,11 +302,7 @@ class HDFSClient(FS):
 
     def _shown(self, arguments: list[str]) -> str:
         """The command for a message, without the values of properties that are secrets."""
-        shown = {
-            key: "***" if any(word in key.lower() for word in _SECRET_KEYS) else value
-            for key, value in self._configs.items()
-        }
-        return " ".join(["hadoop fs", *[f"-D{key}={value}" for key, value in shown.items()], *arguments])
+        return " ".join(["hadoop fs", *redact_arguments(self._base[2:]), *arguments])
 
 
 def _delete_local(path: str) -> None:

@@ -38,6 +38,16 @@ def test_secrets_are_not_shown() -> None:
     assert "http://***@etcd:2379" in text
 
 
+@pytest.mark.parametrize(
+    "value", ["me:{}@10.0.0.1:2379", "me:{0}/{0}@10.0.0.1:2379", "etcd://me:{0}/{0} {0}@10.0.0.1:2379"]
+)
+def test_the_password_in_the_address_of_etcd_is_not_shown(value: str) -> None:
+    """Issue 10, Medium 8."""
+    text = report(Environment({"PADDLE_ELASTIC_SERVER": value.format("hunter2")}))
+    assert "hunter2" not in text
+    assert "***@10.0.0.1:2379" in text
+
+
 def test_variables_of_fleet_and_torch_only() -> None:
     values = {**LAUNCHED, "HOME": "x", "PATH": "y", "AWS_ACCESS_KEY_ID": "z", "PADDLE_NNODES": "", "NCCL_DEBUG": "INFO"}
     shown = dict(shown_variables(values))

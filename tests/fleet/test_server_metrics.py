@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +19,9 @@ from fleet._server_metrics import Metrics, address_towards, serve_measures
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
+from fleet.ps._metrics import Measure
 from tests.fleet.test_server_job import make_sgd, served, strategy
+from tests.helpers.crowd import Crowd
 from tests.helpers.served import batches, run_job, train
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -129,6 +134,70 @@ def test_a_worker_serves_on_its_address_towards_the_servers() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(PSError, match="metrics cannot be served on 192.0.2.1:9100"):
         serve_measures(list, {}, "192.0.2.1", 9100)
+
+
+@pytest.fixture
+def served_port() -> Iterator[int]:
+    first = free_range(1)
+    stop = serve_measures(lambda: [Measure("rows", "rows", 7.0)], {"server": "0"}, "127.0.0.1", first)
+    yield first
+    stop()
+
+
+def test_idle_and_slow_strangers_take_neither_threads_nor_the_port(served_port: int) -> None:
+    """Issue 10, Medium 5: each held a thread and a descriptor for as long as it liked."""
+    num_threads = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served_port), timeout=5)).sendall(b"GET /me")
+        assert scraped(served_port) == {("fleet_ps_rows", (("server", "0"),)): 7.0}
+        assert threading.active_count() == num_threads
+        assert len(os.listdir("/proc/self/fd")) < 200 + 100, "the port's ends of 32 connections, not of 200"
+
+
+def test_a_scrape_is_answered_while_strangers_return(served_port: int) -> None:
+    with Crowd(("127.0.0.1", served_port), 100):
+        for _ in range(10):
+            assert scraped(served_port)
+
+
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n", b"# EOF"),
+        (b"GET /metrics HTTP/1.0\r\n\r\n", b"200 OK"),
+        (b"POST / HTTP/1.1\r\n\r\n", b"405 Method Not Allowed"),
+        (b"\xff\x00\r\n\r\n", b"405 Method Not Allowed"),
+        (b"x" * 20_000, b""),
+    ],
+)
+def test_what_the_port_answers(served_port: int, request_text: bytes, status: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served_port), timeout=5) as sock:
+        sock.sendall(request_text)
+        answer = b""
+        with suppress(ConnectionError):
+            while block := sock.recv(65536):
+                answer += block
+    assert status in answer
+    assert bool(answer) == bool(status)
+
+
+def test_a_failed_reading_ends_one_answer() -> None:
+    first, broken = free_range(1), [True]
+
+    def read() -> list[Measure]:
+        if broken:
+            broken.clear()
+            raise PSError("not now")
+        return [Measure("rows", "rows", 7.0)]
+
+    stop = serve_measures(read, {}, "127.0.0.1", first)
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            scraped(first)
+        assert scraped(first)
+    finally:
+        stop()
 
 
 def test_the_server_says_how_it_fares() -> None:

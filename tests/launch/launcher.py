@@ -72,6 +72,12 @@ class Launcher:
         path = self.folder / "log" / name
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def printed_secret(self) -> str:
+        """The job's secret that the printed command for the other nodes refers to."""
+        path = Path(self.wait_for(r'FLEET_JOB_SECRET="\$\(ssh \S+ cat (\S+)\)" ', "stdout")[1])
+        assert path.stat().st_mode & 0o777 == 0o600
+        return path.read_text().strip()
+
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """The launcher's exit code."""
         return self.process.wait(limit_s)

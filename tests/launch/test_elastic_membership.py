@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +40,9 @@ class Place:
         self.signals = SignalInbox()
         self.nodes: list[ElasticMembership] = []
 
-    def node(self, name: str, rules: ElasticRules = RULES, **settings: Any) -> ElasticMembership:
+    def node(
+        self, name: str, rules: ElasticRules = RULES, secret: bytes = b"", level: str = "CRITICAL", **settings: Any
+    ) -> ElasticMembership:
         contact = EtcdContact(
             EtcdAddress(endpoints=(self._server.endpoint,)),
             prefix=self._prefix,
@@ -53,8 +56,9 @@ class Place:
             node=Node(host="127.0.0.1"),
             settings=ElasticSettings(rules=rules, grace_s=7.0, **settings),
             answer=ContactAnswer("127.0.0.1", b"", contact.has_contact),
-            log=LaunchLog("CRITICAL"),
+            log=LaunchLog(level),
             signals=self.signals,
+            secret=secret,
         )
         self.nodes.append(one)
         return one
@@ -253,3 +257,65 @@ def test_fixed_job_waits_for_a_limited_time_and_ends_with_a_lost_node(place: Pla
     place.nodes.remove(one)
     one.close()
     assert held(two) == Outcome(1)
+
+
+def test_a_launcher_with_another_secret_joins_nothing(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    """Issue 10, Medium 9: one joined as rank 0. Its records count for nobody, and it is told why."""
+    pair = [place.node(name, secret=b"secret", level="WARNING") for name in "ab"]
+    place.join(*pair)
+    strangers = [place.node(name, secret=secret) for name, secret in (("s", b"other"), ("n", b""))]
+    for stranger in strangers:
+        stranger._contact.ttl_s = -4  # it gives up after a second, instead of the time of a lease and 5 s
+    for refused in place.join(*strangers):
+        assert isinstance(refused, RendezvousError)
+        assert "belongs to launchers with another secret, on 127.0.0.1. Set FLEET_JOB_SECRET" in str(refused)
+    for node in pair:
+        assert node.take() is None
+        assert node.world is not None
+        assert set(node.world.nodes) == {"a", "b"}
+    rule = "from 127.0.0.1, is ignored: it is not sealed with this job's secret (FLEET_JOB_SECRET)"
+    assert capfd.readouterr().err.count(rule) == 2, "once by each"
+
+
+def test_a_forged_record_stops_nobody_and_is_written_over(place: Place) -> None:
+    one, two = place.node("a", secret=b"secret"), place.node("b", secret=b"secret")
+    place.join(one, two)
+    store = EtcdStore(EtcdAddress(endpoints=(place._server.endpoint,)), timeout_s=5.0)
+    try:
+        forged = json.dumps({**json.loads(store.read(place._prefix).texts["world"]), "state": "over", "generation": 9})
+        for text in (forged, "{", '{"min_nodes": "x"}', json.dumps([1])):
+            store.put(f"{place._prefix}world", text)
+            store.put(f"{place._prefix}node/x", text)
+            for _ in range(500):
+                assert one.take() is None
+                assert two.take() is None
+                threading.Event().wait(0.01)
+                if store.read(place._prefix).texts["world"] != text:
+                    break
+            else:
+                raise AssertionError("never written over")
+    finally:
+        store.close()
+
+
+def test_what_launchers_with_another_secret_left_behind_is_taken_over(place: Place) -> None:
+    old = place.node("a", replace(RULES, min_nodes=1, max_nodes=1), secret=b"old")
+    place.join(old)
+    assert ends(old, GroupResult(exit_code=0)) == Outcome(0)
+    place.nodes.remove(old)
+    old.close()
+    (first, second) = place.join(place.node("b", secret=b"new"), place.node("c", secret=b"new"))
+    assert (len(first.peers), first.number) == (2, second.number)
+
+
+def test_two_launchers_of_one_name_are_not_one_node(place: Place) -> None:
+    """Issue 10, Low: both joined as the same node and started its workers."""
+    rules = replace(RULES, min_nodes=1, max_nodes=1)
+    one = place.node("a", rules)
+    place.join(one)
+    (refused,) = place.join(place.node("a", rules))
+    assert isinstance(refused, RendezvousError)
+    assert "Another launcher of this job has the pod id a" in str(refused)
+    place.nodes.pop().close()
+    assert one.take() is None
+    assert place.keys() == ["node/a", "world"]

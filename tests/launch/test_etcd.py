@@ -35,7 +35,7 @@ def test_read_put_swap_delete(store: EtcdStore) -> None:
     store.put("/t/no-json", "{")
     store.put("/tt", "9")
     view = store.read("/t/")
-    assert (view.values, view.texts) == ({"a": {"x": 1}}, {"a": '{"x": 1}'})
+    assert (view.values, view.texts) == ({"a": {"x": 1}}, {"a": '{"x": 1}', "no-json": "{"})
     assert first.revision < view.revision
     assert view.created["a"] > first.revision
     assert not store.swap("/t/a", None, "2")
@@ -75,6 +75,16 @@ def test_keys_go_with_their_lease(store: EtcdStore) -> None:
     assert not store.keep_alive(lease)
     with pytest.raises(EtcdRefusedError, match="lease not found"):
         store.put("/t/node", "1", lease)
+
+
+def test_a_key_is_claimed_unless_it_is_under_the_lease_of_another(store: EtcdStore) -> None:
+    old, own, other = (store.grant(5) for _ in range(3))
+    assert store.claim("/t/claimed", "1", old, {old})
+    assert store.claim("/t/claimed", "2", own, {old, own}), "as after a lost answer, or a lost lease"
+    assert not store.claim("/t/claimed", "3", other, {other})
+    assert store.read("/t/claimed").texts == {"": "2"}
+    for lease in (old, own, other):
+        store.revoke(lease)
 
 
 def test_changes_are_hinted(store: EtcdStore, etcd: Etcd) -> None:

@@ -101,6 +101,15 @@ def test_nodes_that_name_loopback_beside_others_are_refused() -> None:
         _with_interface(config, peers[0], peers)
 
 
+def test_nodes_that_meet_elsewhere_and_all_name_loopback_are_refused() -> None:
+    """Issue 10, Low: without a route each node's workers waited for the others on itself."""
+    peers = [Peer(name=name, host="127.0.0.1", ports=(80,)) for name in "ab"]
+    with pytest.raises(LaunchError, match="meet at 10.0.0.2:80, and all of them have the address 127.0.0.1.*--host="):
+        _with_interface(read("--nnodes=2", "--master=10.0.0.2:80"), peers[0], peers)
+    for flags in (("--master=10.0.0.2:80", "--host=127.0.0.1"), ()):
+        assert _with_interface(read("--nnodes=2", *flags), peers[0], peers).interface == "lo"
+
+
 @pytest.mark.parametrize("flag", ["--master=127.0.0.1:6000", "--rdzv-endpoint=localhost:6000", "--master_addr=::1"])
 def test_a_master_on_loopback_is_refused_for_several_nodes(flag: str) -> None:
     with pytest.raises(ConfigError, match="means a different machine on each of the 2 nodes.*--host=127.0.0.1"):

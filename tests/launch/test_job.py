@@ -6,11 +6,16 @@ import os
 import re
 import signal
 import stat
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fleet.errors import LaunchError
+from fleet.launch import _job
+from tests.helpers.launching import read
 from tests.launch.launcher import Launcher, wait_until_gone
 
 SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
@@ -357,6 +362,34 @@ def test_a_planted_secret_reaches_no_file(tmp_path: Path) -> None:
             content = path.read_bytes()
             assert secret.encode() not in content, path
             assert job_secret.encode() not in content, path
+
+
+def test_a_long_argument_delays_neither_the_start_nor_a_signal(tmp_path: Path) -> None:
+    """Issue 10, Medium 8: the launcher looked for secrets in 40,000 characters for 107 s, and heard no SIGTERM."""
+    script = "import time; print('runs', flush=True); time.sleep(60)"
+    with Launcher(tmp_path, script, "--nproc_per_node=1", args=["a" * 120_000]) as job:
+        job.wait_for("runs")
+        job.signal(signal.SIGTERM)
+        assert job.wait(10) == 143
+
+
+def test_a_folder_of_another_launcher_with_this_pod_id_is_not_shared(tmp_path: Path) -> None:
+    config = replace(read(), scratch_path=tmp_path)
+    taken = pytest.raises(LaunchError, match=f"Another launcher of this job has the pod id {config.pod_id}")
+    with taken, _job._scratch_folder(config):
+        pass
+    assert tmp_path.is_dir()
+
+
+def test_the_secret_is_printed_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(read("--nnodes=2"), scratch_path=tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert _job._secret_path(config) is None
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert _job._secret_path(replace(config, secret_is_users=True)) is None
+    path = _job._secret_path(config)
+    assert path is not None
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (f"{config.secret}\n", 0o600)
 
 
 def test_worker_environment(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fleet.launch._kv_service import KeyValueService
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    service = KeyValueService(listener, b"s", lambda where: None)
+    service = KeyValueService(listener, b"s", lambda *about: None)
     yield listener.getsockname()
     service.close()
 

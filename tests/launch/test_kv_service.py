@@ -25,7 +25,7 @@ class Served:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()
         self.refused: list[str] = []
-        self.service = KeyValueService(listener, secret, self.refused.append)
+        self.service = KeyValueService(listener, secret, lambda *about: self.refused.append(" ".join(about)))
         self.clients: list[KeyValueClient] = []
 
     def client(self, secret: bytes = SECRET, prefix: str = "/fleet/job/", ttl_s: float = 5.0) -> KeyValueClient:

@@ -89,6 +89,21 @@ def test_nodes_that_meet() -> None:
     assert read("--nnodes=2", "--rdzv-endpoint=10.0.0.1:6000", "--node-rank=0").node_rank == 0
 
 
+def test_without_a_default_route_the_address_is_the_one_towards_the_master() -> None:
+    """Issue 10, Low: the workers of every node listened on 127.0.0.1."""
+    asked: list[tuple[str, int]] = []
+
+    def towards(host: str, port: int) -> str:
+        asked.append((host, port))
+        return "169.254.3.2"
+
+    assert read("--nnodes=2", "--master=169.254.3.1:6000", towards=towards).host == "169.254.3.2"
+    assert asked == [("169.254.3.1", 6000)]
+    assert read("--nnodes=2", "--master=10.0.0.1:80", "--host=10.0.0.3", towards=towards).host == "10.0.0.3"
+    assert read("--nnodes=2", "--master=10.0.0.1:80", address="10.0.0.4", towards=towards).host == "10.0.0.4"
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("text", ["0", "x", "2:1", "1:2:3", "-1", ":", "1:"])
 def test_other_numbers_of_nodes_are_errors(text: str) -> None:
     with pytest.raises(ConfigError, match="N or MIN:MAX"):

@@ -74,8 +74,8 @@ def test_the_same_command_on_each_node(tmp_path: Path, place: str) -> None:
 
 def test_with_the_printed_command(tmp_path: Path) -> None:
     with Launcher(tmp_path / "a", SCRIPT, "--nnodes=2", "--gpus=0") as one:
-        secret, _, _, _, *words = shlex.split(one.wait_for(r"(.*) train.py\n", "stdout")[1])
-        with Launcher(tmp_path / "b", SCRIPT, *words, env=dict([secret.split("=")])) as two:
+        _, _, _, _, *words = shlex.split(one.wait_for(r"(.*) train.py\n", "stdout")[1])
+        with Launcher(tmp_path / "b", SCRIPT, *words, env={"FLEET_JOB_SECRET": one.printed_secret()}) as two:
             check(one, two)
 
 

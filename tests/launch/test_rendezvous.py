@@ -28,7 +28,7 @@ class Place:
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.service = KeyValueService(listener, SECRET, lambda address: None)
+        self.service = KeyValueService(listener, SECRET, lambda *about: None)
         self.signals = SignalInbox()
         self.nodes: list[Rendezvous] = []
 
@@ -233,3 +233,16 @@ def _news(node: Rendezvous) -> tuple[str, float]:
             return event.kind, event.grace_s
         time.sleep(0.01)
     raise AssertionError("no news")
+
+
+def test_two_launchers_of_one_name_are_not_one_node(place: Place) -> None:
+    """Issue 10, Low: both joined as the same node and started its workers."""
+    rules = Rules(min_nodes=1, max_nodes=1)
+    one, two = place.node("a", rules), place.node("a", rules)
+    assert one.join({"p": 1}).node_rank == 0
+    (refused,) = together(lambda: two.join({"p": 2}))
+    assert isinstance(refused, RendezvousError)
+    assert "Another launcher of this job has the pod id a" in str(refused)
+    place.nodes.remove(two)
+    two.close()
+    assert one.take() is None, "the key of the first is still there"

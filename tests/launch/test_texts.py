@@ -118,6 +118,14 @@ def test_the_copy_command_holds_the_original_arguments() -> None:
     assert words[6:] == [*args, SCRIPT, "--name", "two words"]
 
 
+def test_the_copy_command_names_the_file_of_the_secret() -> None:
+    """Where standard output may end up in a file."""
+    config = read("--nnodes=2")
+    lines = _texts.copy_command_lines(config, "[fd00::1]:6000", Path("/tmp/x/secret"))
+    assert lines[2].startswith('FLEET_JOB_SECRET="$(ssh fd00::1 cat /tmp/x/secret)" python')
+    assert config.secret not in "".join(lines)
+
+
 def test_the_copy_command_refers_to_a_secret_of_the_user() -> None:
     config = read("--nnodes=2", "--rank=0", env={"FLEET_JOB_SECRET": "ab" * 16})
     lines = _texts.copy_command_lines(config, "10.0.0.1:6000")
@@ -192,6 +200,7 @@ PLANTED = "s3cr3tPlantedValue"
         ("--nnodes=2",),
         ("--devices=0", "--backend=gloo"),
         ("--nnodes=2", f"--master=etcd://me:{PLANTED}@127.0.0.1:2379"),
+        ("--nnodes=2", f"--master=etcd://me:{PLANTED}/{PLANTED}@127.0.0.1:2379"),
         ("--elastic_server=10.0.0.1:2379", "--np=2", f"--elastic_pre_hook=API_TOKEN={PLANTED} ./hook"),
         (f"--auto_tuner_json=PASSWORD={PLANTED}", "--log_style=fleetrun"),
     ],

@@ -75,8 +75,14 @@ def test_remote_files_come_through_hadoop(tmp_path: Path, monkeypatch: pytest.Mo
     source = Source(fs_name="hdfs://name-node:9000", fs_ugi="user,pw")
     assert read("hdfs:/data/part-0", source) == b"1 2\n"
     assert "-Dhadoop.job.ugi=user,pw" in (tmp_path / "calls.log").read_text()
-    with pytest.raises(ConfigError, match="ended with status 1 while it read 'hdfs:/data/part-1'"):
+    with pytest.raises(ConfigError, match="ended with status 1 while it read 'hdfs:/data/part-1'") as failed:
         read("hdfs:/data/part-1", source)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be started for 'hdfs:/data/part-1'") as absent:
+        read("hdfs:/data/part-1", source)
+    for error in (failed.value, absent.value):  # issue 10, Medium 8
+        assert "-Dhadoop.job.ugi=*** -cat" in str(error)
+        assert "pw" not in str(error)
     assert source.commands("afs:/data/part-0.gz")[0] == [
         ["hadoop", "fs", "-Dfs.default.name=hdfs://name-node:9000", "-Dhadoop.job.ugi=user,pw", "-text"]
         + ["afs:/data/part-0.gz"]

@@ -10,6 +10,7 @@ import yaml
 
 from fleet.k8s._contract import plan_elastic_variables
 from fleet.k8s._job import API_VERSION, GROUP, KIND, PLURAL, read_job
+from fleet.k8s._objects import LABEL_JOB
 from tests.helpers.kubernetes import (
     DEPLOY,
     EXAMPLES,
@@ -135,9 +136,25 @@ def test_the_older_definition_is_of_the_older_interface() -> None:
     assert "x-kubernetes" not in yaml.safe_dump(document)
 
 
+def test_only_pods_of_jobs_and_the_operator_reach_the_etcd() -> None:
+    """Issue 10, Medium 9: whoever may write there can stop and scale the jobs."""
+    _, etcd, policy = read_yaml(DEPLOY / "elastic" / "etcd.yaml")
+    assert policy["kind"] == "NetworkPolicy"
+    assert policy["spec"]["podSelector"]["matchLabels"] == etcd["spec"]["template"]["metadata"]["labels"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": etcd["spec"]["template"]["spec"]["containers"][0]["ports"][0]["name"]}]
+    pods, operator = rule["from"]
+    assert pods["podSelector"]["matchExpressions"] == [{"key": LABEL_JOB, "operator": "Exists"}]
+    (deployment,) = (d for d in read_yaml(DEPLOY / "v1" / "operator.yaml") if d["kind"] == "Deployment")
+    assert operator["podSelector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert operator["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": deployment["metadata"]["namespace"]
+    }
+
+
 def test_the_elastic_example_finds_the_etcd_beside_it_and_keeps_its_checkpoints() -> None:
     """004-17: the service's name is what the launcher's variables are made of; a new pod finds the checkpoint."""
-    service, etcd = read_yaml(DEPLOY / "elastic" / "etcd.yaml")
+    service, etcd, _ = read_yaml(DEPLOY / "elastic" / "etcd.yaml")
     name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
     pod = etcd["spec"]["template"]
     assert service["spec"]["selector"] == pod["metadata"]["labels"] == etcd["spec"]["selector"]["matchLabels"]

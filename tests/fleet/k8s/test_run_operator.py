@@ -31,7 +31,7 @@ def test_the_image_holds_what_the_operator_imports(tmp_path: Path) -> None:
         for line in (DEPLOY / "Dockerfile.operator").read_text().splitlines()
         if line.startswith("COPY ")
     ]
-    assert len(copied) == 3
+    assert len(copied) == 4
     for *sources, target in copied:
         for source in sources:
             if (ROOT / source).is_dir():

@@ -204,6 +204,18 @@ def test_messages_hold_no_password(hadoop: Hadoop) -> None:
     assert "-Dhadoop.job.ugi=*** -test -e /f" in str(caught.value)
 
 
+def test_properties_with_other_names_for_a_password_are_hidden(hadoop: Hadoop) -> None:
+    """Issue 10, Medium 8: dfs.client.pass."""
+    hadoop.fail("134")
+    client = HDFSClient(str(hadoop.home), {"dfs.client.pass": "pa$$word", "dfs.replication": "3"})
+    with pytest.raises(FSShellCmdAborted, match=r"-Ddfs.client.pass=\*\*\* -Ddfs.replication=3 -test") as caught:
+        client.is_exist("/f")
+    assert "pa$$word" not in str(caught.value)
+    with pytest.raises(ConfigError, match="is a str; it takes a dictionary") as refused:
+        HDFSClient(str(hadoop.home), "dfs.client.pass=pa$$word")  # type: ignore[arg-type]
+    assert "pa$$word" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"time_out": -1}, "time_out=-1"), ({"sleep_inter": "x"}, "sleep_inter='x'"), ({"retry_times": 1.5}, "1.5")],
@@ -217,7 +229,7 @@ def test_a_missing_hadoop_is_refused(hadoop: Hadoop) -> None:
     shutil.rmtree(hadoop.home / "bin")
     with pytest.raises(ConfigError, match="not a program"):
         hadoop.client()
-    with pytest.raises(ConfigError, match="configs='x'"):
+    with pytest.raises(ConfigError, match="is a str; it takes a dictionary"):
         HDFSClient(str(hadoop.home), "x")  # type: ignore[arg-type]
 
 

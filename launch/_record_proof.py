@@ -1,0 +1,87 @@
+"""What the launchers of a job on etcd prove to each other: each record carries an HMAC that only they can compute.
+
+etcd takes records from everybody who may write there. The proof is keyed by the job's secret and covers the name of the
+job, the key (for a node its identity) and the record with its generation, so no record can be made, changed or put
+under another key without the secret. Under an empty secret it keeps accidental strangers out, not attackers.
+
+Not covered is how many nodes the job wants: ``python -m fleet.elastic scale`` and the operator of a cluster, which may
+not read the job's secret, set it. Nor does a proof keep anybody from deleting records or putting old ones back, which
+ends or delays a job: that takes the rights of etcd's users.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fleet.launch import _world
+from fleet.launch._elastic_world import ElasticRules, first_world
+from fleet.launch._kv_client import View
+from fleet.launch._world import WORLD_KEY, Node, World
+
+_SIZES = ("min_nodes", "max_nodes")
+_MOST_NODES = 1_000_000
+
+
+class RecordProofs:
+    """Proves the records of one job, and tells those without a proof apart.
+
+    Args:
+        secret: the job's secret; empty when there is none.
+        prefix: stands before every key of the job.
+    """
+
+    def __init__(self, secret: bytes, prefix: str) -> None:
+        self._secret, self._prefix = secret, prefix
+
+    def text(self, key: str, record: Node | World) -> str:
+        """Returns ``record`` with its proof, as it stands on etcd under ``key``."""
+        return _world.to_text(replace(record, proof=self._proof(key, _world.to_json(record))))
+
+    def checked(self, view: View) -> View:
+        """Returns ``view`` with the values alone that carry a proof; ``unproved`` names the hosts of the others.
+
+        Their texts stay, so that a compare-and-set can take the place of one.
+        """
+        values = {key: value for key, value in view.values.items() if self._is_proved(key, value)}
+        unproved = {key: _host(value) for key, value in view.values.items() if key not in values}
+        return replace(view, values=values, unproved=unproved)
+
+    def _is_proved(self, key: str, value: object) -> bool:
+        if not isinstance(value, dict) or not isinstance(value.get("proof"), str):
+            return False
+        if key == WORLD_KEY and not all(_is_size(value.get(name)) for name in _SIZES):
+            return False
+        try:
+            wanted = self._proof(key, value)
+        except RecursionError:
+            return False
+        given = value["proof"].encode(errors="replace")
+        return hmac.compare_digest(given, wanted.encode()) or (key == WORLD_KEY and _claims_nothing(value))
+
+    def _proof(self, key: str, value: Mapping[str, Any]) -> str:
+        covered = {name: value[name] for name in value if name != "proof" and not (key == WORLD_KEY and name in _SIZES)}
+        text = json.dumps([f"{self._prefix}{key}", covered], sort_keys=True)
+        return hmac.new(self._secret, b"fleet-record " + text.encode(), hashlib.sha256).hexdigest()
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_NODES
+
+
+def _claims_nothing(value: Mapping[str, Any]) -> bool:
+    """Returns whether this is the record of a job that has not begun, as an operator writes it for its size alone."""
+    rules = ElasticRules(min_nodes=value["min_nodes"], max_nodes=value["max_nodes"])
+    return bool(value == json.loads(_world.to_text(first_world(rules))))
+
+
+def _host(value: object) -> str:
+    """Returns the host that a node's record names, or that of a world's first node."""
+    if isinstance(value, dict) and isinstance(value.get("peers"), list):
+        value = next(iter(value["peers"]), None)
+    host = value.get("host") if isinstance(value, dict) else None
+    return host[:80] if isinstance(host, str) and host.isprintable() else "an unknown host"
