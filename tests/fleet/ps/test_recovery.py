@@ -380,3 +380,12 @@ def test_a_server_killed_while_it_prepared_prepares_again(tmp_path):
         finally:
             server.stop()
         assert len(calls) == expected
+
+
+def test_only_the_user_of_the_server_reads_what_it_keeps(tmp_path):
+    """The snapshots were 0644 beside a journal of 0600."""
+    with serving(folder=tmp_path) as service:
+        service.client(tables={0: SPARSE}).snapshot()
+        kept = [path for path in tmp_path.rglob("*") if path.parent.name.startswith("snapshot") or path.is_file()]
+        assert len(kept) >= 4
+        assert {path.stat().st_mode & 0o077 for path in kept} == {0}
