@@ -101,6 +101,7 @@ class Journal:
         self.lock = threading.Lock()
         self.level, self.last_lsn = level, last_lsn
         self.bytes_written = 0
+        self.in_snapshot: int | None = None  # the last record that a snapshot has made superfluous
         self._folder, self._sync_interval_s = folder, sync_interval_s
         self._fd = -1
         self._first = self._position = 0  # of the segment that is written: its first record, and its length
@@ -199,7 +200,7 @@ class Journal:
     def snapshot_done(self, lsn: int) -> None:
         """Removes the segments in which every record is at most ``lsn``: a snapshot holds them."""
         with self.lock:
-            self._durable_lsn = max(self._durable_lsn, lsn)
+            self._durable_lsn, self.in_snapshot = max(self._durable_lsn, lsn), lsn
         if self._folder is None:
             return
         segments = _segments(self._folder)
@@ -366,7 +367,7 @@ def read_journal(
                     "between are gone. Restore the whole folder, or start with an empty one."
                 )
             damage = damage or f"{path}: record {expected} should follow, the segment starts with {first}."
-            if exact:
+            if exact or expected is None:  # the names of segments and snapshots are durable at every level
                 raise CheckpointError(damage)
             lines.append(f"the last seconds before the machine stopped are missing, records from {wanted} on. {damage}")
             for _, later in segments[index:]:

@@ -24,7 +24,7 @@ from fleet.ps._machine import Machine
 from fleet.ps._served_table import ServedSparse, Stamps
 from fleet.ps._session import Held, Session
 
-__all__ = ["has_snapshot", "recover", "write_snapshot"]
+__all__ = ["has_snapshot", "is_lost", "recover", "write_snapshot"]
 
 _VERSION = 1
 _SESSION = "session.bin"
@@ -142,6 +142,12 @@ def has_snapshot(folder: Path) -> bool:
     return bool(_snapshots(folder))
 
 
+def is_lost(folder: Path, machine: Machine) -> bool:
+    """Returns whether somebody has removed what a restart needs: the journal's file, or the only snapshot."""
+    journal = machine.journal
+    return journal.is_lost() or (journal.in_snapshot is not None and not has_snapshot(folder))
+
+
 def recover(folder: Path, machine: Machine) -> list[str]:
     """Brings the empty ``machine`` to where the server in ``folder`` stood; returns lines that say what was done.
 
@@ -172,6 +178,7 @@ def recover(folder: Path, machine: Machine) -> list[str]:
                 table.day = days.get(str(table_id))
             machine.tables[table_id] = table
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
+        machine.journal.in_snapshot = lsn
     count, journal = 0, machine.journal
     journal.last_lsn, known = lsn, max([lsn, *(stamp.latest for stamp in stamps.values())])
     for record in read_journal(folder / "journal", lsn, lines, known=known, exact=exact):

@@ -179,6 +179,16 @@ def test_the_numbers_go_on_after_the_newest_row(tmp_path: Path, alone: pytest.Mo
     np.testing.assert_array_equal(after, before - 2)
 
 
+def test_a_lost_snapshot_is_no_power_cut(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
+    """It was durable at every level: with the journal alone the server would start with nothing."""
+    life = Life(tmp_path, 1)
+    life.push(3)
+    life.snapshot(alone)
+    next(tmp_path.glob("snapshot-*")).rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="Restore the whole folder"):
+        Life(tmp_path, 1)
+
+
 def test_level_2_refuses_a_disk_that_lost_what_it_confirmed(tmp_path: Path, alone: pytest.MonkeyPatch) -> None:
     life = Life(tmp_path, 2)
     life.push(3)
