@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fleet.errors import CheckpointError, ConfigError
+from fleet.ps._archive import check_archive
 from fleet.strategies._parts import has_parts
 
 _STALE_AFTER_S = 3600.0  # a temporary file that nobody has written to for so long belongs to a process that died
@@ -78,7 +79,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
             not look at them. ``False`` also reads files that were written without them.
 
     Raises:
-        CheckpointError: the file is absent, cut short, damaged, or holds objects other than plain data.
+        CheckpointError: the file is absent, cut short, damaged, packed, or holds objects other than plain data.
 
     Example:
         >>> state = load("checkpoint.pdparams")
@@ -88,9 +89,12 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
         what = "this is a folder" if target.is_dir() else "there is no such file"
         raise CheckpointError(f"load(path={str(path)!r}): {what}.{_paddle_model_in(target)}")
     try:
+        check_archive(target, f"load(path={str(path)!r})")
         if check_sums:
             _compare_sums(target)
         return torch.load(target, map_location=map_location, weights_only=True)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"load(path={str(path)!r}): {error.strerror or error}.") from error
     except Exception as error:

@@ -24,12 +24,14 @@ import torch
 
 from fleet._checkpoint import check_readable, flush_folder
 from fleet.errors import CheckpointError, ConfigError
+from fleet.ps._archive import check_archive
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PART = re.compile(r"(model|optimizer|rest|worker-\d{5,})\.pt")
 _BLOCK_BYTES = 1 << 20
+_MAX_MANIFEST_BYTES = 1 << 26  # some 500,000 workers
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def read_entry(path: Path) -> Entry:
     Raises CheckpointError that says what is wrong with it.
     """
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        with open_file(path / MANIFEST) as file:
+            content = json.loads(file.read(_MAX_MANIFEST_BYTES))
         stated = content.pop("sha256")
         if stated != _sum_of(content) or content["format"] != "fleet-checkpoint":
             raise CheckpointError(f"{path.name}: {MANIFEST} is damaged")
@@ -177,8 +180,13 @@ def read_entry(path: Path) -> Entry:
         raise
     except OSError as error:
         raise CheckpointError(f"{path.name}: {Path(error.filename or '').name}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: {MANIFEST} is damaged ({error})") from error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Returns the file at ``path``, open at its beginning; a link is not followed."""
+    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
 
 
 def open_part(entry: Entry, name: str) -> BinaryIO:
@@ -190,10 +198,9 @@ def open_part(entry: Entry, name: str) -> BinaryIO:
     if part is None:
         raise CheckpointError(f"{entry.path.name}: it has no {name}")
     try:
-        descriptor = os.open(entry.path / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        file = open_file(entry.path / name)
     except OSError as error:
         raise CheckpointError(f"{entry.path.name}: {name}: {error.strerror or error}") from error
-    file = open(descriptor, "rb")  # noqa: SIM115 (the caller closes it)
     try:
         found = hashlib.sha256()
         while block := file.read(_BLOCK_BYTES):
@@ -218,7 +225,11 @@ def read_part(entry: Entry, name: str) -> Any:
 def parse_part(file: BinaryIO, label: str) -> Any:
     """Returns what ``file`` holds; raises CheckpointError that begins with ``label``."""
     try:
+        check_archive(file, label)
+        file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{label} cannot be read ({f'{error}'.splitlines()[0][:200]})") from error
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from fleet.errors import CheckpointError
 from fleet.ps._journal import block_checksum
+from fleet.ps._row_file import bytes_left
 
 __all__ = ["END_BYTES", "read_chunks", "read_end", "write_chunk", "write_end"]
 
@@ -44,7 +45,8 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
             raise CheckpointError(f"{path}: the snapshot ends early; restore it from a copy.")
         magic, n, stamp, width, kind, size = _CHUNK.unpack(head)
         head_crc, checksum = _CRC.unpack(crc)
-        payload = file.read(size) if magic == _CHUNK_MAGIC and head_crc == zlib.crc32(head) else None
+        is_head = magic == _CHUNK_MAGIC and head_crc == zlib.crc32(head) and size <= bytes_left(file)
+        payload = file.read(size) if is_head else None
         if payload is None or len(payload) != size or block_checksum(payload) != checksum:
             raise CheckpointError(f"{path}: the snapshot is damaged before byte {file.tell()}; restore it from a copy.")
         if kind == _END:

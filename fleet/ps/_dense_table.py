@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,6 +100,11 @@ class DenseTable:
             else:
                 update_rows(self._rule, self._values[None], self._state[None], gradient[None], None)
 
+    def load_kernels(self) -> None:
+        """Loads the kernel of the rule now, as :meth:`fleet.ps.SparseTable.load_kernels` does."""
+        if self._use_kernels:
+            self._kernel()
+
     def add(self, delta: Float32s) -> None:
         """Adds ``delta`` to the values (geo); the state stays."""
         self._check("delta", delta)
@@ -142,13 +148,16 @@ class DenseTable:
             self._params[RATE] = value
 
     def _push_by_kernel(self, gradient: Float32s) -> None:
-        from fleet.ps._kernels_rules import update_function
-
         size, rows, order = self.config.size, np.array([_address(self._row)]), np.zeros(1, np.int32)
         # A C function called through ctypes runs without the GIL.
-        update_function(self._rule.name)(
+        self._kernel()(
             _address(rows), 1, _address(order), _address(gradient), size, 0, 0, size, size, _address(self._params)
         )
+
+    def _kernel(self) -> Callable[..., None]:
+        from fleet.ps._kernels_rules import update_function
+
+        return update_function(self._rule.name)
 
     def _push_d2sum(self, g: Float32s) -> None:
         if self._rule["weight_decay"]:

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,18 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.ps._accessor import accessor_score
 from fleet.ps._dense_table import DenseTable
 from fleet.ps._layout import Float32s, Int64s, SparseTableConfig
-from fleet.ps._manifest import Extent, Manifest, manifest_path, read_manifest, read_parts, table_folder, write_manifest
+from fleet.ps._manifest import (
+    Extent,
+    Manifest,
+    manifest_path,
+    part_number,
+    read_manifest,
+    read_parts,
+    table_folder,
+    write_manifest,
+)
 from fleet.ps._reference import mix, range_of
-from fleet.ps._row_file import encode_block, publish, read_block
+from fleet.ps._row_file import encode_block, open_plain, publish, read_block
 from fleet.ps._rows import RowBlock, join_blocks
 from fleet.ps._sparse_table import SparseTable
 
@@ -227,7 +236,7 @@ def _extents_of(part: Manifest, ranges: tuple[int, int] | None) -> list[Extent]:
 
 def _blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None) -> Iterator[RowBlock]:
     path = folder / part.data
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for extent in _extents_of(part, ranges):
             file.seek(extent.offset)
             rows = 0
@@ -249,17 +258,21 @@ def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
     for key in ("dim", "rule", "embed_rule"):
         have, want = part.config.get(key), wanted[key]
         if key != "dim":
-            have, want = (have or {}).get("name"), (want or {}).get("name")
+            have, want = _field(have, "name"), _field(want, "name")
         if have != want:
             raise CheckpointError(
                 f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
                 "another shape cannot be loaded."
             )
-    if (part.config.get("accessor") or {}).get("kind") != (wanted["accessor"] or {}).get("kind"):
+    if _field(part.config.get("accessor"), "kind") != _field(wanted["accessor"], "kind"):
         raise CheckpointError(
             f"{path}: saved with accessor {part.config.get('accessor')!r}; table {config.name!r} "
             f"has {wanted['accessor']!r}."
         )
+
+
+def _field(values: Any, name: str) -> Any:
+    return values.get(name) if isinstance(values, dict) else None
 
 
 def save_dense(
@@ -320,7 +333,8 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
 
 
 def _dense_of(folder: Path, part: Manifest, per_dim: int, per_row: int) -> tuple[Float32s, Float32s]:
-    data = (folder / part.data).read_bytes()
+    with open_plain(folder / part.data) as file:
+        data = file.read()
     if zlib.crc32(data) != part.config["crc32"] or len(data) != 4 * ((1 + per_dim) * part.rows + per_row):
         raise CheckpointError(
             f"{folder / part.data}: the checksum or the size is wrong. The file is damaged; load another checkpoint."
@@ -344,7 +358,8 @@ class temporary_file:
         self._path, self._at = path, path.with_name(f".{path.name}.tmp")
 
     def __enter__(self) -> BinaryIO:
-        self._file = self._at.open("wb", buffering=_BUFFER_BYTES)
+        self._at.unlink(missing_ok=True)
+        self._file = self._at.open("xb", buffering=_BUFFER_BYTES)  # not through a link that somebody has left there
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -365,17 +380,17 @@ def _publish_part(folder: Path, manifest: Manifest) -> None:
     for old in folder.glob(f"part-{manifest.server:03d}-*"):
         if old.suffix in (".rows", ".dense") and old.name != manifest.data:
             old.unlink(missing_ok=True)
-    # Parts of a save by more servers would make this one look unfinished.
+    # Parts of a save by more servers would make this one look unfinished. What they name is not looked at.
     for path in folder.glob("part-*.json"):
-        if path.name != manifest_path(folder, manifest.server).name and _is_beyond(path, manifest):
-            (folder / read_manifest(path).data).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+        if (number := part_number(path)) is not None and number >= manifest.num_servers and _is_old(path, manifest):
+            for old in (*folder.glob(f"part-{number:03d}-*.rows"), *folder.glob(f"part-{number:03d}-*.dense"), path):
+                old.unlink(missing_ok=True)
 
 
-def _is_beyond(path: Path, manifest: Manifest) -> bool:
+def _is_old(path: Path, manifest: Manifest) -> bool:
+    """Returns whether the part at ``path`` is of another save than ``manifest``; one that nobody can load is."""
     try:
         other = read_manifest(path)
     except CheckpointError:
-        return False
-    same = (other.save_id, other.num_servers) == (manifest.save_id, manifest.num_servers)
-    return other.server >= manifest.num_servers and not same
+        return True
+    return (other.save_id, other.num_servers) != (manifest.save_id, manifest.num_servers)

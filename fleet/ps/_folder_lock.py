@@ -32,13 +32,21 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, patience_s: float = 5.0) -> None:
+        self._path, self._fd = folder / ".lock", -1
+        self.renew(patience_s)
+
+    def renew(self, patience_s: float = 0.0) -> None:
+        """Takes the folder, anew where somebody has removed it together with the lock; raises as the class does."""
+        folder = self._path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / ".lock"
+        if self._fd >= 0 and self._path.exists() and os.path.samestat(os.fstat(self._fd), self._path.stat()):
+            return
+        self.release()
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + patience_s
         while not self._take():
             if time.monotonic() > deadline:
-                os.close(self._fd)
+                self.release()
                 raise PSError(
                     f"another process uses {folder}, the folder of this parameter server. A server of this number "
                     "is running already: stop it, or give this job a FLEET_PS_FOLDER of its own."

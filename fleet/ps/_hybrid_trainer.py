@@ -7,7 +7,6 @@ The dense tables on the servers are a copy that a save brings up to date, so tha
 from __future__ import annotations
 
 import io
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSError
+from fleet.ps._archive import check_archive
 from fleet.ps._client import Client
 from fleet.ps._dense_exchange import DenseExchange, check_same_round, not_finite
+from fleet.ps._files import temporary_file
+from fleet.ps._row_file import open_plain
 from fleet.ps._table_plan import TablePlan
 from fleet.ps._trainer import Trainer, TrainerConfig
 from fleet.ps._trainer_group import TrainerGroup
@@ -207,17 +209,26 @@ class HybridTrainer(Trainer):
             client.wait(client.set_dense({part.table_id: part.values() for part in self.plan.dense}))
         if tables is None:
             Path(dirname).mkdir(parents=True, exist_ok=True)
-            part = Path(dirname) / f".{STATE_FILE}.tmp"
-            torch.save(self._optimizer.state_dict()["state"], part)
-            os.replace(part, Path(dirname) / STATE_FILE)
+            with temporary_file(Path(dirname) / STATE_FILE) as file:
+                torch.save(self._optimizer.state_dict()["state"], file)
 
     def _load_state(self, dirname: str, dense: DenseExchange) -> None:
         """Loads the state that trainer 0 finds in the save; a save of another mode has none, and all start anew."""
         path = Path(dirname) / STATE_FILE
         is_here = self.client.config.rank == 0 and path.exists()
-        data = dense.share(path.read_bytes() if is_here else b"")
+        data, problem = b"", None
+        if is_here:
+            try:
+                with open_plain(path) as file:
+                    data = file.read()
+            except CheckpointError as error:  # raised here once the others know that there is nothing to read
+                data, problem = b"\0", error
+        data = dense.share(data)
+        if problem is not None:
+            raise problem
         state: Any = {}
         if data:
+            check_archive(io.BytesIO(data), f"{path}")
             try:
                 state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
             except Exception as error:

@@ -5,12 +5,17 @@ are newer than what the snapshot holds. Levels: 0 writes nothing; 1 writes to th
 death of the process and not that of the machine; 2 also calls fdatasync for groups of records.
 
 A record whose end is missing (the process died while writing) is found by its checksum and cut off.
+
+[Note: What a machine that died leaves]
+Until it is synced, anything may be on the disk: the end of a file is old or zeros, a later file is whole and an earlier
+one is not. At level 2 every segment is durable before the next one begins, and the newest one before a snapshot that
+may hold some of its records is published; so whatever is missing was promised to nobody. At level 1 the newest segment
+may be whole behind one that is not. Then the records up to the gap are taken, the segments behind it set aside.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import struct
 import threading
@@ -96,11 +101,14 @@ class Journal:
         self.lock = threading.Lock()
         self.level, self.last_lsn = level, last_lsn
         self.bytes_written = 0
+        self.in_snapshot: int | None = None  # the last record that a snapshot has made superfluous
         self._folder, self._sync_interval_s = folder, sync_interval_s
         self._fd = -1
         self._first = self._position = 0  # of the segment that is written: its first record, and its length
         self._failed: str | None = None
         self._durable_lsn = last_lsn
+        self._syncing = threading.Lock()  # taken before the other: the files of a sync stay open
+        self._retired: list[int] = []  # files that are written no more, to be closed after a sync that may have them
         self._closing = threading.Event()
         self._dirty = threading.Event()
         self._syncer: threading.Thread | None = None
@@ -171,14 +179,19 @@ class Journal:
         return self.last_lsn
 
     def is_lost(self) -> bool:
-        """Returns whether somebody has removed the file that records go to."""
+        """Returns whether somebody has removed or moved the file that records go to."""
         with self.lock:
             return self._is_unlinked()
 
     def _is_unlinked(self) -> bool:
-        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+        if self._fd < 0:
             return False
-        return not self._segment(self._first).exists()  # some file systems count no names
+        mine = os.fstat(self._fd)
+        try:
+            there = self._segment(self._first).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not mine.st_nlink and not os.path.samestat(mine, there)  # some file systems count no names
 
     def _segment(self, first: int) -> Path:
         assert self._folder is not None
@@ -187,7 +200,7 @@ class Journal:
     def snapshot_done(self, lsn: int) -> None:
         """Removes the segments in which every record is at most ``lsn``: a snapshot holds them."""
         with self.lock:
-            self._durable_lsn = max(self._durable_lsn, lsn)
+            self._durable_lsn, self.in_snapshot = max(self._durable_lsn, lsn), lsn
         if self._folder is None:
             return
         segments = _segments(self._folder)
@@ -196,9 +209,12 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Makes every record so far durable on the machine."""
-        with self.lock:
-            self._sync_fd()
+        """Makes every record of the newest segment so far durable on the machine; others may be appended meanwhile.
+
+        Raises:
+            OSError: the disk refused; the journal takes no more records.
+        """
+        self._sync_once()
 
     def close(self) -> None:
         """Closes the files."""
@@ -206,11 +222,14 @@ class Journal:
         self._dirty.set()
         if self._syncer is not None:
             self._syncer.join()
-        with self.lock:
-            if self._fd >= 0:
+        with self._syncing, self.lock:
+            try:
                 self._sync_fd()
-                os.close(self._fd)
+            finally:
+                if self._fd >= 0:
+                    self._retired.append(self._fd)
                 self._fd = -1
+                self._close_retired()
 
     def _open_segment(self) -> None:
         assert self._folder is not None
@@ -220,8 +239,7 @@ class Journal:
         self._fd, self._position = os.open(path, flags, 0o600), 0
         try:
             self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
-            if self.level == 2:
-                _fsync(self._folder)  # or the new name may be lost with the machine
+            _fsync(self._folder)  # or the new name may be lost with the machine
         except OSError:  # the records that come belong to the segment before, which is whole
             os.close(self._fd)
             self._fd, self._position = before
@@ -229,7 +247,7 @@ class Journal:
             raise
         self._first = self.last_lsn + 1
         if before[0] >= 0:
-            os.close(before[0])
+            self._retired.append(before[0])
 
     def _write(self, buffers: Sequence[Buffer]) -> None:
         if self._failed:
@@ -270,29 +288,29 @@ class Journal:
         while not self._closing.is_set():
             self._dirty.wait()
             self._dirty.clear()
-            try:
-                if not self._sync_once():
-                    return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._dirty.set()  # no file descriptor left just now
-                else:
-                    self._failed = _refused(error)
+            with contextlib.suppress(OSError):  # it is noted, and said at the next record
+                self._sync_once()
             self._closing.wait(self._sync_interval_s)
 
-    def _sync_once(self) -> bool:
-        with self.lock:
-            if self._fd < 0:
-                return False
-            fd, lsn = os.dup(self._fd), self.last_lsn
-        try:
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        with self.lock:
-            if not self._failed:
-                self._durable_lsn = max(self._durable_lsn, lsn)
-        return True
+    def _sync_once(self) -> None:
+        with self._syncing:
+            with self.lock:
+                fd, lsn = self._fd, self.last_lsn
+                self._close_retired()
+            if fd < 0:
+                return
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                self._failed = _refused(error)
+                raise
+            with self.lock:
+                if not self._failed:
+                    self._durable_lsn = max(self._durable_lsn, lsn)
+
+    def _close_retired(self) -> None:
+        while self._retired:
+            os.close(self._retired.pop())
 
 
 def _refused(error: OSError) -> str:
@@ -317,56 +335,76 @@ def _segments(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def read_journal(folder: Path, after_lsn: int, on_cut: list[str] | None = None) -> Iterator[Record]:
+def read_journal(
+    folder: Path, after_lsn: int, on_cut: list[str] | None = None, *, known: int = 0, exact: bool = True
+) -> Iterator[Record]:
     """Yields the records newer than ``after_lsn``; cuts an incomplete last record off its file.
 
     Args:
         folder: where the segments are.
         after_lsn: what the snapshot already holds.
-        on_cut: receives one line when something was cut.
+        on_cut: receives a line for each thing that is missing.
+        known: the last record that some row of the snapshot holds. A server that found its journal to end before it
+            has gone on after it.
+        exact: whether the disk was promised to have everything. Otherwise what follows a gap is set aside, see
+            [Note: What a machine that died leaves].
 
     Raises:
-        CheckpointError: a segment is missing, or one that is not the last is damaged.
+        CheckpointError: with ``exact``, a segment is missing, or one that is not the last is damaged.
     """
-    segments = _segments(folder)
+    segments, lines = _segments(folder), [] if on_cut is None else on_cut
     expected: int | None = None
+    damage = ""
     for index, (first, path) in enumerate(segments):
         last = index == len(segments) - 1
         if not last and segments[index + 1][0] <= after_lsn + 1:
             continue
-        if expected is None and first > after_lsn + 1:
-            raise CheckpointError(
-                f"{path}: the journal starts with record {first}, the snapshot ends with {after_lsn}: the records "
-                "between are gone. Restore the whole folder, or start with an empty one."
-            )
-        if expected is not None and first != expected:
-            raise CheckpointError(f"{path}: record {expected} should follow, the segment starts with {first}.")
-        expected = first
-        for record in _read_segment(path, first, last, on_cut):
-            expected = record.lsn + 1
-            if record.lsn > after_lsn:
-                yield record
-
-
-def _read_segment(path: Path, first: int, last: bool, on_cut: list[str] | None) -> Iterator[Record]:
-    size = path.stat().st_size
-    with path.open("r+b" if last else "rb") as file:
-        good = 0
-        if file.read(_SEGMENT.size) == _SEGMENT.pack(_SEGMENT_MAGIC, first):
-            good, expected = _SEGMENT.size, first
-            while True:
-                record = _read_record(file.read(_RECORD.size), file.read, expected, size - file.tell())
-                if record is None:
-                    break
-                good, expected = file.tell(), expected + 1
-                yield record
-        if good == size:
+        wanted = after_lsn + 1 if expected is None else expected
+        if (first > wanted if expected is None else first != wanted) and first != known + 1:
+            if expected is None:
+                damage = (
+                    f"{path}: the journal starts with record {first}, the snapshot ends with {after_lsn}: the records "
+                    "between are gone. Restore the whole folder, or start with an empty one."
+                )
+            damage = damage or f"{path}: record {expected} should follow, the segment starts with {first}."
+            if exact or expected is None:  # the names of segments and snapshots are durable at every level
+                raise CheckpointError(damage)
+            lines.append(f"the last seconds before the machine stopped are missing, records from {wanted} on. {damage}")
+            for _, later in segments[index:]:
+                later.rename(later.with_name(f"{later.name}.lost"))
             return
-        if not last:
-            raise CheckpointError(f"{path}: damaged at byte {good} of {size}; restore it from a copy.")
-        if on_cut is not None:
-            on_cut.append(f"{path.name}: {size - good} bytes of an incomplete record were cut off")
-        file.truncate(good)
+        expected, good = first, 0
+        for record, end in _read_segment(path, first):
+            good = end
+            if record is not None:
+                expected = record.lsn + 1
+                if record.lsn > after_lsn:
+                    yield record
+        damage = _end_segment(path, good, last, lines)
+
+
+def _read_segment(path: Path, first: int) -> Iterator[tuple[Record | None, int]]:
+    """Yields the head (as ``None``) and each whole record with the place where it ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(_SEGMENT.size) != _SEGMENT.pack(_SEGMENT_MAGIC, first):
+            return
+        yield None, _SEGMENT.size
+        while record := _read_record(file.read(_RECORD.size), file.read, first, size - file.tell()):
+            first += 1
+            yield record, file.tell()
+
+
+def _end_segment(path: Path, good: int, last: bool, lines: list[str]) -> str:
+    """Cuts what is behind ``good`` off the last segment; returns what is wrong with another one."""
+    size = path.stat().st_size
+    if good == size:
+        return ""
+    if not last:
+        return f"{path}: damaged at byte {good} of {size}; restore it from a copy."
+    lines.append(f"{path.name}: {size - good} bytes of an incomplete record were cut off")
+    os.truncate(path, good)
+    return ""
 
 
 def _read_record(head: bytes, read: Callable[[int], bytes], expected: int, left: int) -> Record | None:

@@ -120,6 +120,22 @@ class KernelStore:
         """The walk kernels, compiled when a table is first walked."""
         return import_module("fleet.ps._kernels_walks")
 
+    def load_kernels(self) -> None:
+        """Compiles every kernel that the table may need, or loads it from the disk; the table is empty and stays so."""
+        table, none, scratch = self._table, np.empty(1, np.int64), _scratch(0)
+        at, room = address_of(none), address_of(scratch)
+        life.clear_table(table)
+        life.reserve_table(table, 0)
+        requests.pull(table, at, 0, at, 0, room)
+        requests.push(table, at, 0, at, 0, 0, 0, 0, room)
+        self._rare.add(table, at, 0, at, 0, room)
+        self._rare.contains(table, at, 0, at, room)
+        self._walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at)
+        self._walks.insert_rows(table, 0, at, at, at, at, room)
+        self._walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0)
+        self._walks.settle_rows(table, at, 0, at, room)
+        self._walks.age_rows(table, 0)
+
     def close(self) -> None:
         """Releases the memory; the store cannot be used afterwards."""
         self._finalizer()

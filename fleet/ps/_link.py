@@ -263,10 +263,9 @@ class Link:
         return header, body
 
     def _acknowledge(self, request: Request, header: Header) -> None:
-        if request.change:
+        if request.change and header.status in (Status.OK, Status.DUPLICATE):  # another one was not applied
             self._acknowledged = max(self._acknowledged, request.seq)
-            keep = bool(self.welcome.get("keeps")) and header.seq < request.seq
-            if keep and header.status in (Status.OK, Status.DUPLICATE):
+            if self.welcome.get("keeps") and header.seq < request.seq:
                 kept = replace(request, buffers=[bytes(buffer) for buffer in request.buffers], on_answer=None)
                 if not self._replay or self._replay[-1].seq < request.seq:
                     self._replay.append(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from dataclasses import asdict, dataclass
@@ -11,10 +12,12 @@ from typing import Any
 from urllib.parse import quote
 
 from fleet.errors import CheckpointError
-from fleet.ps._row_file import write_atomically
+from fleet.ps._row_file import LEAST_ROW_BYTES, open_plain, write_atomically
 
 FORMAT = 1
-_NAME = re.compile(r"part-(\d{3,})\.json")
+_NAME = re.compile(r"part-([0-9]{3,9})\.json")
+_DATA = re.compile(r"part-([0-9]{3,9})-[0-9a-f]{12}\.(rows|dense)")
+_MAX_SERVERS, _MAX_BYTES = 1 << 16, 1 << 28
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,26 @@ class Manifest:
 
 
 def table_folder(dirname: str | Path, table: str) -> Path:
-    """Returns the folder of a table inside a checkpoint."""
-    return Path(dirname) / (quote(table, safe=" ") if table not in (".", "..") else table.replace(".", "%2E"))
+    """Returns the folder of a table inside a checkpoint.
+
+    Raises:
+        CheckpointError: it is a symbolic link; a save would remove older parts wherever that leads.
+    """
+    folder = Path(dirname) / (quote(table, safe=" ") if table not in (".", "..") else table.replace(".", "%2E"))
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder}: a symbolic link; a checkpoint holds folders and files only. Remove the link.")
+    return folder
 
 
 def manifest_path(folder: Path, server: int) -> Path:
     """Returns where the manifest of a server's part stands."""
     return folder / f"part-{server:03d}.json"
+
+
+def part_number(path: Path) -> int | None:
+    """Returns the number of the server whose manifest ``path`` is by its name, ``None`` when it is none."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -77,22 +93,52 @@ def read_manifest(path: Path) -> Manifest:
     """Returns a checked manifest.
 
     Raises:
-        CheckpointError: the file is damaged or of another format.
+        CheckpointError: the file is damaged or of another format, or names anything but a row file of its own server.
     """
+    with open_plain(path) as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise CheckpointError(f"{path}: more than {_MAX_BYTES} bytes, the most a manifest has. The file is damaged.")
     try:
-        outer = json.loads(path.read_text())
+        outer = json.loads(data)
         version, crc, body = outer["format"], outer["crc32"], outer["part"]
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a manifest ({error}). The file is damaged.") from None
-    if version != FORMAT:
-        raise CheckpointError(f"{path}: a manifest of format {version!r}; this release reads format {FORMAT}.")
-    if zlib.crc32(str(body).encode()) != crc:
-        raise CheckpointError(f"{path}: the checksum is wrong. The file is damaged; load another checkpoint.")
-    fields = json.loads(body)
-    fields["extents"] = tuple(Extent(**extent) for extent in fields["extents"])
-    return Manifest(**fields)
+        if version != FORMAT:
+            raise CheckpointError(f"{path}: a manifest of format {version!r:.40}; this release reads format {FORMAT}.")
+        if zlib.crc32(body.encode()) != crc:
+            raise CheckpointError(f"{path}: the checksum is wrong. The file is damaged; load another checkpoint.")
+        fields = json.loads(body)
+        fields["extents"] = tuple(Extent(**extent) for extent in fields["extents"])
+        manifest = Manifest(**fields)
+        problem = _problem(manifest, path)
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a manifest ({error!s:.200}). The file is damaged.") from None
+    if problem:
+        raise CheckpointError(f"{path}: {problem}. The file is damaged or forged; load another checkpoint.")
+    return manifest
+
+
+def _problem(part: Manifest, path: Path) -> str:
+    """Returns what cannot stand in the manifest at ``path``: a checksum shows damage, and anybody can write one."""
+    named, numbers = _DATA.fullmatch(part.data), [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
+    if named is None:
+        return f"it names the file {part.data!r:.200}; a row file is called part-NNN-xxxxxxxxxxxx.rows, beside it"
+    if int(named[1]) != part.server or path.name != manifest_path(path.parent, part.server).name:
+        return f"it is the part of server {part.server!r:.40} and names the file {part.data!r}"
+    suffix = {"sparse": "rows", "dense": "dense"}[part.kind]
+    numbers += [number for extent in part.extents for number in asdict(extent).values()]
+    kinds = {type(number) for number in numbers}
+    if named[2] != suffix or kinds != {int} or not isinstance(part.config, dict) or not isinstance(part.save_id, str):
+        return "a value is not of the kind that belongs there"
+    if min(numbers) < 0 or not 0 < part.num_servers <= _MAX_SERVERS:
+        return "a number is out of range"
+    if any(e.offset + e.num_bytes > part.num_bytes or e.rows * LEAST_ROW_BYTES > e.num_bytes for e in part.extents):
+        return "its extents do not fit its size"
+    own = [part.config[key] for key in ("start", "total", "crc32")] if part.kind == "dense" else []
+    if any(type(number) is not int or number < 0 for number in own) or (own and 4 * part.rows > part.num_bytes):
+        return "a number is out of range"
+    return ""
 
 
 def read_parts(folder: Path) -> list[Manifest]:
@@ -102,7 +148,7 @@ def read_parts(folder: Path) -> list[Manifest]:
         CheckpointError: no part, an absent part, parts of different saves, or a row file that is absent or of the
             wrong size.
     """
-    found = {int(match[1]): path for path in folder.glob("part-*.json") if (match := _NAME.fullmatch(path.name))}
+    found = {number: path for path in folder.glob("part-*.json") if (number := part_number(path)) is not None}
     if not found:
         raise CheckpointError(f"{folder}: no saved table here (no part-NNN.json).{_what_is_there(folder)}")
     parts = [read_manifest(found[server]) for server in sorted(found)]
@@ -115,10 +161,16 @@ def read_parts(folder: Path) -> list[Manifest]:
     wanted = parts[0].num_servers
     absent = [f"part-{server:03d}.json" for server in range(wanted) if server not in found]
     if absent:
-        raise CheckpointError(f"{folder}: the save of {wanted} servers is not complete; absent: {', '.join(absent)}.")
+        more = f" and {len(absent) - 20} more" if len(absent) > 20 else ""
+        raise CheckpointError(
+            f"{folder}: the save of {wanted} servers is not complete; absent: {', '.join(absent[:20])}{more}."
+        )
     for part in parts:
         data = folder / part.data
-        size = data.stat().st_size if data.is_file() else -1
+        size = -1
+        if data.is_symlink() or data.exists():
+            with open_plain(data) as file:
+                size = os.fstat(file.fileno()).st_size
         if size != part.num_bytes:
             raise CheckpointError(
                 f"{data}: {'absent' if size < 0 else f'{size} bytes'}; the manifest says "

@@ -37,6 +37,9 @@ class ReferenceStore:
         self._pushes = 0
         self.clear()
 
+    def load_kernels(self) -> None:
+        """Has none."""
+
     def clear(self) -> None:
         """Forgets every row."""
         with self._lock:

@@ -9,6 +9,7 @@ A block is a header of 48 bytes and the arrays of a :class:`fleet.ps.RowBlock` o
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import zlib
 from pathlib import Path
@@ -25,6 +26,7 @@ _HEADER = struct.Struct("<4sHHIIIHHqQII")
 _MAGIC, _VERSION, _HAS_STATISTICS = b"FPSR", 1, 1
 _MAX_ROWS, _MAX_FLOATS = 1 << 24, 1 << 24
 HEADER_BYTES = _HEADER.size
+LEAST_ROW_BYTES = 19  # key, days, count, flags, and one float
 
 
 def encode_block(block: RowBlock) -> bytes:
@@ -87,7 +89,7 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
     dtypes = _dtypes(width, bool(flags & _HAS_STATISTICS))
     if rows > _MAX_ROWS or width > _MAX_FLOATS or size != rows * sum(dtype.itemsize for dtype in dtypes):
         raise CheckpointError(f"{where}: {rows} rows of {width} floats do not make {size} bytes. The file is damaged.")
-    payload = file.read(size)
+    payload = file.read(min(size, bytes_left(file)))  # what a header claims is not allocated before it is there
     if len(payload) < size:
         raise CheckpointError(
             f"{where}: the file ends inside a block ({len(payload)} of {size} bytes). The file is "
@@ -136,11 +138,35 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
     )
 
 
+def bytes_left(file: BinaryIO) -> int:
+    """Returns how many bytes stand behind the file's position."""
+    return max(0, os.fstat(file.fileno()).st_size - file.tell())
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Returns the file at ``path``, open for reading.
+
+    Raises:
+        CheckpointError: it is absent, a symbolic link (which may lead to any file of the machine), or no plain file.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        if path.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
+            what = "a symbolic link" if path.is_symlink() else "no plain file"
+            raise CheckpointError(f"{path}: {what}; a checkpoint holds files only. Put the file itself there.")
+        return os.fdopen(os.open(path, flags), "rb")
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Puts ``data`` at ``path``: readers and crashes see the old file or the new one, nothing between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:  # a link that somebody has left there is not written through
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

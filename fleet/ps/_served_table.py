@@ -87,11 +87,11 @@ def missing_parts(parts: Sequence[Part], stamps: Mapping[int, Stamps], lsn: int)
 
 
 def make_served_table(spec: Mapping[str, Any]) -> ServedTable:
-    """Returns an empty table of ``spec``, see :mod:`fleet.ps._table_spec`."""
+    """Returns an empty table of ``spec``, see :mod:`fleet.ps._table_spec`, with all its kernels loaded."""
     config = config_of_spec(spec)
-    if isinstance(config, DenseTableConfig):
-        return ServedDense(DenseTable(config))
-    return ServedSparse(SparseTable(config))
+    table = DenseTable(config) if isinstance(config, DenseTableConfig) else SparseTable(config)
+    table.load_kernels()
+    return ServedDense(table) if isinstance(table, DenseTable) else ServedSparse(table)
 
 
 class ServedTable(Protocol):

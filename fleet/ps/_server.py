@@ -44,7 +44,7 @@ from fleet.ps._served_table import make_served_table
 from fleet.ps._server_config import ServerConfig
 from fleet.ps._server_files import load_tables, save_tables
 from fleet.ps._session import Fenced, Refused, Session
-from fleet.ps._snapshot import has_snapshot, recover, write_snapshot
+from fleet.ps._snapshot import has_snapshot, is_lost, recover, write_snapshot
 from fleet.ps._transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
 
 __all__ = ["Server", "run_server"]
@@ -296,7 +296,7 @@ class Server:
         journal, config, written = self.machine.journal, self.config, time.monotonic()
         interval_s = math.inf if config.snapshot_interval_s is None else config.snapshot_interval_s
         while config.folder is not None and not self._stopping.wait(min(config.lease_s / 4, 1.0)):
-            lost = journal.is_lost()
+            lost = is_lost(config.folder, self.machine)
             if lost:
                 self._notify(
                     f"parameter server {config.index}: {config.folder} has been removed. A new one gets a snapshot; "
@@ -305,6 +305,8 @@ class Server:
             if lost or time.monotonic() - written > interval_s or journal.bytes_written > config.snapshot_bytes:
                 written = time.monotonic()
                 try:
+                    if self._folder_lock is not None:
+                        self._folder_lock.renew()  # somebody may have removed it, too
                     self.snapshot()
                 except Exception as error:
                     self._notify(f"parameter server {config.index}: no snapshot: {error}")

@@ -2,7 +2,8 @@
 
 A snapshot first fixes the session at one record and starts a new journal segment there; then it copies the tables
 chunk by chunk, each chunk with the number of the last record it holds. A restart applies to each row exactly the
-records it does not hold. A snapshot appears under its name only when it is complete.
+records it does not hold. A snapshot appears under its name only when it is complete, and every record that its rows
+hold is durable: a row known to a record that is lost would get the change twice when it is sent again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fleet.ps._machine import Machine
 from fleet.ps._served_table import ServedSparse, Stamps
 from fleet.ps._session import Held, Session
 
-__all__ = ["has_snapshot", "recover", "write_snapshot"]
+__all__ = ["has_snapshot", "is_lost", "recover", "write_snapshot"]
 
 _VERSION = 1
 _SESSION = "session.bin"
@@ -44,6 +45,7 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
             lsn = journal.rotate()
             captured = _capture(session)
             tables = dict(machine.tables)
+        captured["level"] = journal.level
         captured["learning_rates"] = {str(table_id): table.learning_rate for table_id, table in tables.items()}
         captured["days"] = {str(key): table.day for key, table in tables.items() if isinstance(table, ServedSparse)}
         # Loading and saving change rows without a record: a snapshot may follow one of the same number.
@@ -52,12 +54,16 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
         draft = folder / f".{target.name}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         try:
-            draft.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            draft.mkdir(mode=0o700)  # as of the journal, only the server's user reads them
             _write_session(draft / _SESSION, captured, lsn)
             for table_id, table in tables.items():
                 table.write(_table_path(draft, table_id), stamp)
-            for path in (*draft.iterdir(), draft):
+            for path in draft.iterdir():
+                path.chmod(0o600)
                 _fsync(path)
+            _fsync(draft)
+            journal.sync()
             draft.rename(target)
         except BaseException:  # a full disk, say: what is half written would keep it full
             shutil.rmtree(draft, ignore_errors=True)
@@ -136,8 +142,17 @@ def has_snapshot(folder: Path) -> bool:
     return bool(_snapshots(folder))
 
 
+def is_lost(folder: Path, machine: Machine) -> bool:
+    """Returns whether somebody has removed what a restart needs: the journal's file, or the only snapshot."""
+    journal = machine.journal
+    return journal.is_lost() or (journal.in_snapshot is not None and not has_snapshot(folder))
+
+
 def recover(folder: Path, machine: Machine) -> list[str]:
     """Brings the empty ``machine`` to where the server in ``folder`` stood; returns lines that say what was done.
+
+    At level 2 nothing may be missing. At the others the records go as far as the disk has them, and a line says what
+    is missing.
 
     Raises:
         CheckpointError: the snapshot or the journal is damaged, or belongs to another number of workers.
@@ -147,10 +162,12 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     session = machine.session
     lines: list[str] = []
     stamps: dict[int, Stamps] = {}
-    lsn = 0
+    lsn, exact = 0, machine.journal.level == 2
     snapshots = _snapshots(folder)
     if snapshots:
-        lsn, rates, days = _read_session(snapshots[-1] / _SESSION, session)
+        lsn, fields = _read_session(snapshots[-1] / _SESSION, session)
+        rates, days = fields["learning_rates"], fields.get("days", {})
+        exact = exact and fields.get("level") == 2
         for table_id, spec in session.specs.items():
             table = machine.make_table(spec)
             stamps[table_id] = table.read(_table_path(snapshots[-1], table_id))
@@ -161,18 +178,29 @@ def recover(folder: Path, machine: Machine) -> list[str]:
                 table.day = days.get(str(table_id))
             machine.tables[table_id] = table
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
-    count = 0
-    machine.journal.last_lsn = lsn
-    for record in read_journal(folder / "journal", lsn, lines):
+        machine.journal.in_snapshot = lsn
+    count, journal = 0, machine.journal
+    journal.last_lsn, known = lsn, max([lsn, *(stamp.latest for stamp in stamps.values())])
+    for record in read_journal(folder / "journal", lsn, lines, known=known, exact=exact):
         machine.replay(record, stamps)
-        machine.journal.last_lsn = record.lsn
+        journal.last_lsn = record.lsn
         count += 1
     if count:
         lines.append(f"replayed {count} records of the journal")
+    if journal.last_lsn < known:
+        missing = f"the snapshot has rows up to record {known}, the journal ends with {journal.last_lsn}"
+        if exact:
+            raise CheckpointError(
+                f"{folder}: {missing}: the disk has lost what it had confirmed. Restore the whole folder, start with "
+                "an empty one, or start once with FLEET_PS_LEVEL=1 to go on without what is missing."
+            )
+        if journal.level:
+            lines.append(f"the last seconds before the machine stopped are missing: {missing}")
+        journal.last_lsn = known  # or the rows would take the next records for those that they hold
     return lines
 
 
-def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | None], dict[str, str | None]]:
+def _read_session(path: Path, session: Session) -> tuple[int, dict[str, Any]]:
     chunks = list(read_chunks_of(path))
     if not chunks or chunks[0][3] != _JSON:
         raise CheckpointError(f"{path}: this is not the session of a parameter server.")
@@ -205,7 +233,7 @@ def _read_session(path: Path, session: Session) -> tuple[int, dict[str, float | 
     for rank, table in fields["recorded"]:
         recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
     session.recorder.restore(recorded)
-    return lsn, fields["learning_rates"], fields.get("days", {})
+    return lsn, fields
 
 
 def read_chunks_of(path: Path) -> list[tuple[int, int, int, int, bytes]]:

@@ -142,6 +142,14 @@ class SparseTable:
         self._store.close()
         self._store = cast(ReferenceStore, _Closed(self.config.name))
 
+    def load_kernels(self) -> None:
+        """Loads the kernels of every call now; the table is empty.
+
+        A server does so before it answers: with no file descriptor left none could be loaded, and a change that is in
+        the journal could not be applied.
+        """
+        self._store.load_kernels()
+
     # -- walks ---------------------------------------------------------------------------------------------------
 
     def plan_windows(self, rows_per_window: int = ROWS_PER_WINDOW) -> list[Window]:

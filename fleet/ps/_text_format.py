@@ -29,13 +29,16 @@ from fleet.errors import CheckpointError
 from fleet.ps._files import Mine, Saved, temporary_file
 from fleet.ps._layout import Float32s
 from fleet.ps._manifest import table_folder
+from fleet.ps._row_file import open_plain
 from fleet.ps._rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
 from fleet.ps._rules import Rule
 from fleet.ps._sparse_table import SparseTable
 
 _HEAD = 6
 _ROWS_AT_A_TIME = 4096
-_PART = re.compile(r"part-\d+-\d+(\.gz)?")
+_NUMBER_BYTES = 64  # the most a number of a line takes, or a packed file of 3 MB could hold a line of 3 GB
+_PART = re.compile(r"part-[0-9]+-[0-9]+(\.gz)?")
+_NUMBER = re.compile(r"part-([0-9]+)")
 
 
 class _TextRow:
@@ -128,8 +131,8 @@ def remove_text(folder: Path, server: int, num_servers: int) -> None:
 
 def _remove(server: int, num_servers: int, paths: list[Path]) -> None:
     for path in paths:
-        number = int(path.name.split("-")[1].split(".")[0])
-        if number == server or (number >= num_servers and server <= 0):
+        match = _NUMBER.match(path.name)
+        if match and (int(match[1]) == server or (int(match[1]) >= num_servers and server <= 0)):
             path.unlink(missing_ok=True)
 
 
@@ -191,11 +194,14 @@ def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = 
 
 def _blocks_of_text(path: Path, row: _TextRow, table: SparseTable) -> Iterator[RowBlock]:
     lines: list[list[str]] = []
-    number = 0
+    number, most = 0, _NUMBER_BYTES * (_HEAD + sum(map(len, row.parts)))
     try:
-        with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
+        with open_plain(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            while data := file.readline(most + 1):
+                number += 1
+                if len(data) > most:
+                    raise CheckpointError(f"{path}:{number}: a row of this table has at most {most} bytes as text.")
+                if (line := data.decode("ascii")).strip():
                     lines.append(line.split())
                     _check_line(f"{path}:{number}", lines[-1], row)
                 if len(lines) == _ROWS_AT_A_TIME:

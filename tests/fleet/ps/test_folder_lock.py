@@ -60,6 +60,42 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path):
         assert rows(client, [1])[0, 0] == -2
 
 
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("what", ["moved", "snapshots"])
+def test_what_a_restart_needs_is_written_anew(tmp_path, what, level):
+    """A folder that was moved away, or snapshots alone, went unnoticed: a restart had nothing, or was refused."""
+    with serving(folder=tmp_path / "s", lease_s=1.0, level=level) as service:
+        client = service.client(tables={0: SPARSE})
+        client.wait(client.push({0: gradient([1])}))
+        client.snapshot()
+        if what == "moved":
+            (tmp_path / "s").rename(tmp_path / "t")
+        else:
+            (tmp_path / "t").mkdir()
+            for path in (tmp_path / "s").glob("server-0/snapshot-*"):
+                path.rename(tmp_path / "t" / path.name)
+        client.wait(client.push({0: gradient([1])}))
+        until(lambda: list((tmp_path / "s").glob("server-0/snapshot-*")))
+        client.wait(client.push({0: gradient([1])}))
+        service.servers[0].stop()
+        service.start(0)
+        client.wait(client.push({0: gradient([1])}))
+        assert rows(client, [1])[0, 0] == -4
+
+
+def test_the_new_folder_is_locked_too(tmp_path):
+    """Another server could begin in it, and both would write there."""
+    command = [sys.executable, "-S", "-c", OTHER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB"), str(tmp_path / ".lock")]
+    lock = FolderLock(tmp_path)
+    lock.renew()
+    for _ in range(2):
+        assert subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode
+        (tmp_path / ".lock").unlink()
+        lock.renew()
+    lock.release()
+    assert not subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False).returncode
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "s").write_text("a file")
     with pytest.raises(PSError, match="parameter server 0 cannot use its folder"), serving(folder=tmp_path / "s"):

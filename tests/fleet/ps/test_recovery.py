@@ -239,6 +239,22 @@ def test_level_2_trims_the_replay_store_when_the_disk_has_it(tmp_path):
         assert client.stat()[0]["durable"] == client.stat()[0]["records"]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_flush_does_not_wait_for_what_the_server_refused(tmp_path, level):
+    """Its number never becomes durable: flush() ended after the whole deadline with "Look at its disk"."""
+    with serving(folder=tmp_path / "s", level=level) as service:
+        client = service.client(tables={0: SPARSE}, deadline_s=5.0)
+        client.wait(client.push({0: gradient([1])}))
+        client.tables[0].dim = client.tables[0].push_dim = 3
+        with pytest.raises(PSError, match="dim 2"):
+            client.wait(client.push({0: gradient([1], dim=3)}))
+        client.tables[0].dim = client.tables[0].push_dim = 2
+        client.flush()
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        assert rows(client, [1])[0, 0] == -2
+
+
 def test_the_replay_store_is_bounded(tmp_path):
     with serving(folder=tmp_path / "s", level=0) as service:
         client = service.client(tables={0: SPARSE}, replay_bytes=5000)
@@ -380,3 +396,12 @@ def test_a_server_killed_while_it_prepared_prepares_again(tmp_path):
         finally:
             server.stop()
         assert len(calls) == expected
+
+
+def test_only_the_user_of_the_server_reads_what_it_keeps(tmp_path):
+    """The snapshots were 0644 beside a journal of 0600."""
+    with serving(folder=tmp_path) as service:
+        service.client(tables={0: SPARSE}).snapshot()
+        kept = [path for path in tmp_path.rglob("*") if path.parent.name.startswith("snapshot") or path.is_file()]
+        assert len(kept) >= 4
+        assert {path.stat().st_mode & 0o077 for path in kept} == {0}

@@ -1,0 +1,83 @@
+"""A packed checkpoint is refused, wherever one is read: a megabyte of it would be a gigabyte in memory."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fleet
+from fleet.elastic._folder import Part, parse_part, read_entry, write_manifest
+from fleet.errors import CheckpointError
+from fleet.ps._archive import check_archive
+
+
+def packed(path: Path, pack: int = zipfile.ZIP_DEFLATED) -> Path:
+    """A checkpoint of 4 MB in 4 KB, or the same unpacked."""
+    plain = io.BytesIO()
+    torch.save({"weight": torch.zeros(1 << 20)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w") as target:
+        for part in source.infolist():
+            target.writestr(zipfile.ZipInfo(part.filename), source.read(part), pack)
+    return path
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "load": fleet.load,
+    "load without sums": lambda path: fleet.load(path, check_sums=False),
+    "elastic": lambda path: parse_part(io.BytesIO(path.read_bytes()), "step-1: model.pt"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_packed_parts_are_refused(reader: str, tmp_path: Path) -> None:
+    bomb, plain = packed(tmp_path / "bomb"), packed(tmp_path / "plain", zipfile.ZIP_STORED)
+    assert bomb.stat().st_size < 1 << 14
+    with pytest.raises(CheckpointError, match="packed and could unpack to any size"):
+        READERS[reader](bomb)
+    assert READERS[reader](plain)["weight"].shape == (1 << 20,)
+
+
+def test_one_part_many_times_is_refused(tmp_path: Path) -> None:
+    """Entries that share their data need no packing to claim more than the file has."""
+    path = packed(tmp_path / "plain", zipfile.ZIP_STORED)
+    with zipfile.ZipFile(path, "a") as archive:
+        largest = max(archive.filelist, key=lambda part: part.file_size)
+        archive.filelist += [largest] * 100
+        archive._didModify = True  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="here: its parts are packed"):
+        check_archive(path, "here")
+
+
+def test_what_is_no_archive_is_left_to_torch(tmp_path: Path) -> None:
+    old = io.BytesIO()
+    torch.save({"a": 1}, old, _use_new_zipfile_serialization=False)
+    check_archive(old, "here")
+    path = tmp_path / "cut"
+    path.write_bytes(packed(tmp_path / "plain").read_bytes()[40:])
+    with pytest.raises(CheckpointError):
+        fleet.load(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"sha256": ' + "1" * 5000 + "}"])
+def test_a_manifest_that_is_something_else(text: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+        read_entry(tmp_path)
+
+
+def test_a_manifest_is_no_link(tmp_path: Path) -> None:
+    folder = tmp_path / "step-0000000001"
+    folder.mkdir()
+    values = {"step": 1, "epoch": 0, "world_size": 1, "has_worker_parts": False}
+    write_manifest(folder, values, dict[str, Part]())
+    assert read_entry(folder).step == 1
+    (folder / "manifest.json").rename(tmp_path / "outside")
+    (folder / "manifest.json").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        read_entry(folder)
