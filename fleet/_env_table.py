@@ -174,6 +174,12 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_ELASTIC_ETCD_SERVICE_PORT", "scheduler", None, "port of the etcd service in the cluster"),
     # Fleet's own.
     ("FLEET_JOB_SECRET", "user", None, "key the processes of one job prove to each other; never logged"),
+    (
+        "FLEET_SECRET_FOLDER",
+        "user",
+        "~/.fleet",
+        "folder, its user's alone, with the key of parameter-server jobs started by hand on one machine without one",
+    ),
     ("FLEET_GENERATION", "launcher", 0, "number of this start of the job's workers; grows with each start"),
     ("FLEET_POD", "launcher", None, "random mark of the processes that one launcher started"),
     ("FLEET_WORKER_FILE", "launcher", None, "file that the worker and its launcher share: steps, requests"),

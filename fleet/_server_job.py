@@ -26,8 +26,10 @@ from fleet._server_settings import (
     read_worker_tls,
     thread_note,
 )
+from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.ps._auth import check_secret
 from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
 from fleet.ps._machine import Machine
@@ -39,7 +41,7 @@ from fleet.ps._shards import TableMap
 from fleet.ps._table_configs import configure_table
 from fleet.ps._table_plan import TablePlan, plan_tables
 from fleet.ps._trainer import Trainer, TrainerConfig
-from fleet.ps._transport import SocketTransport
+from fleet.ps._transport import SocketTransport, is_loopback
 from fleet.strategies.a_sync import ASync, check_hooks
 
 if TYPE_CHECKING:
@@ -295,11 +297,19 @@ class ServerJob:
         while self._metrics:
             self._metrics.pop()()
 
-    def _secret(self) -> bytes | None:
-        if self._embedded is not None:
+    def _secret(self) -> bytes:
+        """Returns the job's secret; without one in the environment, this user's where nobody else's machine is asked.
+
+        Raises:
+            ConfigError: there is none, and other machines take part or the user's cannot be kept.
+        """
+        if self._embedded is not None and self._embedded.config.secret is not None:
             return self._embedded.config.secret
-        text = self._environment.raw("FLEET_JOB_SECRET")
-        return None if text is None else text.strip().encode()
+        text = (self._environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
+        endpoints = self._session.record.server_endpoints
+        if not text and all(map(is_loopback, endpoints)):
+            return read_user_secret(self._environment)
+        return check_secret(next((one for one in endpoints if not is_loopback(one)), ""), text)
 
     def _client_maker(self, endpoints: Sequence[str]) -> Callable[[int], Client]:
         record, environment, session = self._session.record, self._environment, self._session

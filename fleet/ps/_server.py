@@ -21,19 +21,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
-from fleet.ps._auth import check_bind, prove_to_worker
+from fleet.ps._auth import check_secret, prove_to_worker
 from fleet.ps._folder_lock import FolderLock
 from fleet.ps._journal import Journal
 from fleet.ps._machine import Machine, MakeTable
 from fleet.ps._messages import (
-    HEADER_BYTES,
     MAX_CONTROL_BYTES,
     Flag,
     Header,
     MessageError,
     Op,
     Status,
-    body_checksum,
     control_body,
     decode_header,
     encode_header,
@@ -147,7 +145,7 @@ class Server:
         ``prepare`` is called before, unless there was a state to recover: it can make tables and fill them.
         """
         config, machine = self.config, self.machine
-        check_bind(config.endpoint, config.secret)
+        check_secret(config.endpoint, config.secret)
         try:
             is_new = self._recover()
         except FleetError:
@@ -313,11 +311,12 @@ class Server:
     def _serve(self, connection: Connection) -> None:
         proven = False
         try:
-            prove_to_worker(connection, self.config.secret, self.config.handshake_timeout_s)
+            secret = check_secret(self.endpoint, self.config.secret)
+            sealed = prove_to_worker(connection, self.endpoint, secret, self.config.handshake_timeout_s)
             proven = True
             with self._lock:
                 self._unproven -= 1
-            self._converse(Peer(connection))
+            self._converse(Peer(sealed))
         except (ConnectionLost, TransferTimeout):
             pass
         except FleetError as error:
@@ -330,21 +329,15 @@ class Server:
 
     def _converse(self, peer: Peer) -> None:
         config, connection = self.config, peer.connection
-        head = bytearray(HEADER_BYTES)
-        view = memoryview(head)
         limit, idle = config.transfer_timeout_s, config.handshake_timeout_s
         while not self._stopping.is_set():
-            connection.receive(view, limit, idle)
-            header = decode_header(head, config.max_body_bytes)
+            header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
                 raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
             if peer.worker is None and header.op is not Op.HELLO:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
             body = peer.body(header.body_bytes)
-            if header.body_bytes:
-                connection.receive(body, limit, limit)
-            if header.flags & Flag.CHECKSUM and body_checksum([body]) != header.checksum:
-                raise MessageError(f"{connection.peer}: the checksum of a {header.op.name} does not fit its body.")
+            connection.receive_body(body, limit)
             answer = self._answer(peer, header, body)
             self._send(peer, header, answer)
             if answer.status is Status.FENCED or self.machine.failure is not None:
@@ -375,10 +368,6 @@ class Server:
                 with machine.journal.lock:
                     durable = channel.durable_seq(machine.journal.durable_lsn)
         flags = Flag.RESPONSE | answer.flags
-        checksum = 0
-        if header.flags & Flag.CHECKSUM:
-            flags |= Flag.CHECKSUM
-            checksum = body_checksum(answer.buffers)
         head = Header(
             header.op,
             flags,
@@ -388,10 +377,9 @@ class Server:
             answer.n_tables,
             answer.status,
             sum(map(len, answer.buffers)),
-            checksum,
             header.tag,
         )
-        peer.connection.send([encode_header(head), *answer.buffers], 10 * self.config.lease_s)
+        peer.connection.send(encode_header(head), answer.buffers, 10 * self.config.lease_s)
 
 
 def _error(status: Status, error: BaseException) -> Answer:
