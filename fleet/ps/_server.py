@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
-from fleet.ps._auth import check_secret, prove_to_worker
+from fleet.ps._auth import check_secret, prove_to_worker, turn_away
 from fleet.ps._folder_lock import FolderLock
 from fleet.ps._journal import Journal
 from fleet.ps._machine import Machine, MakeTable
@@ -37,6 +37,8 @@ from fleet.ps._messages import (
     encode_header,
 )
 from fleet.ps._metrics import Summary
+from fleet.ps._newcomers import Complaints, Newcomers, address_of
+from fleet.ps._open_files import USUAL_CONNECTIONS, connections_allowed
 from fleet.ps._requests import Answer, Peer, Requests
 from fleet.ps._served_table import make_served_table
 from fleet.ps._server_config import ServerConfig
@@ -127,7 +129,8 @@ class Server:
         )
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
-        self._unproven = 0
+        self._newcomers, self._complaints = Newcomers(), Complaints(notify)
+        self._max_connections = USUAL_CONNECTIONS
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._folder_lock: FolderLock | None = None
@@ -146,6 +149,12 @@ class Server:
         """
         config, machine = self.config, self.machine
         check_secret(config.endpoint, config.secret)
+        self._max_connections = connections_allowed(config.max_connections)
+        if self._max_connections < USUAL_CONNECTIONS and config.max_connections is None:
+            self._notify(
+                f"parameter server {config.index} takes {self._max_connections} connections: more files may not be "
+                "opened here (ulimit -n)"
+            )
         try:
             is_new = self._recover()
         except FleetError:
@@ -250,19 +259,37 @@ class Server:
             except ConnectionLost:
                 return
             with self._lock:
-                full = len(self._open) >= self.config.max_connections or self._unproven >= MAX_UNPROVEN
-                if not full:
-                    thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-                    try:
-                        thread.start()  # it waits for the lock before it leaves
-                    except RuntimeError as error:  # no more threads: the newcomer tries again
-                        self._notify(f"parameter server {self.config.index}: {connection.peer}: {error}")
-                        full = True
-                    else:
-                        self._open[connection] = thread
-                        self._unproven += 1
-            if full:
+                reason = self._let_in(connection)
+            if reason:
+                self._complain(connection, reason)
+                with suppress(PSError):
+                    turn_away(connection, 0.0)
                 connection.close()
+
+    def _let_in(self, connection: Connection) -> str:
+        """Gives a newcomer a thread, at the cost of an older one where need be; returns why it gets none."""
+        if len(self._newcomers) >= MAX_UNPROVEN or len(self._open) >= self._max_connections:
+            evicted = self._newcomers.evict()
+            if evicted is not None:
+                self._open.pop(evicted, None)
+                evicted.close()
+        if len(self._open) >= self._max_connections:
+            return (
+                f"turned away, for {self._max_connections} connections are open, which is the cap: raise "
+                "FLEET_PS_MAX_CONNECTIONS, or add servers"
+            )
+        thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+        try:
+            thread.start()  # it waits for the lock before it leaves
+        except RuntimeError as error:  # no more threads: the newcomer tries again
+            return str(error)
+        self._open[connection] = thread
+        self._newcomers.add(connection)
+        return ""
+
+    def _complain(self, connection: Connection, reason: object) -> None:
+        address = address_of(connection.peer)
+        self._complaints.say(address, f"parameter server {self.config.index}: {connection.peer}: {reason}")
 
     def _watch(self) -> None:
         """Ends leases, and says now and then how the server is."""
@@ -309,23 +336,21 @@ class Server:
                     self._stopping.wait(10.0)  # the same disk would refuse at once
 
     def _serve(self, connection: Connection) -> None:
-        proven = False
         try:
             secret = check_secret(self.endpoint, self.config.secret)
             sealed = prove_to_worker(connection, self.endpoint, secret, self.config.handshake_timeout_s)
-            proven = True
             with self._lock:
-                self._unproven -= 1
+                self._newcomers.discard(connection)
             self._converse(Peer(sealed))
         except (ConnectionLost, TransferTimeout):
             pass
         except FleetError as error:
-            self._notify(f"parameter server {self.config.index}: {error}")
+            self._complain(connection, error)
         finally:
             connection.close()
             with self._lock:
                 self._open.pop(connection, None)
-                self._unproven -= not proven
+                self._newcomers.discard(connection)
 
     def _converse(self, peer: Peer) -> None:
         config, connection = self.config, peer.connection

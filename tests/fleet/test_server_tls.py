@@ -78,7 +78,7 @@ def test_who_does_not_fit_is_told_at_once(fault: str, variables: dict[str, str],
         "plain server": "does not speak TLS, and FLEET_PS_CA asks for it",
         "plain worker": "needs FLEET_PS_CA at its workers",
     }[fault]
-    with serving(transport=SocketTransport(server_tls=server)) as service:
+    with serving(transport=SocketTransport(server_tls=server, handshake_timeout_s=1.0)) as service:
         began = time.monotonic()
         with pytest.raises(PSError, match=reason):
             connect(service.servers[0].endpoint, worker, connect_timeout_s=0.5, deadline_s=1.0)

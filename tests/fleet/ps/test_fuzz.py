@@ -106,7 +106,7 @@ def test_without_the_secret_nothing_is_read(service):
     """A valid push after a wrong proof is not looked at."""
     body = b"".join(bytes(b) for b in encode_parts([part()]))
     with raw(service) as sock:
-        greeting = sock.recv(GREETING_BYTES, socket.MSG_WAITALL)
+        assert len(sock.recv(GREETING_BYTES, socket.MSG_WAITALL)) == GREETING_BYTES
         name = service.servers[0].endpoint.encode()
         assert sock.recv(len(name), socket.MSG_WAITALL) == name
         sock.sendall(os.urandom(64))
