@@ -123,8 +123,8 @@ def limits(table: SparseTable, keys: list[Any]) -> tuple[float, float]:
         table.push(keys[place], gradients[place])
         table_times.append(time.perf_counter() - began)
     n = len(keys[0])
-    up, down, back = bytearray(48 + 24 + 8 * n), bytearray(48 + 24 + 4 * n * DIM), bytearray(48)
-    push = bytearray(48 + 24 + 8 * n + 4 * n * DIM)
+    up, down, back = bytearray(76 + 24 + 8 * n), bytearray(76 + 24 + 4 * n * DIM), bytearray(76)
+    push = bytearray(76 + 24 + 8 * n + 4 * n * DIM)
     transport = SocketTransport()
     listener = transport.bind("127.0.0.1:0")
 

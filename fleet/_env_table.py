@@ -79,6 +79,8 @@ VARIABLES: dict[str, Variable] = _table(
     ("FLEET_PS_CERT", "user", None, "file of a parameter server's certificate; turns TLS on"),
     ("FLEET_PS_KEY", "user", None, "file of the key of that certificate; by default it is in the same file"),
     ("FLEET_PS_CA", "user", None, "file of the authority that signed the parameter servers' certificates"),
+    ("FLEET_PS_MAX_CONNECTIONS", "user", 1024, "connections that a parameter server takes; open files limit it"),
+    ("FLEET_PS_SOCKET", "launcher", None, "descriptor of the socket that a parameter server listens on"),
     (
         "FLEET_PS_METRICS_PORT",
         "user",
@@ -174,6 +176,12 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_ELASTIC_ETCD_SERVICE_PORT", "scheduler", None, "port of the etcd service in the cluster"),
     # Fleet's own.
     ("FLEET_JOB_SECRET", "user", None, "key the processes of one job prove to each other; never logged"),
+    (
+        "FLEET_SECRET_FOLDER",
+        "user",
+        "~/.fleet",
+        "folder, its user's alone, with the key of parameter-server jobs started by hand on one machine without one",
+    ),
     ("FLEET_GENERATION", "launcher", 0, "number of this start of the job's workers; grows with each start"),
     ("FLEET_POD", "launcher", None, "random mark of the processes that one launcher started"),
     ("FLEET_WORKER_FILE", "launcher", None, "file that the worker and its launcher share: steps, requests"),

@@ -21,13 +21,16 @@ from fleet._server_settings import (
     Keeping,
     read_count,
     read_keeping,
+    read_listener,
     read_seconds,
     read_server_tls,
     read_worker_tls,
     thread_note,
 )
+from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.ps._auth import check_secret
 from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
 from fleet.ps._machine import Machine
@@ -39,7 +42,7 @@ from fleet.ps._shards import TableMap
 from fleet.ps._table_configs import configure_table
 from fleet.ps._table_plan import TablePlan, plan_tables
 from fleet.ps._trainer import Trainer, TrainerConfig
-from fleet.ps._transport import SocketTransport
+from fleet.ps._transport import SocketTransport, is_loopback
 from fleet.strategies.a_sync import ASync, check_hooks
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["ServerJob"]
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_OWN_CONNECTIONS = 256  # of one worker to the server inside it
 _QUEUE_VARIABLES = {
     "max_merge_var_num": "FLAGS_communicator_max_merge_var_num",
     "send_queue_size": "FLAGS_communicator_send_queue_size",
@@ -204,7 +208,8 @@ class ServerJob:
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
         self._has_served = True
-        transport, say = SocketTransport(server_tls=self._server_tls), self._session.say
+        transport = SocketTransport(server_tls=self._server_tls, listening=read_listener(self._environment))
+        say = self._session.say
         run_server(self._serve_config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
 
     def check_served(self) -> None:
@@ -261,13 +266,16 @@ class ServerJob:
     def _start_embedded(self, strategy: ASync) -> str:
         config = self._server_config(strategy, read_keeping(self._environment, 0))
         secret, lease_s = secrets.token_hex(32).encode(), max(3600.0, config.lease_s)
-        config = replace(config, secret=secret, lease_s=lease_s)
+        config = replace(
+            config, secret=secret, lease_s=lease_s, max_connections=config.max_connections or _OWN_CONNECTIONS
+        )
         self._embedded = Server(config, notify=self._session.say)
         self._embedded.start()
         return self._embedded.endpoint
 
     def _server_config(self, strategy: ASync, keeping: Keeping) -> ServerConfig:
         """Returns what every server of the job has in common."""
+        name = "FLEET_PS_MAX_CONNECTIONS"
         return ServerConfig(
             mode="sync" if strategy.mode == "sync" else "async",
             staleness=strategy.staleness,
@@ -275,6 +283,7 @@ class ServerJob:
             folder=keeping.folder,
             level=keeping.level,
             lease_s=read_seconds(self._environment, "FLEET_PS_LEASE"),
+            max_connections=read_count(self._environment, name) if self._environment.has(name) else None,
         )
 
     def _stop_embedded(self) -> None:
@@ -295,11 +304,19 @@ class ServerJob:
         while self._metrics:
             self._metrics.pop()()
 
-    def _secret(self) -> bytes | None:
-        if self._embedded is not None:
+    def _secret(self) -> bytes:
+        """Returns the job's secret; without one in the environment, this user's where nobody else's machine is asked.
+
+        Raises:
+            ConfigError: there is none, and other machines take part or the user's cannot be kept.
+        """
+        if self._embedded is not None and self._embedded.config.secret is not None:
             return self._embedded.config.secret
-        text = self._environment.raw("FLEET_JOB_SECRET")
-        return None if text is None else text.strip().encode()
+        text = (self._environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
+        endpoints = self._session.record.server_endpoints
+        if not text and all(map(is_loopback, endpoints)):
+            return read_user_secret(self._environment)
+        return check_secret(next((one for one in endpoints if not is_loopback(one)), ""), text)
 
     def _client_maker(self, endpoints: Sequence[str]) -> Callable[[int], Client]:
         record, environment, session = self._session.record, self._environment, self._session

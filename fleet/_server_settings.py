@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import ssl
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
 
-__all__ = ["Keeping", "read_count", "read_keeping", "read_seconds", "read_server_tls", "read_worker_tls", "thread_note"]
+__all__ = [
+    "Keeping",
+    "read_count",
+    "read_keeping",
+    "read_listener",
+    "read_seconds",
+    "read_server_tls",
+    "read_worker_tls",
+    "thread_note",
+]
 
 LEVELS = (0, 1, 2)
 
@@ -100,6 +112,32 @@ def read_worker_tls(environment: Environment) -> ssl.SSLContext | None:
             f"FLEET_PS_CA is {authority!r}: {error}. It takes a PEM file with the certificate of the authority."
         ) from None
     return context
+
+
+def read_listener(environment: Environment) -> socket.socket | None:
+    """Returns the socket that the launcher has kept for this server, by FLEET_PS_SOCKET; ``None``: there is none.
+
+    Raises:
+        ConfigError: there should be one, and this process does not have it.
+    """
+    if not environment.has("FLEET_PS_SOCKET"):
+        return None
+    number = environment.int("FLEET_PS_SOCKET")
+    try:
+        if stat.S_ISSOCK(os.fstat(number).st_mode):
+            listener = socket.socket(fileno=number)
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listener.set_inheritable(False)
+                return listener
+            listener.detach()  # it belongs to somebody else
+    except (OSError, OverflowError):
+        pass
+    raise ConfigError(
+        f"FLEET_PS_SOCKET is {environment.raw('FLEET_PS_SOCKET')!r} in the environment: the launcher keeps the port of "
+        "this server and hands its socket on as that descriptor, and this process has none there. A program between "
+        "launcher and script has closed it: have that program keep it (pass_fds in Python's subprocess), or remove the "
+        "variable for servers that the launcher did not start."
+    )
 
 
 def read_seconds(environment: Environment, name: str) -> float:

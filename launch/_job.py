@@ -238,13 +238,14 @@ class JobLoop:
     def _run_generation(self, is_first: bool) -> Outcome:
         config = self._config
         own = make_peer(config)
-        with hold_ports(own) as held:
+        with hold_ports(config, own) as held:
             generation = self._membership.join(peer_to_json(own))
             peers = [peer_from_json(data) for data in generation.peers]
             config = _with_interface(config, own, peers)
             specs = plan_processes(
                 config, peers, generation.node_rank, generation.number, generation.restarts, self._environment
             )
+            specs = [held.hand_on(spec) for spec in specs]
             self._announce_pod(generation, peers, specs, is_first)
             self._run_hook()
             held.release()

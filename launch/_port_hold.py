@@ -1,25 +1,32 @@
-"""Keeps the ports a node has chosen until its processes are about to start.
+"""Keeps the ports a node has chosen until its processes are about to start, and those of servers for the whole job.
 
 Between the choice and the start another launcher on this machine could choose the same ports, or be handed one by the
-kernel. A listener on each closes that gap, on one node as long as the plan takes, on several until all have met.
+kernel. A listener on each closes that gap, on one node as long as the plan takes, on several until all have met. A
+parameter server gets its listener from the launcher, so that nobody else can take its port, also while it restarts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
-from fleet.launch._records import Peer
+from fleet.launch._addresses import split_endpoint
+from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
+
+_BACKLOG = 1024  # workers may come before their server does
 
 
 class PortHold:
-    """Listeners on ports; leaving the ``with`` block or :meth:`release` closes them."""
+    """Listeners on ports; leaving the ``with`` block closes them, :meth:`release` those that are not handed on."""
 
-    def __init__(self, host: str, ports: Sequence[int]) -> None:
-        self._listeners: list[socket.socket] = []
-        for port in ports:
+    def __init__(self, endpoints: Sequence[tuple[str, int]]) -> None:
+        self._listeners: dict[tuple[str, int], socket.socket] = {}
+        self._handed_on: set[tuple[str, int]] = set()
+        for host, port in endpoints:
             with contextlib.suppress(OSError):  # a name that is not an address here, or taken: the process will say so
                 self._hold(host, port)
 
@@ -29,26 +36,48 @@ class PortHold:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(1)
+            listener.listen(_BACKLOG)
         except OSError:
             listener.close()
             raise
-        self._listeners.append(listener)
+        self._listeners[host, port] = listener
 
     def __enter__(self) -> PortHold:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._handed_on.clear()
         self.release()
+
+    def hand_on(self, spec: ProcessSpec) -> ProcessSpec:
+        """Returns ``spec`` with the listener of the port that it serves on, if it is a server.
+
+        A host that is a name is left to the server: it may have to listen elsewhere than where the name leads here.
+        """
+        host, port = spec.environment.get("POD_IP", ""), spec.environment.get("PADDLE_PORT", "")
+        listener = self._listeners.get((host, int(port or 0)))
+        if spec.role != "server" or listener is None or not _is_address(host):
+            return spec
+        self._handed_on.add((host, int(port)))
+        number = listener.fileno()
+        return replace(spec, environment={**spec.environment, "FLEET_PS_SOCKET": f"{number}"}, pass_fds=(number,))
 
     def release(self) -> None:
         """Frees the ports; no connection was ever accepted, so they can be listened on again at once."""
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
+        for endpoint in self._listeners.keys() - self._handed_on:
+            self._listeners.pop(endpoint).close()
 
 
-def hold_ports(peer: Peer) -> PortHold:
+def hold_ports(config: LaunchConfig, peer: Peer) -> PortHold:
     """Returns a hold on every port of ``peer`` that its own processes will listen on."""
     ports = [*peer.ports, *peer.server_ports, peer.store_port, peer.http_port]
-    return PortHold(peer.host, [port for port in dict.fromkeys(ports) if port])
+    listed = [split_endpoint(config.servers[i], "the endpoint list") for i in config.local_servers]
+    return PortHold([*dict.fromkeys([*((peer.host, port) for port in ports if port), *listed])])
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -136,6 +136,7 @@ def _start(spec: ProcessSpec, environment: Mapping[str, str], log_fd: int) -> su
             stderr=log_fd,
             env=environment,
             start_new_session=True,
+            pass_fds=spec.pass_fds,
             preexec_fn=_parent_death_hook(),
         )
 

@@ -141,6 +141,7 @@ class ProcessSpec:
     log_path: Path
     echo: bool = False  # copied to the launcher's standard output as well
     removed: tuple[str, ...] = ()  # inherited variables the process does not get
+    pass_fds: tuple[int, ...] = ()  # descriptors of the launcher that the process gets
     overflow: Mapping[str, str] = field(default_factory=dict)  # too long for the environment: backup file only
     backup_path: Path | None = None  # where backup_environment() of ``_texts`` is to be written
     environment_log_path: Path | None = None  # where environment_log() of ``_texts`` is to be written

@@ -15,20 +15,18 @@ Without a secret the same bytes flow under an empty key: that keeps accidental s
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
 from typing import Any
 
+from fleet._sealing import PROOF_BYTES, SEAL_BYTES, MessageSeals, prove, same
 from fleet.errors import LaunchError
 
 MAGIC = b"FLEETKV1"
 NONCE_BYTES = 16
-PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = len(MAGIC) + NONCE_BYTES + PROOF_BYTES
-HEADER_BYTES = 4 + PROOF_BYTES
+HEADER_BYTES = 4 + SEAL_BYTES
 MAX_FRAME_BYTES = 4 << 20
 
 Message = dict[str, Any]
@@ -45,29 +43,21 @@ def make_nonce() -> bytes:
 
 def proof(secret: bytes, side: bytes, service_nonce: bytes, client_nonce: bytes) -> bytes:
     """Returns what only one who knows ``secret`` can compute for these two nonces."""
-    return _hmac(secret, b"fleet-kv " + side + b"\0" + service_nonce + client_nonce)
-
-
-def same(one: bytes, other: bytes) -> bool:
-    """Compares in a time that tells nothing about where the two differ."""
-    return hmac.compare_digest(one, other)
+    return prove(secret, b"fleet-kv " + side + b"\0" + service_nonce + client_nonce)
 
 
 class Seals:
     """Seals the frames that one end of a connection sends, and checks those it receives."""
 
     def __init__(self, secret: bytes, service_nonce: bytes, client_nonce: bytes, *, is_service: bool) -> None:
-        self._key = proof(secret, b"connection", service_nonce, client_nonce)
-        self._sends, self._receives = (b"s", b"c") if is_service else (b"c", b"s")
-        self._num_sent = self._num_received = 0
+        self._seals = MessageSeals(proof(secret, b"connection", service_nonce, client_nonce), is_server=is_service)
 
     def pack(self, message: Message) -> bytes:
         """Returns the frame of ``message``."""
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MAX_FRAME_BYTES:
             raise WireError(f"A message of {len(body)} bytes exceeds the cap of {MAX_FRAME_BYTES} bytes.")
-        self._num_sent += 1
-        return len(body).to_bytes(4, "big") + self._seal(self._sends, self._num_sent, body) + body
+        return len(body).to_bytes(4, "big") + self._seals.sent(body) + body
 
     def body_bytes(self, header: bytes) -> int:
         """Returns how long the body behind ``header`` is; raises WireError above the cap."""
@@ -78,8 +68,7 @@ class Seals:
 
     def unpack(self, header: bytes, body: bytes) -> Message:
         """Returns the message in ``body``; raises WireError when the seal is wrong or the body is no JSON object."""
-        self._num_received += 1
-        if not same(header[4:], self._seal(self._receives, self._num_received, body)):
+        if not same(header[4:], self._seals.received(body)):
             raise WireError("A frame does not carry the seal of this connection.")
         try:
             message = json.loads(body)
@@ -88,10 +77,3 @@ class Seals:
         if not isinstance(message, dict):
             raise WireError("A frame holds no JSON object.")
         return message
-
-    def _seal(self, direction: bytes, number: int, body: bytes) -> bytes:
-        return _hmac(self._key, direction + number.to_bytes(8, "big") + body)
-
-
-def _hmac(key: bytes, text: bytes) -> bytes:
-    return hmac.new(key, text, hashlib.sha256).digest()

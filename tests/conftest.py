@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_secret_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Jobs that are started by hand without a secret keep theirs in a folder of this run."""
+    os.environ["FLEET_SECRET_FOLDER"] = str(tmp_path_factory.mktemp("secret") / "folder")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     variables, children, grouped = dict(os.environ), _children(), _group_is_up()

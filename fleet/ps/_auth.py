@@ -1,74 +1,113 @@
 """Mutual proof of the job secret at the start of a connection, before any other byte is looked at.
 
-Challenge and answer by HMAC-SHA256: the server sends a nonce, the worker answers with its own nonce and its proof,
-the server answers with its proof. A wrong or missing secret closes the connection. This proves who the peer is at
-the start; it does not hide or protect the bytes that follow from someone on the path: for that there is TLS.
+With HMAC-SHA256 keyed by the secret, each proof over both nonces and the server's endpoint::
+
+    server -> worker   greeting, nonce, endpoint of the server
+    worker -> server   nonce, proof("worker")
+    server -> worker   proof("server")
+
+Both derive a key from the same for what follows, see :mod:`fleet.ps._sealed`. A wrong or missing secret closes the
+connection. Who passes a handshake on between two others has no key, and no server is taken for another one.
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
 
+from fleet._sealing import PROOF_BYTES, prove, same
 from fleet.errors import ConfigError, PSError
-from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout, is_loopback
+from fleet.ps._sealed import Sealed
+from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout
 
-__all__ = ["AuthenticationError", "check_bind", "prove_to_server", "prove_to_worker"]
+__all__ = ["GREETING_BYTES", "AuthenticationError", "check_secret", "prove_to_server", "prove_to_worker", "turn_away"]
 
-_GREETING = b"FLEET-PS-AUTH-1\0"
+_GREETING, _FULL = b"FLEET-PS-AUTH-2\0", b"FLEET-PS-FULL-2\0"
 _NONCE_BYTES = 32
-_PROOF_BYTES = 32
+_SIZE_BYTES = 2
+_MAX_ENDPOINT_BYTES = 512
+GREETING_BYTES = len(_GREETING) + _NONCE_BYTES + _SIZE_BYTES
 
 
 class AuthenticationError(PSError):
     """The peer did not prove that it knows the job secret."""
 
 
-def check_bind(endpoint: str, secret: bytes | None) -> None:
-    """Raises ``ConfigError`` when ``endpoint`` can be reached from other machines and there is no secret."""
-    if not secret and not is_loopback(endpoint):
+def check_secret(endpoint: str, secret: bytes | None) -> bytes:
+    """Returns ``secret``; raises ``ConfigError`` when there is none, on loopback too."""
+    if not secret:
         raise ConfigError(
-            f"the parameter server would listen on {endpoint!r} without a job secret: anyone who reaches that "
-            "address could read and change the model. Make a secret with\n"
+            f"parameter server {endpoint!r} without a job secret: anyone who reaches that address, on this machine "
+            "every user, could read and change the model. Make a secret with\n"
             '  export FLEET_JOB_SECRET=$(python -c "import secrets; print(secrets.token_hex(32))")\n'
-            "and set the same value for every server and worker, or listen on 127.0.0.1."
+            "and set the same value for every server and worker."
         )
+    return secret
 
 
-def prove_to_worker(connection: Connection, secret: bytes | None, timeout_s: float) -> None:
+def prove_to_worker(connection: Connection, endpoint: str, secret: bytes, timeout_s: float) -> Sealed:
     """Does the server's half; raises :class:`AuthenticationError` when the worker's proof is wrong."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.send([_GREETING + nonce], timeout_s)
-    answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
+    nonce, name = secrets.token_bytes(_NONCE_BYTES), endpoint.encode()
+    connection.send([_GREETING + nonce + len(name).to_bytes(_SIZE_BYTES, "big") + name], timeout_s)
+    answer = bytearray(_NONCE_BYTES + PROOF_BYTES)
     connection.receive(memoryview(answer), timeout_s, timeout_s)
-    theirs, proof = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
-    if not hmac.compare_digest(proof, _proof(secret, b"worker", nonce, theirs)):
+    base = nonce + bytes(answer[:_NONCE_BYTES]) + name
+    if not same(bytes(answer[_NONCE_BYTES:]), _proof(secret, b"worker", base)):
         raise AuthenticationError(f"{connection.peer} does not know the job secret; its connection was closed.")
-    connection.send([_proof(secret, b"server", theirs, nonce)], timeout_s)
+    connection.send([_proof(secret, b"server", base)], timeout_s)
+    return Sealed(connection, _proof(secret, b"connection", base), is_server=True)
 
 
-def prove_to_server(connection: Connection, secret: bytes | None, timeout_s: float) -> None:
-    """Does the worker's half; raises :class:`AuthenticationError` when the server's proof is wrong or withheld."""
-    greeting = bytearray(len(_GREETING) + _NONCE_BYTES)
-    try:
-        connection.receive(memoryview(greeting), timeout_s, timeout_s)
-    except TransferTimeout as error:
-        raise TransferTimeout(f"{error} A server that has FLEET_PS_CERT needs FLEET_PS_CA at its workers.") from None
-    if not greeting.startswith(_GREETING):
-        raise AuthenticationError(f"{connection.peer} is not a parameter server of this version.")
-    nonce, theirs = secrets.token_bytes(_NONCE_BYTES), bytes(greeting[len(_GREETING) :])
-    connection.send([nonce + _proof(secret, b"worker", theirs, nonce)], timeout_s)
-    proof = bytearray(_PROOF_BYTES)
+def prove_to_server(connection: Connection, endpoint: str, secret: bytes, timeout_s: float) -> Sealed:
+    """Does the worker's half; raises :class:`AuthenticationError` when the server's proof is wrong or withheld.
+
+    ``endpoint`` is the server that this worker wants to talk to, as its list says it.
+    """
+    peer = f"parameter server {connection.peer}"
+    nonce = _read_greeting(connection, endpoint, timeout_s)
+    own, name = secrets.token_bytes(_NONCE_BYTES), endpoint.encode()
+    base, proof = nonce + own + name, bytearray(PROOF_BYTES)
+    connection.send([own + _proof(secret, b"worker", base)], timeout_s)
     try:
         connection.receive(memoryview(proof), timeout_s, timeout_s)
     except ConnectionLost:
         raise AuthenticationError(
-            f"parameter server {connection.peer} closed the connection: this worker has another job secret, or "
-            "none. Start servers and workers with the same one."
+            f"{peer} closed the connection: this worker has another job secret, or none. Start servers and workers "
+            "with the same one."
         ) from None
-    if not hmac.compare_digest(bytes(proof), _proof(secret, b"server", nonce, theirs)):
-        raise AuthenticationError(f"parameter server {connection.peer} does not know the job secret.")
+    if not same(bytes(proof), _proof(secret, b"server", base)):
+        raise AuthenticationError(f"{peer} does not know the job secret.")
+    return Sealed(connection, _proof(secret, b"connection", base), is_server=False)
 
 
-def _proof(secret: bytes | None, role: bytes, challenge: bytes, own: bytes) -> bytes:
-    return hmac.digest(secret or b"\0", _GREETING + role + challenge + own, "sha256")
+def turn_away(connection: Connection, timeout_s: float) -> None:
+    """Tells a newcomer that the server has no room."""
+    connection.send([_FULL + bytes(_NONCE_BYTES + _SIZE_BYTES)], timeout_s)
+
+
+def _read_greeting(connection: Connection, endpoint: str, timeout_s: float) -> bytes:
+    """Returns the server's nonce."""
+    greeting, peer = bytearray(GREETING_BYTES), f"parameter server {connection.peer}"
+    try:
+        connection.receive(memoryview(greeting), timeout_s, timeout_s)
+    except TransferTimeout as error:
+        raise TransferTimeout(f"{error} A server that has FLEET_PS_CERT needs FLEET_PS_CA at its workers.") from None
+    if greeting.startswith(_FULL):
+        raise ConnectionLost(
+            f"{peer} has as many connections as it takes. Raise FLEET_PS_MAX_CONNECTIONS for it, or add servers."
+        )
+    size = int.from_bytes(greeting[-_SIZE_BYTES:], "big")
+    if not greeting.startswith(_GREETING) or size > _MAX_ENDPOINT_BYTES:
+        raise AuthenticationError(f"{peer} is not a parameter server of this version.")
+    name = bytearray(size)
+    connection.receive(memoryview(name), timeout_s, timeout_s)
+    if name != endpoint.encode():
+        raise AuthenticationError(
+            f"the list of this worker has {endpoint!r}, and the server that answers there calls itself "
+            f"{bytes(name).decode(errors='replace')!r}. Write the servers in the same way in the list of every process "
+            "(PADDLE_PSERVERS_IP_PORT_LIST); otherwise a stranger passes on what it hears."
+        )
+    return bytes(greeting[len(_GREETING) : -_SIZE_BYTES])
+
+
+def _proof(secret: bytes, role: bytes, base: bytes) -> bytes:
+    return prove(secret, _GREETING + role + b"\0" + base)

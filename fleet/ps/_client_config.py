@@ -21,7 +21,7 @@ class ClientConfig:
         endpoints: the servers, in the same order on every worker.
         rank: this worker's rank.
         num_workers: how many there are.
-        secret: the job secret, as the servers have it.
+        secret: the job secret, as the servers have it; without one no server is connected to.
         job: name of the job, as the servers have it.
         channel: number of this client among those of the same worker process; each is an ordered stream. A process
             that comes back goes on after the last change of the one before; from :data:`ONCE` on it starts at 1, and
@@ -32,7 +32,6 @@ class ClientConfig:
         answer_timeout_s: a server that sends nothing for so long, while an answer is due, is connected to anew.
         connect_timeout_s: limit of one attempt to connect.
         bfloat16: rows travel as bfloat16, half the bytes.
-        checksum: every body carries a crc32.
         replay_bytes: how much is kept to be sent again if a server loses what it has acknowledged (levels 0 and 2).
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
@@ -53,7 +52,6 @@ class ClientConfig:
     answer_timeout_s: float = 30.0
     connect_timeout_s: float = 5.0
     bfloat16: bool = False
-    checksum: bool = False
     replay_bytes: int = 256 << 20
     heartbeat: bool = True
     max_body_bytes: int = MAX_BODY_BYTES

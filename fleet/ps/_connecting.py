@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from fleet.errors import PSError
-from fleet.ps._transport import ConnectionLost, Transport
+from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout, Transport
 
 __all__ = ["wait_for_servers"]
 
 _POLL_S = 0.2
+_GREETING_S = 0.05
+_SILENT_ENDS = 2
 
 
 def wait_for_servers(
@@ -22,41 +25,75 @@ def wait_for_servers(
     interval_s: float = 3.0,
     connect_timeout_s: float = 1.0,
 ) -> None:
-    """Returns once every endpoint takes connections; says every ``interval_s`` seconds which do not.
+    """Returns once a server greets at every endpoint; says every ``interval_s`` seconds where none does.
 
     Raises:
         PSError: some were not there within ``timeout_s``; the message names them.
     """
     began = time.monotonic()
-    absent = list(endpoints)
     said, explained = began - interval_s, False
-    while True:
-        absent = [endpoint for endpoint in absent if not _answers(endpoint, transport, connect_timeout_s)]
-        if not absent:
-            return
-        now = time.monotonic()
-        if timeout_s is not None and now - began > timeout_s:
-            raise PSError(
-                f"parameter servers {absent} did not come within {timeout_s} s. Look at their logs, or raise the "
-                "timeout."
-            )
-        if now - said >= interval_s:
-            said = now
-            notify(f"server not ready, wait {interval_s:g} sec to retry...")
-            notify(f"not ready endpoints:{absent}")
-            if now - began >= interval_s and not explained:
-                explained = True
-                limit = "" if timeout_s is None else f" This worker waits {timeout_s:g} s (FLAGS_stop_check_timeout)."
-                notify(
-                    f"nobody listens on {', '.join(absent)}: that parameter server has not come to fleet.run_server() "
-                    f"yet, has ended (its log says why), or PADDLE_PSERVERS_IP_PORT_LIST is wrong here.{limit}"
+    with ExitStack() as stack:
+        probes = [_Probe(endpoint, transport, connect_timeout_s) for endpoint in endpoints]
+        for probe in probes:
+            stack.callback(probe.close)
+        while True:
+            probes = [probe for probe in probes if not probe.answers()]
+            absent = [probe.endpoint for probe in probes]
+            if not absent:
+                return
+            now = time.monotonic()
+            if timeout_s is not None and now - began > timeout_s:
+                raise PSError(
+                    f"parameter servers {absent} did not come within {timeout_s} s. Look at their logs, or raise the "
+                    "timeout."
                 )
-        time.sleep(_POLL_S)
+            if now - said >= interval_s:
+                said = now
+                notify(f"server not ready, wait {interval_s:g} sec to retry...")
+                notify(f"not ready endpoints:{absent}")
+                if now - began >= interval_s and not explained:
+                    explained = True
+                    notify(_explanation(absent, timeout_s))
+            time.sleep(_POLL_S)
 
 
-def _answers(endpoint: str, transport: Transport, timeout_s: float) -> bool:
-    try:
-        transport.connect(endpoint, timeout_s).close()
-    except ConnectionLost:
-        return False
-    return True
+def _explanation(absent: Sequence[str], timeout_s: float | None) -> str:
+    limit = "" if timeout_s is None else f" This worker waits {timeout_s:g} s (FLAGS_stop_check_timeout)."
+    return (
+        f"nobody listens on {', '.join(absent)}: that parameter server has not come to fleet.run_server() yet, has "
+        f"ended (its log says why), or PADDLE_PSERVERS_IP_PORT_LIST is wrong here.{limit}"
+    )
+
+
+class _Probe:
+    """A look at one endpoint: that it takes connections says little, for the launcher holds the port of a server.
+
+    A connection that nobody has greeted yet is kept: the server that comes greets it first.
+    """
+
+    def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self._transport, self._timeout_s = transport, timeout_s
+        self._connection: Connection | None = None
+        self._silent_ends = 0
+
+    def answers(self) -> bool:
+        """Returns whether a server has greeted, or has hung up twice because it awaits TLS: then connecting says so."""
+        try:
+            if self._connection is None:
+                self._connection = self._transport.connect(self.endpoint, self._timeout_s)
+            self._connection.receive(memoryview(bytearray(1)), _GREETING_S, _GREETING_S)
+        except TransferTimeout:
+            return False
+        except ConnectionLost:
+            self._silent_ends += self._connection is not None
+            self.close()
+            return self._silent_ends == _SILENT_ENDS
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Lets go of the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

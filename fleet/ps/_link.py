@@ -16,23 +16,21 @@ from dataclasses import replace
 from typing import Any
 
 from fleet.errors import PSError
-from fleet.ps._auth import AuthenticationError, prove_to_server
+from fleet.ps._auth import AuthenticationError, check_secret, prove_to_server
 from fleet.ps._client_config import ONCE, ClientConfig
 from fleet.ps._link_request import Request
 from fleet.ps._messages import (
-    HEADER_BYTES,
-    Flag,
     Header,
     MessageError,
     Op,
     Status,
-    body_checksum,
     control_body,
     decode_control,
     decode_header,
     encode_header,
 )
-from fleet.ps._transport import Connection, ConnectionLost, PeerRefused, TransferTimeout, Transport
+from fleet.ps._sealed import Sealed
+from fleet.ps._transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
 
 __all__ = ["Link"]
 
@@ -60,7 +58,7 @@ class Link:
         self.lock = threading.RLock()
         self.last_used = 0.0
         self._config, self._client_id, self._transport, self._notify = config, client_id, transport, notify
-        self._connection: Connection | None = None
+        self._connection: Sealed | None = None
         self._pending: deque[Request] = deque()
         self._replay: deque[Request] = deque()
         self._replay_bytes = 0
@@ -71,7 +69,6 @@ class Link:
         self._refusals = 0
         self._said = 0.0
         self._dead: PSError | None = None
-        self._head = bytearray(HEADER_BYTES)
         self._body = bytearray(1 << 16)
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -188,22 +185,18 @@ class Link:
 
     def _transmit(self, request: Request) -> None:
         assert self._connection is not None
-        flags, checksum = request.flags, 0
-        if self._config.checksum:
-            flags, checksum = flags | Flag.CHECKSUM, body_checksum(request.buffers)
         header = Header(
             request.op,
-            flags,
+            request.flags,
             self._client_id,
             request.seq,
             request.step,
             request.n_tables,
             Status.OK,
             request.body_bytes,
-            checksum,
             request.tag,
         )
-        self._connection.send([encode_header(header), *request.buffers], self._config.answer_timeout_s)
+        self._connection.send(encode_header(header), request.buffers, self._config.answer_timeout_s)
         self.last_used = time.monotonic()
 
     def _take_answer(self, limit_s: float = math.inf) -> bool:
@@ -250,15 +243,11 @@ class Link:
         if self._connection is None:
             raise ConnectionLost(f"{self.name} is not connected.")
         limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
-        self._connection.receive(memoryview(self._head), limit, limit)
-        header = decode_header(self._head, self._config.max_body_bytes)
+        header = decode_header(self._connection.receive_header(limit, limit), self._config.max_body_bytes)
         if header.body_bytes > len(self._body):
             self._body = bytearray(header.body_bytes + header.body_bytes // 4)
         body = memoryview(self._body)[: header.body_bytes]
-        if header.body_bytes:
-            self._connection.receive(body, limit, limit)
-        if header.flags & Flag.CHECKSUM and body_checksum([body]) != header.checksum:
-            raise MessageError(f"{self.name}: the checksum of an answer does not fit its body.")
+        self._connection.receive_body(body, limit)
         self.last_used = time.monotonic()
         return header, body
 
@@ -325,10 +314,10 @@ class Link:
 
     def _connect(self) -> None:
         config = self._config
+        secret = check_secret(self.endpoint, config.secret)
         connection = self._transport.connect(self.endpoint, config.connect_timeout_s)
         try:
-            prove_to_server(connection, config.secret, config.connect_timeout_s)
-            self._connection = connection
+            self._connection = prove_to_server(connection, self.endpoint, secret, config.connect_timeout_s)
             self._greet()
             for request in self._pending:
                 self._transmit(request)

@@ -1,6 +1,6 @@
 """The messages between workers and parameter servers: a fixed header, table parts, capped JSON. No pickle.
 
-Every message is one 48-byte little-endian header and a body of at most ``max_body_bytes``. The body of a data
+Every message is one 44-byte little-endian header and a body of at most ``max_body_bytes``. The body of a data
 message (pull, push, add, set) is a sequence of parts, one per table; the body of a control message is JSON. All
 functions here are pure: bytes in, values out, and each field is checked before it is used for anything.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,7 +30,6 @@ __all__ = [
     "Op",
     "Part",
     "Status",
-    "body_checksum",
     "control_body",
     "decode_control",
     "decode_header",
@@ -44,18 +42,18 @@ __all__ = [
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"FLPS"
-VERSION = 1
+VERSION = 2
 MAX_BODY_BYTES = 1 << 28
 MAX_CONTROL_BYTES = 1 << 20
 MAX_TABLES = 1 << 10
 MAX_TABLE_ID = 1 << 16
 MAX_DIM = 1 << 16
 
-_HEADER = struct.Struct("<4sBBHQQQHHIII")
+_HEADER = struct.Struct("<4sBBHQQQHHII")
 _PART = struct.Struct("<IIHHIQ")  # table id, n, parts present, reserved, dim, offset
 HEADER_BYTES = _HEADER.size
 PART_BYTES = _PART.size
-assert HEADER_BYTES == 48
+assert HEADER_BYTES == 44
 assert PART_BYTES == 24
 
 
@@ -89,7 +87,6 @@ class Flag:
 
     NONE = 0
     BFLOAT16 = 1  # rows of this message (of the answer, for a pull) are bfloat16
-    CHECKSUM = 2  # ``checksum`` holds the crc32 of the body
     RESPONSE = 4
     NO_CREATE = 8  # a pull does not create the rows it does not find
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
@@ -108,7 +105,7 @@ class Status(IntEnum):
 
 
 _IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS = 1, 2, 4, 8, 16, 32  # what a part carries
-_ALL_PRESENT, _ALL_FLAGS = 63, 63
+_ALL_PRESENT, _ALL_FLAGS = 63, 61
 
 
 class Header(NamedTuple):
@@ -127,7 +124,6 @@ class Header(NamedTuple):
     n_tables: int = 0
     status: Status = Status.OK
     body_bytes: int = 0
-    checksum: int = 0
     tag: int = 0
 
 
@@ -152,7 +148,7 @@ class Part:
 
 
 def encode_header(header: Header) -> bytes:
-    """Returns the 48 bytes of ``header``."""
+    """Returns the bytes of ``header``."""
     return _HEADER.pack(
         MAGIC,
         VERSION,
@@ -164,7 +160,6 @@ def encode_header(header: Header) -> bytes:
         header.n_tables,
         header.status,
         header.body_bytes,
-        header.checksum,
         header.tag,
     )
 
@@ -173,7 +168,7 @@ def decode_header(data: Buffer, max_body_bytes: int = MAX_BODY_BYTES) -> Header:
     """Returns the header in ``data``, or raises :class:`MessageError` for the first field that is not valid."""
     if len(data) != HEADER_BYTES:
         raise MessageError(f"a header has {HEADER_BYTES} bytes, received {len(data)}.")
-    magic, version, op, flags, client_id, seq, step, n_tables, status, body, checksum, tag = _HEADER.unpack(data)
+    magic, version, op, flags, client_id, seq, step, n_tables, status, body, tag = _HEADER.unpack(data)
     if magic != MAGIC:
         raise MessageError(f"the message starts with {magic!r}, not {MAGIC!r}: the peer speaks another protocol.")
     if version != VERSION:
@@ -188,7 +183,7 @@ def decode_header(data: Buffer, max_body_bytes: int = MAX_BODY_BYTES) -> Header:
         raise MessageError(f"{n_tables} tables in one message; at most {MAX_TABLES} are allowed.")
     if body > max_body_bytes:
         raise MessageError(f"a body of {body} bytes; at most {max_body_bytes} are allowed.")
-    return Header(_OPS[op], flags, client_id, seq, step, n_tables, _STATUSES[status], body, checksum, tag)
+    return Header(_OPS[op], flags, client_id, seq, step, n_tables, _STATUSES[status], body, tag)
 
 
 _OPS = {int(op): op for op in Op}
@@ -315,14 +310,6 @@ def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) 
         raise MessageError(f"table {table_id}: a dense part has dim 1, no shows and no clicks; received dim {dim}.")
     if sparse and offset:
         raise MessageError(f"table {table_id}: a sparse part has no offset; received {offset}.")
-
-
-def body_checksum(buffers: Sequence[Buffer]) -> int:
-    """Returns the crc32 of the body that ``buffers`` make up."""
-    value = 0
-    for buffer in buffers:
-        value = zlib.crc32(buffer, value)
-    return value
 
 
 def control_body(fields: dict[str, Any]) -> bytes:

@@ -27,9 +27,9 @@ from fleet.ps._messages import (
     decode_parts,
     encode_parts,
 )
+from fleet.ps._sealed import Sealed
 from fleet.ps._server_config import ServerConfig
 from fleet.ps._session import Fenced, Refused, Worker
-from fleet.ps._transport import Connection
 
 __all__ = ["Answer", "Peer", "Requests"]
 
@@ -52,7 +52,7 @@ class Answer:
 class Peer:
     """One connection of a worker, with the buffers it uses again and again."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Sealed) -> None:
         self.connection = connection
         self.worker: Worker | None = None
         self.channel = 0

@@ -17,28 +17,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
-from fleet.ps._auth import check_bind, prove_to_worker
+from fleet.ps._auth import check_secret, prove_to_worker, turn_away
 from fleet.ps._folder_lock import FolderLock
 from fleet.ps._journal import Journal
 from fleet.ps._machine import Machine, MakeTable
 from fleet.ps._messages import (
-    HEADER_BYTES,
     MAX_CONTROL_BYTES,
     Flag,
     Header,
     MessageError,
     Op,
     Status,
-    body_checksum,
     control_body,
     decode_header,
     encode_header,
 )
 from fleet.ps._metrics import Summary
+from fleet.ps._newcomers import Complaints, Newcomers, address_of
+from fleet.ps._open_files import USUAL_CONNECTIONS, connections_allowed
 from fleet.ps._requests import Answer, Peer, Requests
 from fleet.ps._served_table import make_served_table
 from fleet.ps._server_config import ServerConfig
@@ -129,7 +129,8 @@ class Server:
         )
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
-        self._unproven = 0
+        self._newcomers, self._complaints = Newcomers(), Complaints(notify)
+        self._max_connections = USUAL_CONNECTIONS
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._folder_lock: FolderLock | None = None
@@ -147,7 +148,13 @@ class Server:
         ``prepare`` is called before, unless there was a state to recover: it can make tables and fill them.
         """
         config, machine = self.config, self.machine
-        check_bind(config.endpoint, config.secret)
+        check_secret(config.endpoint, config.secret)
+        self._max_connections = connections_allowed(config.max_connections)
+        if self._max_connections < USUAL_CONNECTIONS and config.max_connections is None:
+            self._notify(
+                f"parameter server {config.index} takes {self._max_connections} connections: more files may not be "
+                "opened here (ulimit -n)"
+            )
         try:
             is_new = self._recover()
         except FleetError:
@@ -252,19 +259,37 @@ class Server:
             except ConnectionLost:
                 return
             with self._lock:
-                full = len(self._open) >= self.config.max_connections or self._unproven >= MAX_UNPROVEN
-                if not full:
-                    thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-                    try:
-                        thread.start()  # it waits for the lock before it leaves
-                    except RuntimeError as error:  # no more threads: the newcomer tries again
-                        self._notify(f"parameter server {self.config.index}: {connection.peer}: {error}")
-                        full = True
-                    else:
-                        self._open[connection] = thread
-                        self._unproven += 1
-            if full:
+                reason = self._let_in(connection)
+            if reason:
+                self._complain(connection, reason)
+                with suppress(PSError):
+                    turn_away(connection, 0.0)
                 connection.close()
+
+    def _let_in(self, connection: Connection) -> str:
+        """Gives a newcomer a thread, at the cost of an older one where need be; returns why it gets none."""
+        if len(self._newcomers) >= MAX_UNPROVEN or len(self._open) >= self._max_connections:
+            evicted = self._newcomers.evict()
+            if evicted is not None:
+                self._open.pop(evicted, None)
+                evicted.close()
+        if len(self._open) >= self._max_connections:
+            return (
+                f"turned away, for {self._max_connections} connections are open, which is the cap: raise "
+                "FLEET_PS_MAX_CONNECTIONS, or add servers"
+            )
+        thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+        try:
+            thread.start()  # it waits for the lock before it leaves
+        except RuntimeError as error:  # no more threads: the newcomer tries again
+            return str(error)
+        self._open[connection] = thread
+        self._newcomers.add(connection)
+        return ""
+
+    def _complain(self, connection: Connection, reason: object) -> None:
+        address = address_of(connection.peer)
+        self._complaints.say(address, f"parameter server {self.config.index}: {connection.peer}: {reason}")
 
     def _watch(self) -> None:
         """Ends leases, and says now and then how the server is."""
@@ -313,40 +338,33 @@ class Server:
                     self._stopping.wait(10.0)  # the same disk would refuse at once
 
     def _serve(self, connection: Connection) -> None:
-        proven = False
         try:
-            prove_to_worker(connection, self.config.secret, self.config.handshake_timeout_s)
-            proven = True
+            secret = check_secret(self.endpoint, self.config.secret)
+            sealed = prove_to_worker(connection, self.endpoint, secret, self.config.handshake_timeout_s)
             with self._lock:
-                self._unproven -= 1
-            self._converse(Peer(connection))
+                self._newcomers.discard(connection)
+            self._converse(Peer(sealed))
         except (ConnectionLost, TransferTimeout):
             pass
         except FleetError as error:
-            self._notify(f"parameter server {self.config.index}: {error}")
+            self._complain(connection, error)
         finally:
             connection.close()
             with self._lock:
                 self._open.pop(connection, None)
-                self._unproven -= not proven
+                self._newcomers.discard(connection)
 
     def _converse(self, peer: Peer) -> None:
         config, connection = self.config, peer.connection
-        head = bytearray(HEADER_BYTES)
-        view = memoryview(head)
         limit, idle = config.transfer_timeout_s, config.handshake_timeout_s
         while not self._stopping.is_set():
-            connection.receive(view, limit, idle)
-            header = decode_header(head, config.max_body_bytes)
+            header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
                 raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
             if peer.worker is None and header.op is not Op.HELLO:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
             body = peer.body(header.body_bytes)
-            if header.body_bytes:
-                connection.receive(body, limit, limit)
-            if header.flags & Flag.CHECKSUM and body_checksum([body]) != header.checksum:
-                raise MessageError(f"{connection.peer}: the checksum of a {header.op.name} does not fit its body.")
+            connection.receive_body(body, limit)
             answer = self._answer(peer, header, body)
             self._send(peer, header, answer)
             if answer.status is Status.FENCED or self.machine.failure is not None:
@@ -377,10 +395,6 @@ class Server:
                 with machine.journal.lock:
                     durable = channel.durable_seq(machine.journal.durable_lsn)
         flags = Flag.RESPONSE | answer.flags
-        checksum = 0
-        if header.flags & Flag.CHECKSUM:
-            flags |= Flag.CHECKSUM
-            checksum = body_checksum(answer.buffers)
         head = Header(
             header.op,
             flags,
@@ -390,10 +404,9 @@ class Server:
             answer.n_tables,
             answer.status,
             sum(map(len, answer.buffers)),
-            checksum,
             header.tag,
         )
-        peer.connection.send([encode_header(head), *answer.buffers], 10 * self.config.lease_s)
+        peer.connection.send(encode_header(head), answer.buffers, 10 * self.config.lease_s)
 
 
 def _error(status: Status, error: BaseException) -> Answer:

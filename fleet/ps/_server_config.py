@@ -18,15 +18,14 @@ class ServerConfig:
     """One server.
 
     Args:
-        endpoint: where to listen, ``host:port`` or ``unix:/path``; an address that other machines reach needs a
-            secret.
+        endpoint: where to listen, ``host:port`` or ``unix:/path``, as the workers write it.
         num_workers: how many worker ranks the job has.
         mode: ``"sync"`` averages the gradients of a step over the workers and applies them once; ``"async"``
             applies each push when it arrives (geo workers use it too).
         staleness: a pull for step t waits until every worker has pushed t - staleness steps; ``None`` never waits.
             Sync mode waits for the step itself.
         index: this server's number, for messages.
-        secret: the job secret, ``None`` on one machine.
+        secret: the job secret; a server without one does not start.
         job: name of the job, for the folder.
         folder: where journal and snapshots live; ``None`` keeps nothing, with level 0.
         level: of the journal, see :mod:`fleet.ps._journal`; ``None`` is 1 with a folder and 0 without.
@@ -36,7 +35,8 @@ class ServerConfig:
         lease_s: a worker that is silent for so long is not waited for until it is heard again.
         handshake_timeout_s: how long a newcomer may take to prove the secret.
         transfer_timeout_s: how long the bytes of one message may take once it has begun.
-        max_connections: connections beyond it are closed at once.
+        max_connections: connections beyond it are turned away; ``None`` is 1,024, or fewer where the limit of open
+            files is low.
         max_body_bytes: the largest message.
 
     Raises:
@@ -58,7 +58,7 @@ class ServerConfig:
     lease_s: float = 60.0
     handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 30.0
-    max_connections: int = 1024
+    max_connections: int | None = None
     max_body_bytes: int = MAX_BODY_BYTES
 
     def __post_init__(self) -> None:
@@ -71,6 +71,8 @@ class ServerConfig:
         for name in ("lease_s", "handshake_timeout_s", "transfer_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"parameter server: {name} is {getattr(self, name)!r}; it must be above 0.")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ConfigError(f"parameter server: max_connections is {self.max_connections!r}; it must be 1 or more.")
         if not 0 < self.max_body_bytes < 1 << 32:
             raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; below 4 GiB is allowed.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import select
 import socket
 import ssl
 import stat
@@ -117,15 +118,19 @@ def is_loopback(endpoint: str) -> bool:
 
 
 class SocketTransport:
-    """Connects ``host:port`` by TCP and ``unix:/path`` by a Unix socket; by TLS when contexts are given."""
+    """Connects ``host:port`` by TCP and ``unix:/path`` by a Unix socket; by TLS when contexts are given.
+
+    ``listening`` is a socket to take for its port instead of opening one: nobody else can have taken it.
+    """
 
     def __init__(
         self,
         server_tls: ssl.SSLContext | None = None,
         client_tls: ssl.SSLContext | None = None,
         handshake_timeout_s: float = 5.0,
+        listening: socket.socket | None = None,
     ) -> None:
-        self._server_tls, self._client_tls = server_tls, client_tls
+        self._server_tls, self._client_tls, self._listening = server_tls, client_tls, listening
         self._handshake_timeout_s = handshake_timeout_s
 
     def bind(self, endpoint: str) -> SocketListener:
@@ -133,16 +138,11 @@ class SocketTransport:
         if endpoint.startswith("unix:"):
             return SocketListener(_bind_unix(endpoint[5:]), endpoint, None, self._handshake_timeout_s)
         host, port = split_endpoint(endpoint)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((_bind_host(host), port))
-            sock.listen(1024)
-        except OSError as error:
-            sock.close()
-            raise PSError(f"the parameter server cannot listen on {endpoint!r}: {error}. Choose a free port.") from None
-        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        held = self._listening is not None and self._listening.getsockname()[:2] == (host, port)
+        sock = self._listening if held else None
+        if sock is None:
+            sock = _listen(endpoint, host, port)
+        shown = f"[{host}]" if ":" in host else host
         bound = f"{shown}:{sock.getsockname()[1]}"
         return SocketListener(sock, bound, self._server_tls, self._handshake_timeout_s)
 
@@ -162,11 +162,23 @@ class SocketTransport:
             sock = socket.create_connection((host, port), timeout_s)
             if self._client_tls is None:
                 return SocketConnection(sock, endpoint)
-            return _wrap_tls(self._client_tls, sock, endpoint, timeout_s, host)
+            return _shake_hands(_wrap_tls(self._client_tls, sock, endpoint, timeout_s, host), endpoint, host)
         except PSError:  # is an OSError
             raise
         except OSError as error:
             raise ConnectionLost(f"parameter server {endpoint}: {error}.") from None
+
+
+def _listen(endpoint: str, host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((_bind_host(host), port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise PSError(f"the parameter server cannot listen on {endpoint!r}: {error}. Choose a free port.") from None
+    return sock
 
 
 def _bind_host(host: str) -> str:
@@ -196,17 +208,26 @@ def _bind_unix(path: str) -> socket.socket:
 
 def _wrap_tls(
     context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float, host: str | None = None
-) -> TlsConnection:
+) -> ssl.SSLSocket:
+    """Returns the socket before its handshake; whoever has it can close it meanwhile."""
     try:
         sock.settimeout(timeout_s)
-        wrapped = context.wrap_socket(sock, server_side=host is None, server_hostname=host)
+        return context.wrap_socket(sock, server_side=host is None, server_hostname=host, do_handshake_on_connect=False)
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise ConnectionLost(f"{peer}: TLS: {error}.") from None
+
+
+def _shake_hands(sock: ssl.SSLSocket, peer: str, host: str | None = None) -> TlsConnection:
+    try:
+        sock.do_handshake()
     except ssl.SSLCertVerificationError as error:
         sock.close()
         raise PeerRefused(
             f"parameter server {peer} is not trusted: {error.verify_message}. Its certificate must name {host!r}, be "
             "signed by the authority in FLEET_PS_CA, and be valid today."
         ) from None
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sock.close()
         if getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
             raise PeerRefused(
@@ -214,7 +235,7 @@ def _wrap_tls(
                 "servers, or leave FLEET_PS_CA away."
             ) from None
         raise ConnectionLost(f"{peer}: TLS: {error}.") from None
-    return TlsConnection(wrapped, peer)
+    return TlsConnection(sock, peer)
 
 
 class SocketListener:
@@ -292,6 +313,8 @@ class SocketConnection:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``."""
+        if idle_s is not None and idle_s < _TICK_S and not self._has_byte(idle_s):
+            raise TransferTimeout(f"{self.peer}: no byte came within {idle_s} s.")
         began = time.monotonic()
         limit, filled, size = idle_s, 0, len(view)
         while filled < size:
@@ -309,6 +332,14 @@ class SocketConnection:
                 filled += count
             if filled < size and limit is not None and time.monotonic() - began > limit:
                 raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
+
+    def _has_byte(self, limit_s: float) -> bool:
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLIN)
+            return bool(poll.poll(1000 * limit_s))
+        except (OSError, ValueError):
+            return True  # closed meanwhile: the read says so
 
     def close(self) -> None:
         """Ends the stream."""
@@ -368,19 +399,20 @@ class _LateTls:
         self._context, self._sock, self._timeout_s = context, sock, timeout_s
         self._inner: TlsConnection | None = None
 
-    def _ready(self) -> TlsConnection:
+    def _ready(self, limit_s: float | None) -> TlsConnection:
         if self._inner is None:
-            self._inner = _wrap_tls(self._context, self._sock, self.peer, self._timeout_s)
+            timeout_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
+            self._sock = wrapped = _wrap_tls(self._context, self._sock, self.peer, timeout_s)
+            self._inner = _shake_hands(wrapped, self.peer)
         return self._inner
 
     def send(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
-        self._ready().send(buffers, timeout_s)
+        self._ready(timeout_s).send(buffers, timeout_s)
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
-        self._ready().receive(view, timeout_s, idle_s)
+        self._ready(idle_s).receive(view, timeout_s, idle_s)
 
     def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
-        else:
-            self._sock.close()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

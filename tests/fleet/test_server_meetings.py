@@ -15,7 +15,7 @@ import pytest
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
 from fleet.ps import _requests
-from fleet.ps._auth import check_bind
+from fleet.ps._auth import check_secret
 from fleet.ps._connecting import wait_for_servers
 from fleet.ps._transport import SocketTransport
 from tests.fleet.test_server_job import make_sgd, served, strategy
@@ -152,7 +152,7 @@ def test_a_server_that_nobody_can_reach() -> None:
 def test_a_server_off_loopback_says_how_to_make_a_secret() -> None:
     """Issue 9, 3: the line can be pasted."""
     with pytest.raises(ConfigError, match="FLEET_JOB_SECRET") as raised:
-        check_bind("10.0.0.1:36001", None)
+        check_secret("10.0.0.1:36001", None)
     line = next(line.strip() for line in str(raised.value).splitlines() if "export" in line)
     done = subprocess.run(
         ["bash", "-c", f"{line.replace('$(python', f'$({sys.executable}')}; echo ${{#FLEET_JOB_SECRET}}"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from fleet._server_settings import Keeping, read_keeping, read_seconds, thread_note
+from fleet._server_settings import Keeping, read_keeping, read_listener, read_seconds, thread_note
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
 from fleet.ps._server_config import ServerConfig
+from fleet.ps._transport import SocketTransport
 from tests.fleet.ps.service import Service, serving
 from tests.fleet.ps.test_recovery import TABLES, state_of, train
 from tests.fleet.test_server_job import make_sgd, served, strategy
@@ -194,3 +196,24 @@ def test_one_process_with_its_server_inside_goes_on_from_the_folder(
         assert torch.equal(value, after[name]), name
     own.stop_worker()
     own.session.close()
+
+
+def test_the_listener_of_the_launcher_is_taken_and_nothing_else() -> None:
+    """Issue 10, High 1: the descriptor in FLEET_PS_SOCKET, or the reason why it is not there."""
+    assert read_listener(Environment({})) is None
+    with socket.create_server(("127.0.0.1", 0)) as held, socket.socket() as other, open(os.devnull) as file:
+        found = read_listener(Environment({"FLEET_PS_SOCKET": str(held.fileno())}))
+        assert found is not None
+        host, port = held.getsockname()
+        other_port = SocketTransport(listening=found).bind("127.0.0.1:0")
+        assert other_port.endpoint != f"{host}:{port}", "a server elsewhere opens its own"
+        other_port.close()
+        listener = SocketTransport(listening=found).bind(f"{host}:{port}")
+        socket.create_connection((host, port), 5).close()
+        listener.accept().close()
+        found.detach()
+        for number in (other.fileno(), file.fileno(), 10**6, 10**30):
+            with pytest.raises(ConfigError, match="FLEET_PS_SOCKET is .* this process has none there"):
+                read_listener(Environment({"FLEET_PS_SOCKET": str(number)}))
+        assert other.fileno() >= 0
+        other.getsockname()  # it is still open

@@ -15,7 +15,7 @@ from fleet.facade import Fleet
 from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
 from fleet.ps._transport import SocketTransport, TlsConnection
-from tests.fleet.ps.service import serving, silent
+from tests.fleet.ps.service import SECRET, serving, silent
 from tests.fleet.test_server_job import make_adagrad, served, strategy
 from tests.helpers.certificates import make_certificate
 from tests.helpers.served import batches, run_job, train
@@ -52,7 +52,7 @@ def test_a_job_trains_over_tls_as_without(variables: dict[str, str], monkeypatch
 
 
 def connect(endpoint: str, tls: Any, **settings: Any) -> None:
-    config = ClientConfig(endpoints=[endpoint], rank=0, num_workers=1, heartbeat=False, **settings)
+    config = ClientConfig(endpoints=[endpoint], rank=0, num_workers=1, heartbeat=False, secret=SECRET, **settings)
     client = Client(config, transport=SocketTransport(client_tls=tls), notify=silent)
     try:
         client.open()
@@ -78,7 +78,7 @@ def test_who_does_not_fit_is_told_at_once(fault: str, variables: dict[str, str],
         "plain server": "does not speak TLS, and FLEET_PS_CA asks for it",
         "plain worker": "needs FLEET_PS_CA at its workers",
     }[fault]
-    with serving(transport=SocketTransport(server_tls=server)) as service:
+    with serving(transport=SocketTransport(server_tls=server, handshake_timeout_s=1.0)) as service:
         began = time.monotonic()
         with pytest.raises(PSError, match=reason):
             connect(service.servers[0].endpoint, worker, connect_timeout_s=0.5, deadline_s=1.0)

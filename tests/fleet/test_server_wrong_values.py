@@ -302,6 +302,7 @@ VARIABLES = {
     "FLEET_PS_LEASE": ["0", "x", "nan"],
     "FLEET_PS_LEVEL": ["3", "x", "2"],
     "FLEET_PS_METRICS_PORT": ["0", "x", "65535"],
+    "FLEET_PS_MAX_CONNECTIONS": ["0", "-1", "x", "1.5"],
     "FLAGS_stop_check_timeout": ["0", "x"],
     "FLAGS_check_nan_inf": ["x"],
     "CPU_NUM": ["0", "-3", "x"],
@@ -332,4 +333,5 @@ def test_every_variable_of_parameter_servers_is_tried() -> None:
 
     own = {name for name in KNOWN if name.startswith(("FLEET_PS_", "FLAGS_communicator_"))}
     files = {"FLEET_PS_CERT", "FLEET_PS_KEY", "FLEET_PS_CA"}  # tests/fleet/test_server_tls.py tries these
-    assert own - set(VARIABLES) == {"FLEET_PS_FOLDER"} | files  # any text is a path
+    launcher = {"FLEET_PS_SOCKET"}  # tests/fleet/test_server_settings.py tries this
+    assert own - set(VARIABLES) == {"FLEET_PS_FOLDER"} | files | launcher  # any text is a path

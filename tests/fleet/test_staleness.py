@@ -307,7 +307,9 @@ def test_workers_and_servers_must_have_the_same_bound() -> None:
     with serving(staleness=1) as service:
 
         def make(channel: int) -> Client:
-            config = ClientConfig(endpoints=[service.servers[0].endpoint], rank=0, num_workers=1, heartbeat=False)
+            config = ClientConfig(
+                endpoints=[service.servers[0].endpoint], num_workers=1, secret=service.secret, heartbeat=False
+            )
             return Client(config, transport=service.transport, notify=silent)
 
         trainer = Trainer(TablePlan(), TrainerConfig(staleness=2), make)

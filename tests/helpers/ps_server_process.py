@@ -78,13 +78,13 @@ class ServerProcess:
 def _main() -> None:
     from fleet.ps._server import run_server
     from fleet.ps._server_config import ServerConfig
+    from tests.fleet.ps.service import SECRET
 
     fields = json.loads(sys.argv[1])
     if fields.get("folder"):
         fields["folder"] = Path(fields["folder"])
-    if fields.get("secret"):
-        fields["secret"] = fields["secret"].encode()
-    run_server(ServerConfig(**fields), notify=lambda line: print(line, flush=True))
+    secret = fields.pop("secret").encode() if "secret" in fields else SECRET
+    run_server(ServerConfig(**fields, secret=secret), notify=lambda line: print(line, flush=True))
     print("ENDED", flush=True)
 
 

@@ -45,6 +45,46 @@ def test_failed_server_and_worker_are_started_again_alone(tmp_path: Path) -> Non
         assert not Path(server[0][2]).exists()
 
 
+SQUATTER = """
+import os, pathlib, socket, sys, time
+if os.environ["TRAINING_ROLE"] == "PSERVER":
+    listener = socket.socket(fileno=int(os.environ["FLEET_PS_SOCKET"]))
+    assert listener.getsockname()[1] == int(os.environ["PADDLE_PORT"])
+    path = pathlib.Path("server")
+    if not path.exists():
+        path.touch()
+        sys.exit(5)
+    listener.accept()[0].sendall(b"second")
+    time.sleep(60)
+port = int(os.environ["PADDLE_PSERVERS_IP_PORT_LIST"].split(":")[1])
+waiting = socket.create_connection(("127.0.0.1", port))
+waiting.setblocking(False)
+taken = 0
+while True:
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            squatter.bind(("127.0.0.1", port))
+            squatter.listen()
+            taken += 1
+        except OSError:
+            pass
+    try:
+        print("taken", taken, "times, then", waiting.recv(6))
+        break
+    except BlockingIOError:
+        time.sleep(0.001)
+"""
+
+
+def test_the_port_of_a_server_is_never_free(tmp_path: Path) -> None:
+    """Issue 10, High 1: the launcher holds it for the server, before it listens and while it is started again."""
+    with Launcher(tmp_path, SQUATTER, "--server_num=1", "--worker_num=1", "--max_restart=1") as job:
+        assert job.wait() == 0, job.stderr
+        assert "is started again" in job.stderr
+        assert "taken 0 times, then b'second'" in job.log("workerlog.0")
+
+
 def test_more_failures_than_restarts_end_the_job_with_the_code(tmp_path: Path) -> None:
     with Launcher(tmp_path, SCRIPT, "--server_num=1", "--worker_num=2", "--max_restart=1") as job:
         assert job.wait() in (3, 5)

@@ -23,6 +23,7 @@ from fleet.ps._server_config import ServerConfig
 from fleet.ps._sparse_table import SparseTable
 from fleet.ps._table_spec import config_of_spec
 
+SECRET = b"of the tests"
 SGD = Rule("sgd", {"learning_rate": 1.0})
 ZEROS = Initializer("constant", 0.0)
 SPARSE = SparseTableConfig("ads", 2, SGD, initializer=ZEROS)
@@ -46,6 +47,7 @@ class Service:
 
     def __init__(self, num_servers: int = 1, transport: Any = None, **config: Any) -> None:
         self.transport = transport or LocalTransport()
+        self.secret = config.setdefault("secret", SECRET)
         self.configs = [
             ServerConfig(endpoint=self._endpoint(index), index=index, **self._own(config, index))
             for index in range(num_servers)
@@ -80,6 +82,7 @@ class Service:
             "heartbeat": False,
             "retry_interval_s": 0.5,
             "start_timeout_s": 5.0,
+            "secret": self.secret,
             **config,
         }
         endpoints = [server.endpoint for server in self.servers]

@@ -50,6 +50,7 @@ def trainer_of(
     def make(channel: int) -> Client:
         config = ClientConfig(
             endpoints=[server.endpoint for server in service.servers],
+            secret=service.secret,
             rank=rank,
             num_workers=service.num_workers,
             channel=channel,

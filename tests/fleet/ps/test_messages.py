@@ -20,7 +20,6 @@ from fleet.ps._messages import (
     Op,
     Part,
     Status,
-    body_checksum,
     control_body,
     decode_control,
     decode_header,
@@ -51,7 +50,7 @@ def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> Part:
 
 @given(
     st.sampled_from(Op),
-    st.integers(0, 31),
+    st.integers(0, 31).map(lambda bits: bits & ~2),
     U64,
     U64,
     U64,
@@ -61,9 +60,9 @@ def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> Part:
     st.integers(0, 2**32 - 1),
 )
 def test_a_header_comes_back(op, flags, client_id, seq, step, tables, status, body, tag):
-    header = Header(op, flags, client_id, seq, step, tables, status, body, tag ^ 5, tag)
+    header = Header(op, flags, client_id, seq, step, tables, status, body, tag)
     data = encode_header(header)
-    assert len(data) == HEADER_BYTES == 48
+    assert len(data) == HEADER_BYTES == 44
     assert decode_header(data) == header
 
 
@@ -205,13 +204,6 @@ def test_control_messages_are_capped_json():
         with pytest.raises(MessageError):
             decode_control(body)
     assert json.loads(control_body({})) == {}
-
-
-def test_the_checksum_covers_the_whole_body():
-    buffers = encode_parts([sparse_part()])
-    whole = b"".join(bytes(buffer) for buffer in buffers)
-    assert body_checksum(buffers) == body_checksum([whole])
-    assert body_checksum([whole[:-1] + b"\x01"]) != body_checksum([whole])
 
 
 def test_bfloat16_rounds_as_torch_does():

@@ -23,6 +23,7 @@ from fleet.ps._server_config import ServerConfig
 from fleet.ps._snapshot import write_snapshot
 from fleet.ps._table_spec import spec_of_config
 from tests.fleet.ps.service import (
+    SECRET,
     SPARSE,
     Gradient,
     Service,
@@ -375,7 +376,7 @@ def test_a_snapshot_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_a_server_killed_while_it_prepared_prepares_again(tmp_path):
     """PS design 3: the journal knows the tables before they are filled from a save; they must not stay empty."""
-    config, calls = ServerConfig(endpoint="127.0.0.1:9000", folder=tmp_path), []
+    config, calls = ServerConfig(endpoint="127.0.0.1:9000", folder=tmp_path, secret=SECRET), []
 
     def prepare(machine):
         machine.create_tables({0: spec_of_config(SPARSE)})

@@ -21,18 +21,22 @@ from fleet.ps._server_config import ServerConfig
 from fleet.ps._session import Channel, Fenced, Refused, Session
 from fleet.ps._snapshot import write_snapshot
 from fleet.ps._table_spec import spec_of_config
-from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table, serving, silent
+from tests.fleet.ps.service import SECRET, SPARSE, gradient, ids, in_threads, make_table, serving, silent
 
 
 def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
     """001-04, 001-07."""
     transport, lines = LocalTransport(), []
-    config = ServerConfig(endpoint="127.0.0.1:7000", num_workers=2, folder=tmp_path)
+    config = ServerConfig(endpoint="127.0.0.1:7000", num_workers=2, folder=tmp_path, secret=SECRET)
     settings = {"transport": transport, "notify": lines.append}
     thread = threading.Thread(target=run_server, args=(config,), kwargs=settings)
     thread.start()
     clients = [
-        Client(ClientConfig(endpoints=["127.0.0.1:7000"], rank=rank, num_workers=2), transport=transport, notify=silent)
+        Client(
+            ClientConfig(endpoints=["127.0.0.1:7000"], rank=rank, num_workers=2, secret=SECRET),
+            transport=transport,
+            notify=silent,
+        )
         for rank in range(2)
     ]
     for client in clients:
@@ -77,10 +81,11 @@ def test_wrong_values_of_a_client_are_named(fields, word):
         ClientConfig(**{"endpoints": ["a:1"], **fields})
 
 
-def test_an_open_address_is_refused_before_anything_listens():
-    """Reliability 5.2."""
+@pytest.mark.parametrize("endpoint", ["0.0.0.0:0", "127.0.0.1:0"])
+def test_no_secret_is_refused_before_anything_listens(endpoint):
+    """Reliability 5.2; issue 10, High 3."""
     with pytest.raises(ConfigError, match="secret"):
-        run_server(ServerConfig(endpoint="0.0.0.0:0"), notify=silent)
+        run_server(ServerConfig(endpoint=endpoint), notify=silent)
 
 
 def test_the_level_follows_the_folder(tmp_path):

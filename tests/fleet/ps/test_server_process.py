@@ -14,12 +14,12 @@ from fleet.ps._client import Client
 from fleet.ps._client_config import ClientConfig
 from fleet.ps._dense_table import DenseTableConfig
 from fleet.ps._rules import Rule
-from tests.fleet.ps.service import SPARSE, Gradient, gradient, rows, silent
+from tests.fleet.ps.service import SECRET, SPARSE, Gradient, gradient, rows, silent
 from tests.helpers.ps_server_process import ServerProcess
 
 
 def process_client(endpoints, rank=0, num_workers=1, **config):
-    settings = {"deadline_s": 30.0, "start_timeout_s": 20.0, "heartbeat": False, **config}
+    settings = {"deadline_s": 30.0, "start_timeout_s": 20.0, "heartbeat": False, "secret": SECRET, **config}
     client = Client(ClientConfig(endpoints=endpoints, rank=rank, num_workers=num_workers, **settings), notify=silent)
     client.open()
     client.create_tables({0: SPARSE, 1: DenseTableConfig("mlp", 7, Rule("sgd", {"learning_rate": 1.0}))})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._auth import AuthenticationError, check_bind, prove_to_server, prove_to_worker
+from fleet.ps._auth import AuthenticationError, check_secret, prove_to_server, prove_to_worker
 from fleet.ps._local import Fault, LocalTransport
 from fleet.ps._transport import (
     Connection,
@@ -196,7 +196,7 @@ def test_closing_the_listener_ends_accept_and_refuses_newcomers(seam):
 
 @pytest.mark.parametrize(
     ("servers", "workers", "good"),
-    [(b"s", b"s", True), (None, None, True), (b"s", b"t", False), (b"s", None, False), (None, b"s", False)],
+    [(b"s", b"s", True), (b"s", b"t", False), (b"s", b"", False), (b"", b"s", False)],
 )
 def test_both_sides_prove_the_secret(seam, servers, workers, good):
     """Reliability 5.3: a wrong or missing secret closes the connection."""
@@ -205,7 +205,7 @@ def test_both_sides_prove_the_secret(seam, servers, workers, good):
 
     def answer(connection: Connection) -> None:
         try:
-            prove_to_worker(connection, servers, 5.0)
+            prove_to_worker(connection, listener.endpoint, servers, 5.0)
             verdict.append(True)
         except AuthenticationError:
             verdict.append(False)
@@ -213,10 +213,10 @@ def test_both_sides_prove_the_secret(seam, servers, workers, good):
     thread = serve(listener, answer)
     connection = transport.connect(listener.endpoint, 5.0)
     if good:
-        prove_to_server(connection, workers, 5.0)
+        prove_to_server(connection, listener.endpoint, workers, 5.0)
     else:
         with pytest.raises(AuthenticationError):
-            prove_to_server(connection, workers, 5.0)
+            prove_to_server(connection, listener.endpoint, workers, 5.0)
     thread.join(5)
     assert verdict == [good]
     connection.close()
@@ -224,23 +224,25 @@ def test_both_sides_prove_the_secret(seam, servers, workers, good):
 
 def test_a_server_that_does_not_know_the_secret_is_found_out(seam):
     transport, listener = seam
-    thread = serve(listener, lambda c: (c.send([b"FLEET-PS-AUTH-1\0" + bytes(32)]), take(c, 64), c.send([bytes(32)])))
+    name = listener.endpoint.encode()
+    greeting = b"FLEET-PS-AUTH-2\0" + bytes(32) + len(name).to_bytes(2, "big") + name
+    thread = serve(listener, lambda c: (c.send([greeting]), take(c, 64), c.send([bytes(32)])))
     connection = transport.connect(listener.endpoint, 5.0)
     with pytest.raises(AuthenticationError, match="does not know"):
-        prove_to_server(connection, b"secret", 5.0)
+        prove_to_server(connection, listener.endpoint, b"secret", 5.0)
     thread.join(5)
     connection.close()
 
 
-def test_an_open_address_needs_a_secret():
-    """Reliability 5.2: loopback by default."""
-    for endpoint in ("0.0.0.0:1", "10.0.0.5:80", "[::]:3", "example.org:1"):
-        with pytest.raises(ConfigError, match="secret"):
-            check_bind(endpoint, None)
-        check_bind(endpoint, b"x")
-    for endpoint in ("127.0.0.1:1", "127.3.3.3:1", "[::1]:1", "localhost:1", "unix:/x"):
-        assert is_loopback(endpoint)
-        check_bind(endpoint, None)
+def test_every_address_needs_a_secret():
+    """Issue 10, High 3: loopback belongs to every user of the machine."""
+    away, here = ("0.0.0.0:1", "10.0.0.5:80", "[::]:3", "example.org:1"), ("127.3.3.3:1", "[::1]:1", "localhost:1")
+    for endpoint in (*away, *here, "unix:/x"):
+        assert is_loopback(endpoint) == (endpoint not in away)
+        for missing in (None, b""):
+            with pytest.raises(ConfigError, match="without a job secret"):
+                check_secret(endpoint, missing)
+        assert check_secret(endpoint, b"x") == b"x"
 
 
 @pytest.mark.parametrize("endpoint", ["", "x", "x:", ":1", "x:99999", "x:-1", "x:1a"])

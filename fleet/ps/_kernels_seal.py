@@ -1,0 +1,29 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The kernel of :mod:`fleet.ps._body_digest`."""
+
+from __future__ import annotations
+
+from fleet.ps._kernels import LOW32, i64, kernel, u64, words
+
+LANES = 512
+
+
+@kernel
+def add_lanes(data, count, first, key, sums):
+    """Adds ``count`` lanes of 8 bytes, the first of which is number ``first`` of its body, to the sums of their blocks.
+
+    Block b has the sums 2b and 2b + 1, which start at zero; the key of the second is that of the first, one lane on.
+    """
+    lanes, keys, totals = words(data), words(key), words(sums)
+    done = i64(0)
+    while done < count:
+        block, at = (first + done) // LANES, (first + done) % LANES
+        size = min(LANES - at, count - done)
+        one, two = u64(0), u64(0)
+        for i in range(size):
+            x, k, m = u64(lanes[done + i]), u64(keys[at + i]), u64(keys[at + i + 1])
+            one += ((x + k) & u64(LOW32)) * (((x >> u64(32)) + (k >> u64(32))) & u64(LOW32))
+            two += ((x + m) & u64(LOW32)) * (((x >> u64(32)) + (m >> u64(32))) & u64(LOW32))
+        totals[2 * block] = i64(u64(totals[2 * block]) + one)
+        totals[2 * block + 1] = i64(u64(totals[2 * block + 1]) + two)
+        done += size

@@ -1,0 +1,64 @@
+"""Sealed: a connection whose ends have proven the job secret to each other; every message on it carries a seal.
+
+On the wire a message is its header, the seal (32 bytes) and its body. The seal covers direction, number, header and
+body under a key of this connection alone (:mod:`fleet._sealing`): nobody on the path can change, repeat, drop, reorder
+or add a message. It hides nothing: for that there is TLS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet._sealing import SEAL_BYTES, MessageSeals, prove, same
+from fleet.ps._body_digest import BodyDigest
+from fleet.ps._messages import HEADER_BYTES, Buffer, MessageError
+from fleet.ps._transport import Connection
+
+__all__ = ["Sealed"]
+
+SMALL_BODY_BYTES = 2048  # up to here HMAC alone is faster than a digest of the body and HMAC over that
+
+
+class Sealed:
+    """One end of a proven connection.
+
+    Args:
+        connection: the stream, right after both proofs.
+        key: of this connection alone.
+        is_server: which end this is.
+    """
+
+    def __init__(self, connection: Connection, key: bytes, *, is_server: bool) -> None:
+        self.peer = connection.peer
+        self._connection = connection
+        self._seals = MessageSeals(key, is_server=is_server)
+        self._digest = BodyDigest(prove(key, b"body"))
+        self._front = memoryview(bytearray(HEADER_BYTES + SEAL_BYTES))
+
+    def send(self, header: bytes, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
+        """Sends a message whose body ``buffers`` make up."""
+        seal = self._seals.sent(header, *self._covered(buffers, sum(map(len, buffers))))
+        self._connection.send([header, seal, *buffers], timeout_s)
+
+    def receive_header(self, timeout_s: float | None = None, idle_s: float | None = None) -> memoryview:
+        """Returns the header of the next message, valid until the one after it; the limits are the connection's.
+
+        It is checked together with the body: nothing but the size of that may follow from it before.
+        """
+        self._connection.receive(self._front, timeout_s, idle_s)
+        return self._front[:HEADER_BYTES]
+
+    def receive_body(self, body: memoryview, timeout_s: float | None = None) -> None:
+        """Fills ``body`` and checks the seal of the message; raises :class:`MessageError` when that is wrong."""
+        if len(body):
+            self._connection.receive(body, timeout_s, timeout_s)
+        seal = self._seals.received(self._front[:HEADER_BYTES], *self._covered([body], len(body)))
+        if not same(bytes(self._front[HEADER_BYTES:]), seal):
+            raise MessageError(f"{self.peer}: a message does not carry the seal of this connection.")
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._connection.close()
+
+    def _covered(self, buffers: Sequence[Buffer], size: int) -> Sequence[Buffer]:
+        return buffers if size <= SMALL_BODY_BYTES else [self._digest(buffers, size)]
