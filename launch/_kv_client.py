@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleet._sealing import PROOF_BYTES, same
 from fleet.errors import LaunchError
 from fleet.launch import _wire
 from fleet.launch._wire import Message
@@ -201,10 +202,10 @@ class _Channel:
         service_nonce, nonce = hello[len(_wire.MAGIC) :], _wire.make_nonce()
         self._sock.sendall(_wire.MAGIC + nonce + _wire.proof(secret, b"client", service_nonce, nonce))
         try:
-            given = self._receive(_wire.PROOF_BYTES)
+            given = self._receive(PROOF_BYTES)
         except ConnectionError:
             given = b""
-        if not _wire.same(given, _wire.proof(secret, b"service", service_nonce, nonce)):
+        if not same(given, _wire.proof(secret, b"service", service_nonce, nonce)):
             raise (StoreRefusedError if given else _ClosedError)(
                 f"The rendezvous service at {where} refused this node: the job's secret differs. "
                 "Set FLEET_JOB_SECRET to the same value on every node, or on none."

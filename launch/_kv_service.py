@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fleet._sealing import same
 from fleet.launch import _wire
 from fleet.launch._callers import accept, most_connections
 from fleet.launch._wire import Message, WireError
@@ -240,7 +241,7 @@ class KeyValueService:
         answer = bytes(received[: _wire.ANSWER_BYTES])
         del received[: _wire.ANSWER_BYTES]
         nonce, given = answer[known : known + _wire.NONCE_BYTES], answer[known + _wire.NONCE_BYTES :]
-        if not _wire.same(given, _wire.proof(self._secret, b"client", connection.nonce, nonce)):
+        if not same(given, _wire.proof(self._secret, b"client", connection.nonce, nonce)):
             self._drop(connection)
             self._refused(connection.address, "it does not know this job's secret (FLEET_JOB_SECRET)")
             return
