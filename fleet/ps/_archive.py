@@ -26,6 +26,6 @@ def check_archive(file: Path | IO[bytes], label: str) -> None:
         return  # torch says what is wrong
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > end:
         raise CheckpointError(
-            f"{label}: its parts are packed and could unpack to any size; a checkpoint is written unpacked. Read it with "
-            "torch.load where you trust it, and save it again."
+            f"{label}: its parts are packed and could unpack to any size; a checkpoint is written unpacked. Read it "
+            "with torch.load where you trust it, and save it again."
         )
