@@ -27,14 +27,14 @@ class LimitedLoader(yaml.SafeLoader):
         """Returns the next node; nesting is bounded before Python's own limit is met."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())
-        node: yaml.Node | None = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
     def compose_document(self) -> yaml.Node | None:
         """Returns the next document, of which every alias is counted as what it stands for."""
-        node: yaml.Node | None = super().compose_document()  # type: ignore[no-untyped-call]
+        node = super().compose_document()
         if node is not None:
             _measure(node, 1, {})
         return node
