@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fleet._limited_yaml import MAX_TEXT, LimitedLoader
 from fleet._prototxt import Entry, Word, format_entries, parse
 from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
 from fleet.strategies._config import Config, Rule, value_types
@@ -52,17 +53,21 @@ def _umask() -> int:
 
 def _read_text(path: PathLike) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT + 1)
     except OSError as error:
         raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{os.fspath(path)} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    if len(text) > MAX_TEXT:
+        raise ConfigError(f"{os.fspath(path)} has more than {MAX_TEXT} characters, the most a strategy has. Is it one?")
+    return text
 
 
 # ---- YAML -----------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LimitedLoader):
     """Reads plain data only, takes ``1e-3`` for a number, and refuses a key that stands twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -78,7 +83,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
@@ -89,7 +94,11 @@ def read_yaml(path: PathLike) -> Entries:
         ConfigError: the file cannot be read, is not YAML, or is not a mapping; names the line.
     """
     source = os.fspath(path)
-    loader = _Loader(_read_text(path))
+    text = _read_text(path)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}.") from error
     loader.name = source
     try:
         node = loader.get_single_node()
@@ -102,7 +111,7 @@ def read_yaml(path: PathLike) -> Entries:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{source}, line {line}: this is not YAML: {error.problem}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of what is tagged as something that it is not
         raise ConfigError(f"{source} is not YAML: {error}.") from error
     finally:
         loader.dispose()

@@ -35,7 +35,7 @@ _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\f\v]+|\#[^\n]*)
       | (?P<newline>\n)
       | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-      | (?P<number>-?\s*(?:0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?)(?![\w.]))
+      | (?P<number>-?\s*(?:0[xX][0-9a-fA-F]+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?[fF]?)(?![\w.]))
       | (?P<word>-?[A-Za-z_][A-Za-z0-9_]*)
       | (?P<mark>[{}<>\[\]:,;])""",
     re.VERBOSE,
@@ -135,18 +135,20 @@ class _Parser:
             return self._string(token)
         if token.kind == "word":
             return Word(token.text)
-        return _number(token.text)
+        value = _number(token.text)
+        if value is None:
+            raise self._error(token.line, f"the number {token.text[:40]} does not fit 64 bits")
+        return value
 
     def _string(self, first: _Token) -> str:
-        parts = [_unescaped(first.text[1:-1])]
+        texts = [first.text[1:-1]]
         while self._place < len(self._tokens) and self._tokens[self._place].kind == "string":
-            parts.append(_unescaped(self._tokens[self._place].text[1:-1]))
+            texts.append(self._tokens[self._place].text[1:-1])
             self._place += 1
-        data = b"".join(parts)
         try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError:
-            raise self._error(first.line, f"the string {first.text} is not UTF-8") from None
+            return b"".join(_unescaped(text) for text in texts).decode("utf-8")
+        except (ValueError, OverflowError):  # also of a code that is no character
+            raise self._error(first.line, f"the string {first.text:.80} is not UTF-8") from None
 
     def _next(self) -> _Token | None:
         if self._place == len(self._tokens):
@@ -167,19 +169,22 @@ class _Parser:
         return ConfigError(f"{self._source}, line {line}: {rule}.")
 
 
-def _number(text: str) -> int | float:
+def _number(text: str) -> int | float | None:
+    """Returns the number, ``None`` where a whole one has more than 64 bits."""
     digits = "".join(text.split())
     bare = digits.lstrip("-")
-    if bare[:2] in ("0x", "0X"):
-        return int(digits, 16)
-    if bare.isdigit():
-        octal = len(bare) > 1 and bare[0] == "0" and not set(bare) & set("89")
-        return int(digits, 8 if octal else 10)
-    return float(digits.rstrip("fF"))
+    is_hex = bare[:2] in ("0x", "0X")
+    if not is_hex and not bare.isdigit():
+        return float(digits.rstrip("fF"))
+    if len(bare) > 100:
+        return None
+    octal = len(bare) > 1 and bare[0] == "0" and not set(bare) & set("89")
+    value = int(digits, 16 if is_hex else 8 if octal else 10)
+    return value if -(2**63) <= value < 2**64 else None
 
 
 def _unescaped(text: str) -> bytes:
-    data, place = b"", 0
+    data, place = bytearray(), 0
     for match in _ESCAPE.finditer(text):
         octal, byte, short, long, letter = match.groups()
         data += text[place : match.start()].encode()
@@ -190,7 +195,7 @@ def _unescaped(text: str) -> bytes:
         else:
             data += _ESCAPES.get(letter, letter).encode()
         place = match.end()
-    return data + text[place:].encode()
+    return bytes(data) + text[place:].encode()
 
 
 def quoted(text: str) -> str:

@@ -75,8 +75,9 @@ def split_endpoint(text: str, name: str) -> tuple[str, int]:
         ('::1', 6170)
     """
     host, colon, port = text.strip().rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536 or "/" in host:
-        raise ConfigError(f"{name} holds {text!r}; an address has the form host:port, with a port of 1 to 65535.")
+    is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536
+    if not colon or not host or not is_port or "/" in host:
+        raise ConfigError(f"{name} holds {text!r:.200}; an address has the form host:port, with a port of 1 to 65535.")
     return host.strip("[]"), int(port)
 
 

@@ -86,7 +86,17 @@ def read_server_tls(environment: Environment) -> ssl.SSLContext | None:
             f"FLEET_PS_CERT is {certificate!r} and FLEET_PS_KEY is {key!r}: {error}. They take PEM files: the "
             "certificate, with those that lead to the authority, and its key without a password."
         ) from None
+    _check_rights("FLEET_PS_CERT" if key is None else "FLEET_PS_KEY", certificate if key is None else key)
     return context
+
+
+def _check_rights(name: str, path: str) -> None:
+    """Raises ConfigError when every user of the machine may read the key at ``path``; a group may, for its members."""
+    if os.name == "posix" and os.stat(path).st_mode & stat.S_IROTH:
+        raise ConfigError(
+            f"{name} is {path!r}: every user of this machine can read the key in it, and speak as the server. Let its "
+            f"owner alone read it: chmod 600 {path} (defaultMode: 0440 of a Kubernetes secret)."
+        )
 
 
 def read_worker_tls(environment: Environment) -> ssl.SSLContext | None:

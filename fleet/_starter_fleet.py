@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 from fleet._role_record import (
@@ -25,6 +26,7 @@ _WORLD = ("PADDLE_TRAINERS_NUM", "PADDLE_GLOBAL_SIZE")
 _LOCAL_RANK = ("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "LOCAL_RANK")
 _LOCAL_SIZE = ("PADDLE_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+_MAX_SAVED = 1 << 26
 
 
 def fleet_variables(env: Environment) -> list[str]:
@@ -85,10 +87,10 @@ def read_list(env: Environment, name: str) -> tuple[str, ...]:
         return tuple(values)
     try:
         with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
+            saved = json.loads(file.read(_MAX_SAVED))  # what is longer is cut, and no JSON
     except FileNotFoundError:
         raise ConfigError(f"PADDLE_BACKUP_ENV_PATH names {path!r}, and there is no such file.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"PADDLE_BACKUP_ENV_PATH names {path!r}, which cannot be read as JSON: {error}.") from error
     text = saved.get(name, "") if isinstance(saved, dict) else None
     if not isinstance(text, str):
@@ -210,4 +212,4 @@ def _num_nodes(env: Environment) -> int:
     if hosts:
         return len(set(hosts))
     text = (env.raw("PADDLE_NNODES") or "").strip()
-    return int(text) if text.isdigit() else 0
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0

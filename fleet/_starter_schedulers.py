@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from itertools import product
@@ -13,6 +14,7 @@ from fleet._role_record import RoleRecord, check_rank, join_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError
 
+_MAX_HOSTS = 100_000  # of a list; a range of a few characters can stand for any number
 _DEFAULT_PORT = 29500  # torch's
 _FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the range from which systems hand out free ports
 
@@ -112,6 +114,8 @@ def expand_hosts(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
         pieces = re.split(r"(\[[^\]]*\])", item.strip())
         choices = [_expand_range(piece[1:-1], text, name) if piece.startswith("[") else [piece] for piece in pieces]
+        if len(hosts) + math.prod(map(len, choices)) > _MAX_HOSTS:
+            raise ConfigError(f"{name} is {text!r:.200}; it names more than {_MAX_HOSTS} hosts.")
         hosts.extend("".join(parts) for parts in product(*choices))
     return hosts
 
@@ -125,9 +129,9 @@ def task_counts(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]
     """
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
-        if match is None:
-            raise ConfigError(f"{name} is {text!r}; it has the form '2(x3),1'.")
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", item)
+        if match is None or len(counts) + int(match[2] or 1) > _MAX_HOSTS:
+            raise ConfigError(f"{name} is {text!r:.200}; it has the form '2(x3),1', with at most {_MAX_HOSTS} nodes.")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts
 
@@ -135,10 +139,14 @@ def task_counts(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]
 def _expand_range(text: str, whole: str, name: str) -> list[str]:
     numbers: list[str] = []
     for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        match = re.fullmatch(r"([0-9]{1,20})(?:-([0-9]{1,20}))?", item.strip())
         if match is None:
-            raise ConfigError(f"{name} is {whole!r}; between its brackets stand numbers and ranges such as [1-3,7].")
+            raise ConfigError(
+                f"{name} is {whole!r:.200}; between its brackets stand numbers and ranges such as [1-3,7]."
+            )
         first, last = match[1], match[2] or match[1]
+        if len(numbers) + int(last) - int(first) >= _MAX_HOSTS:
+            raise ConfigError(f"{name} is {whole!r:.200}; it names more than {_MAX_HOSTS} hosts.")
         numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
     return numbers
 

@@ -70,9 +70,12 @@ class Environment:
             default = VARIABLES[name].default
             return default if isinstance(default, int) else 0
         try:
-            return int(value.strip())
+            number = int(value.strip())
         except ValueError:
-            raise ConfigError(f"{name} is {value!r} in the environment; it takes a whole number.") from None
+            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes a whole number.") from None
+        if abs(number) >= 2**63:
+            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes a whole number of 64 bits.")
+        return number
 
     def float(self, name: builtins.str) -> builtins.float:
         """Returns ``name`` as a number, or its default; raises ConfigError for other text."""
@@ -83,7 +86,7 @@ class Environment:
         try:
             return float(value.strip())
         except ValueError:
-            raise ConfigError(f"{name} is {value!r} in the environment; it takes a number.") from None
+            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes a number.") from None
 
     def bool(self, name: builtins.str) -> builtins.bool:
         """Returns ``name`` as a switch (1/0, true/false, yes/no, on/off), or its default."""
@@ -93,7 +96,7 @@ class Environment:
         word = value.strip().lower()
         if word in _TRUE or word in _FALSE:
             return word in _TRUE
-        raise ConfigError(f"{name} is {value!r} in the environment; it takes 1 or 0.")
+        raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes 1 or 0.")
 
     def list(self, name: builtins.str) -> builtins.list[builtins.str]:
         """Returns ``name`` split at commas, blanks dropped; absent gives an empty list."""

@@ -45,7 +45,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/ps/_kernels_rows.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/_kernels_rules.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/_kernels_walks.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/_manifest.py": "tests/fleet/ps/test_files.py",
     "fleet/ps/_numba.py": "tests/fleet/ps/test_kernels_cost.py",
     "fleet/ps/_reference_rules.py": "tests/fleet/ps/test_rules.py",
     "fleet/ps/_reference_store.py": "tests/fleet/ps/test_twins.py",
@@ -114,7 +113,7 @@ DIRECTIONS = {
     "launch": ("fleet.env", "fleet.errors", "fleet._env_table", "fleet._sealing", "etcd3gw"),
     "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
     "fleet/ps": ("fleet.errors", "fleet._sealing", "numpy", "numba", "llvmlite", "torch"),
-    "fleet/k8s": ("fleet.errors", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
+    "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
 }
 
 

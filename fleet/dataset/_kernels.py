@@ -12,20 +12,23 @@ one, is left to Python.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from fleet.ps._numba import cache_works
-
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": cache_works(), "error_model": "numpy"}
+from fleet.ps._numba import keep_compiled
 
 TEXT, INT, FLOAT = 0, 1, 2
 _POWERS = 10.0 ** np.arange(23)
 
 
-@njit(**_OPTIONS)
+def _kernel(function: Callable[..., Any]) -> Any:
+    return keep_compiled(njit(nogil=True, error_model="numpy")(function), function)
+
+
+@_kernel
 def copy_runs(values, starts, offsets, out):
     """Copies ``values[starts[i]:]`` to ``out[offsets[i]:offsets[i + 1]]`` for every i."""
     for i in range(len(starts)):
@@ -34,12 +37,12 @@ def copy_runs(values, starts, offsets, out):
             out[at] = values[source + at]
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _is_space(c):
     return c == 32 or c == 9 or c == 13 or c == 11 or c == 12
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _read_int(data, at, end):
     """Returns the integer in ``data[at:end]`` and whether it is one of at most 18 digits."""
     negative = data[at] == 45
@@ -56,7 +59,7 @@ def _read_int(data, at, end):
     return -value if negative else value, True
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _read_decimal(data, at, end):
     """Returns digits, power of ten, sign and whether ``data[at:end]`` is a decimal of at most 19 digits."""
     negative = data[at] == 45
@@ -87,7 +90,7 @@ def _read_decimal(data, at, end):
     return mantissa, power, negative, seen and at == end
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _read_float(data, at, end, double, bits):
     """Returns the float32 in ``data[at:end]`` and whether it is certain; see [Note: Floats]."""
     mantissa, power, negative, good = _read_decimal(data, at, end)
@@ -105,7 +108,7 @@ def _read_float(data, at, end, double, bits):
     return np.float32(-value if negative else value), True
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _next_word(data, at):
     """Returns where the next word of the line starts and stops; twice the same place at the end of the line."""
     while _is_space(data[at]):
@@ -116,7 +119,7 @@ def _next_word(data, at):
     return start, at
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _count_fits(count, kind, width, multiples):
     """Returns whether a field may have this many values."""
     if count < 1 or (kind == TEXT and count != 1):
@@ -124,7 +127,7 @@ def _count_fits(count, kind, width, multiples):
     return width == 0 or count == width or (multiples and count % width == 0)
 
 
-@njit(**_OPTIONS)
+@_kernel
 def _read_value(data, start, stop, kind, double, bits, single, word):
     """Returns a value as it is kept in ``numbers`` and whether it is certain."""
     if kind == INT:
@@ -133,7 +136,7 @@ def _read_value(data, start, stop, kind, double, bits, single, word):
     return np.int64(word[0]), good
 
 
-@njit(**_OPTIONS)
+@_kernel
 def parse_block(data, kinds, widths, multiples, starts, counts, numbers, hard):
     """Reads lines of ``data`` (whole lines, each ended by a newline) in one pass.
 

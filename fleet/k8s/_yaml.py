@@ -9,25 +9,25 @@ else.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
 
+from fleet._limited_yaml import LimitedLoader
 from fleet.errors import ConfigError
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _DROPPED = (_INT, _FLOAT, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 _INT_WORD = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
 _FLOAT_WORD = re.compile(
-    r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _OTHER_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~", "=", "<<"))
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LimitedLoader):
     """Refuses a name that stands twice in one mapping; one of the two would be dropped."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -70,7 +70,6 @@ def read_documents(text: str, label: str) -> list[Any]:
     """Returns the documents of ``text`` that hold anything; raises ConfigError that begins with ``label``."""
     try:
         documents = [document for document in _documents(text) if document is not None]
-        json.dumps(documents, default=str, skipkeys=True)  # raises ValueError where an anchor holds its own alias
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{label} is not YAML: {error}") from error
     return documents

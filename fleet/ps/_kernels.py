@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from fleet.ps._numba import cache_works
+from fleet.ps._numba import keep_compiled
 from fleet.ps._reference import _M1, _M2
 
 # Words of the header.
@@ -55,9 +56,8 @@ LOW32, EMPTY, PENDING, PENDING_COUNT = 0xFFFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FF
 HAS_EMBEDX = 1 << 40
 HUGE_PAGE, FIRST_SLAB, LAST_SLAB = 1 << 21, 1 << 20, 1 << 26
 
-CACHED = cache_works()
-OPTIONS: dict[str, Any] = {"nogil": True, "cache": CACHED, "error_model": "numpy"}
-C_OPTIONS: dict[str, Any] = {"nopython": True, "cache": CACHED, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+C_OPTIONS: dict[str, Any] = {"nopython": True, "error_model": "numpy"}
 Compile = Callable[[Callable[..., Any]], Any]
 
 # numba's types, which are also its casts.
@@ -91,7 +91,7 @@ def _stamped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiles a function that Python calls: on first use, without the GIL, kept on disk where that is possible."""
-    return njit(**OPTIONS)(_stamped(function))
+    return keep_compiled(njit(**OPTIONS)(_stamped(function)), function)
 
 
 def part(signature: Any) -> Compile:
@@ -100,19 +100,32 @@ def part(signature: Any) -> Compile:
     Without one numba makes a version for each literal argument; without wrappers it compiles twice as fast.
     """
     options = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    compile_ = njit(signature, **options)
-    return lambda function: compile_(_stamped(function))
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        made = keep_compiled(njit(**options)(_stamped(function)), function)
+        made.compile(signature)
+        made.disable_compile()
+        return made
+
+    return compiled
 
 
 def small_part(function: Callable[..., Any]) -> Any:
     """Compiles a function that only kernels call, and always with arguments of the same types, when one does."""
-    return njit(**OPTIONS)(_stamped(function))
+    return kernel(function)
 
 
 def c_function(signature: Any, **options: Any) -> Compile:
     """Compiles a function that is called by its ``address``."""
-    compile_ = cfunc(signature, **{**C_OPTIONS, **options})
-    return lambda function: compile_(_stamped(function))
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        made = keep_compiled(
+            CFunc(_stamped(function), (signature.args, signature.return_type), {}, {**C_OPTIONS, **options}), function
+        )
+        made.compile()
+        return made
+
+    return compiled
 
 
 def _intrinsic(function: Callable[..., Any]) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 @functools.cache
@@ -31,6 +34,37 @@ def cache_works() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def keep_compiled(compiled: Any, function: Callable[..., Any]) -> Any:
+    """Returns ``compiled``, numba's form of ``function``, which from now on loads and saves what it compiles."""
+    if cache_works():
+        compiled._cache = _cache_class()(function)
+    return compiled
+
+
+@functools.cache
+def _cache_class() -> Any:
+    from numba.core.caching import FunctionCache
+
+    class Cache(FunctionCache):
+        """Writes anew what cannot be read: a machine that died leaves empty files."""
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            except OSError:
+                return None
+            except Exception:  # whatever reading a damaged file raises
+                with contextlib.suppress(OSError):
+                    self.flush()  # type: ignore[no-untyped-call]
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            with contextlib.suppress(OSError):
+                super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+    return Cache
 
 
 def _probe() -> int:

@@ -59,10 +59,7 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
             _write_session(draft / _SESSION, captured, lsn)
             for table_id, table in tables.items():
                 table.write(_table_path(draft, table_id), stamp)
-            for path in draft.iterdir():
-                path.chmod(0o600)
-                _fsync(path)
-            _fsync(draft)
+            _flush(draft)
             journal.sync()
             draft.rename(target)
         except BaseException:  # a full disk, say: what is half written would keep it full
@@ -118,6 +115,13 @@ def _write_session(path: Path, captured: dict[str, Any], lsn: int) -> None:
         write_end(file)
 
 
+def _flush(draft: Path) -> None:
+    for path in draft.iterdir():
+        path.chmod(0o600)
+        _fsync(path)
+    _fsync(draft)
+
+
 def _fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -159,27 +163,16 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     """
     for draft in folder.glob(".snapshot-*.tmp"):
         shutil.rmtree(draft, ignore_errors=True)
-    session = machine.session
     lines: list[str] = []
     stamps: dict[int, Stamps] = {}
-    lsn, exact = 0, machine.journal.level == 2
+    count, journal = 0, machine.journal
+    lsn, exact = 0, journal.level == 2
     snapshots = _snapshots(folder)
     if snapshots:
-        lsn, fields = _read_session(snapshots[-1] / _SESSION, session)
-        rates, days = fields["learning_rates"], fields.get("days", {})
-        exact = exact and fields.get("level") == 2
-        for table_id, spec in session.specs.items():
-            table = machine.make_table(spec)
-            stamps[table_id] = table.read(_table_path(snapshots[-1], table_id))
-            rate = rates[str(table_id)]
-            if rate is not None:
-                table.set_learning_rate(rate)
-            if isinstance(table, ServedSparse):
-                table.day = days.get(str(table_id))
-            machine.tables[table_id] = table
+        lsn, level, stamps = _read_snapshot(snapshots[-1], machine)
+        exact = exact and level == 2
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
-        machine.journal.in_snapshot = lsn
-    count, journal = 0, machine.journal
+        journal.in_snapshot = lsn
     journal.last_lsn, known = lsn, max([lsn, *(stamp.latest for stamp in stamps.values())])
     for record in read_journal(folder / "journal", lsn, lines, known=known, exact=exact):
         machine.replay(record, stamps)
@@ -198,6 +191,22 @@ def recover(folder: Path, machine: Machine) -> list[str]:
             lines.append(f"the last seconds before the machine stopped are missing: {missing}")
         journal.last_lsn = known  # or the rows would take the next records for those that they hold
     return lines
+
+
+def _read_snapshot(path: Path, machine: Machine) -> tuple[int, int | None, dict[int, Stamps]]:
+    """Fills ``machine``; returns the snapshot's record, the level it was written at, and what its rows hold."""
+    lsn, fields = _read_session(path / _SESSION, machine.session)
+    rates, days, stamps = fields["learning_rates"], fields.get("days", {}), {}
+    for table_id, spec in machine.session.specs.items():
+        table = machine.make_table(spec)
+        stamps[table_id] = table.read(_table_path(path, table_id))
+        rate = rates[str(table_id)]
+        if rate is not None:
+            table.set_learning_rate(rate)
+        if isinstance(table, ServedSparse):
+            table.day = days.get(str(table_id))
+        machine.tables[table_id] = table
+    return lsn, fields.get("level"), stamps
 
 
 def _read_session(path: Path, session: Session) -> tuple[int, dict[str, Any]]:

@@ -104,3 +104,19 @@ def test_wrong_files_and_halves_are_refused(variables: dict[str, str], tmp_path:
             read(Environment(values))
     assert read_server_tls(Environment({})) is None
     assert read_worker_tls(Environment({})) is None
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_key_that_everybody_can_read_is_refused(together: bool, variables: dict[str, str], tmp_path: Path) -> None:
+    """As ssh refuses it: any user of the machine could speak as the server."""
+    if together:
+        (tmp_path / "cert.pem").write_bytes((tmp_path / "cert.pem").read_bytes() + (tmp_path / "key.pem").read_bytes())
+    name = "cert.pem" if together else "key.pem"
+    environment = Environment({key: value for key, value in variables.items() if not (together and "KEY" in key)})
+    for mode, is_good in ((0o600, True), (0o640, True), (0o644, False), (0o604, False)):
+        (tmp_path / name).chmod(mode)
+        if is_good:
+            assert read_server_tls(environment) is not None
+        else:
+            with pytest.raises(ConfigError, match=f"chmod 600 .*{name}"):
+                read_server_tls(environment)

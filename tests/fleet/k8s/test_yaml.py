@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import yaml
 
@@ -56,7 +58,16 @@ def test_a_plain_text_is_written_plainly_and_an_alias_written_out() -> None:
     ("text", "said"),
     [
         ("a: 1\nb: {c: 1, c: 2}", "the name 'c' stands twice"),
-        ("a: &x [*x]", "job.yaml is not YAML: Circular reference"),
+        ("a: &x [*x]", "job.yaml is not YAML: a value holds itself by an alias"),
+        (
+            "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}, *{x}, *{x}]\n" for x, y in pairwise("abcdefghijk")),
+            "aliases",
+        ),
+        ("a: " + "[" * 5000, "nested more than 64 deep"),
+        ("a: " + "7" * 5000, "does not fit 64 bits"),
+        ("a: 1" + "".join(f", &{y} {{<<: [*{x}, *{x}]}}" for x, y in pairwise("abc")), "job.yaml is not YAML"),
+        ("a: !!int seven", "invalid literal"),
+        (" " * (1 << 22) + "a: 1", "at most 4194304 are read"),
         ("a: [", "job.yaml is not YAML"),
     ],
 )

@@ -64,6 +64,26 @@ def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert second.startswith("KernelStore")
 
 
+@pytest.mark.parametrize("content", [b"", b"\x80\x04K", b"text"])
+def test_damaged_files_of_the_cache_are_written_anew(content: bytes, tmp_path: Path) -> None:
+    """A machine that died leaves empty files; every start ended with EOFError until somebody removed them."""
+    code = (
+        "from fleet.ps._kernels_rules import update_function\n"
+        "update_function('sgd')\n"
+        "from fleet.ps._kernels_ids import expand_rows; expand_rows(0, 0, 0, 0, 0)\n"
+        "import numpy as np; from fleet.dataset._kernels import copy_runs\n"
+        "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
+    )
+    assert _run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "good"
+    files = [path for kind in ("nbi", "nbc") for path in tmp_path.rglob(f"*.{kind}")]
+    assert len(files) > 4
+    for kind in ("nbc", "nbi"):
+        for path in tmp_path.rglob(f"*.{kind}"):
+            path.write_bytes(content)
+        assert _run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "good"
+        assert not [path for path in tmp_path.rglob("*.nbi") if path.read_bytes() == content]
+
+
 # What numba takes for one small loop: the unit in which the cost of the kernels is the same on every machine.
 UNIT = """
 import numba, numpy, time

@@ -1,0 +1,81 @@
+"""YAML whose reading takes as much time and memory as its text: no billion laughs, endless digits or deep towers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MAX_TEXT, MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 1 << 22, 100_000, 64, 100
+
+
+class LimitedLoader(yaml.SafeLoader):
+    """Reads plain data; raises ``yaml.YAMLError`` at what is larger than any file that is meant.
+
+    Example:
+        >>> yaml.load("amp: true", LimitedLoader)
+        {'amp': True}
+    """
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_TEXT:
+            raise yaml.YAMLError(f"{len(text)} characters; at most {MAX_TEXT} are read")
+        self._depth = 0
+        super().__init__(text)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Returns the next node; nesting is bounded before Python's own limit is met."""
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def compose_document(self) -> yaml.Node | None:
+        """Returns the next document, of which every alias is counted as what it stands for."""
+        node = super().compose_document()
+        if node is not None:
+            _measure(node, 1, {})
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Returns a whole number of 64 bits."""
+        if len(node.value) <= MAX_DIGITS:
+            try:
+                value = int(super().construct_yaml_int(node))
+            except ValueError as error:
+                raise _error(f"{error}", node) from None
+            if -(2**63) <= value < 2**64:
+                return value
+        raise _error(f"the number {node.value[:40]} does not fit 64 bits", node)
+
+
+LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_yaml_int)
+
+
+def _measure(node: yaml.Node, depth: int, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Returns how many values ``node`` stands for, and how deep they are."""
+    found = known.get(id(node), (0, 0))
+    if found is None:
+        raise _error("a value holds itself by an alias", node)
+    count, height = found
+    if not count:
+        known[id(node)], count = None, 1
+        if depth > MAX_DEPTH:
+            raise _error(f"values are nested more than {MAX_DEPTH} deep", node)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        items = node.value if isinstance(node, yaml.SequenceNode) else [item for pair in pairs for item in pair]
+        for item in items:
+            more, below = _measure(item, depth + 1, known)
+            count, height = count + more, max(height, below)
+            if count > MAX_VALUES:
+                raise _error(f"with its aliases it has more than {MAX_VALUES} values", node)
+        known[id(node)] = count, height = count, height + 1
+    if depth + height > MAX_DEPTH + 1:
+        raise _error(f"values are nested more than {MAX_DEPTH} deep", node)
+    return count, height
+
+
+def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
