@@ -21,6 +21,7 @@ from _table import markdown  # noqa: E402
 from fleet.ps import Client, ClientConfig, Gradient, Rule, ServerConfig, SparseTableConfig, run_server  # noqa: E402
 
 DIM, AT_ONCE = 11, 200_000
+SECRET = b"of the benchmark"
 CONFIG = SparseTableConfig("ads", DIM, Rule("adagrad"))
 # The distance between two ids; odd, so that every id is another one.
 SPREAD = 0x1E3779B97F4A7C15
@@ -35,7 +36,7 @@ def ids_of(first: int, end: int) -> np.ndarray:
 def serve() -> None:
     """Runs a server, which ends with its parent's end of the pipe."""
     threading.Thread(target=lambda: (sys.stdin.read(), sys.exit()), daemon=True).start()
-    run_server(ServerConfig(endpoint="127.0.0.1:0"), notify=lambda line: print(line, flush=True))
+    run_server(ServerConfig(endpoint="127.0.0.1:0", secret=SECRET), notify=lambda line: print(line, flush=True))
 
 
 class Server:
@@ -45,7 +46,8 @@ class Server:
         command = [sys.executable, __file__, "serve"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.client = Client(ClientConfig(endpoints=[self.process.stdout.readline().split()[-1]]), notify=print)
+        endpoint = self.process.stdout.readline().split()[-1]
+        self.client = Client(ClientConfig(endpoints=[endpoint], secret=SECRET), notify=print)
         self.client.open()
         self.client.create_tables({0: CONFIG})
 

@@ -38,6 +38,7 @@ from fleet.ps._transport import SocketTransport
 
 DIM = 16
 CONFIG = SparseTableConfig("ads", DIM, Rule("adagrad"))
+SECRET = b"of the benchmark"
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -158,7 +159,9 @@ def serve(settings: dict[str, Any]) -> None:
     """Runs the server process; it ends with its parent's stdin."""
     folder = Path(settings["folder"]) if settings.get("folder") else None
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-    config = ServerConfig(endpoint=settings["endpoint"], folder=folder, level=settings["level"], snapshot_bytes=1 << 40)
+    config = ServerConfig(
+        endpoint=settings["endpoint"], folder=folder, level=settings["level"], snapshot_bytes=1 << 40, secret=SECRET
+    )
     run_server(config, notify=lambda line: print(line, flush=True))
 
 
@@ -185,7 +188,7 @@ def case(
         try:
             assert server.stdout is not None
             endpoint = server.stdout.readline().split()[-1]
-            client = Client(ClientConfig(endpoints=[endpoint], bfloat16=bfloat16), notify=print)
+            client = Client(ClientConfig(endpoints=[endpoint], secret=SECRET, bfloat16=bfloat16), notify=print)
             client.open()
             client.create_tables({0: CONFIG})
             fill(lambda ids: client.wait(client.pull({0: ids})), options.rows)

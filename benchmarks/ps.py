@@ -7,7 +7,7 @@
 
 Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
 one client and one server process over loopback, in turn with the same bytes without a server and the same table calls
-without a wire.
+without a wire; and the same with the seals of its messages and without.
 
 Training: wide & deep, three layers of 400, 26 slots, rows of 10 (and 1 for the linear part), a vocabulary of a million
 ids, SGD: one server and two workers, whose processes also train the same model in plain torch, each alone, in blocks
@@ -99,6 +99,10 @@ def wire_rows(rows: int, repeats: int) -> list[list[str]]:
         rate = case["rows_per_server_s"] / 1e6
         server = f"{rate:.1f} M rows per server second"
         cells.append([what, server, "8 M", "-", f"{rate / 8:.2f}", "1" if full else "-"])
+    for case in part_json("_ps_seals.py", "--rows", str(rows), "--blocks", str(3 * repeats)):
+        what, share = f"seals on the wire, {case['rows']:,.0f} ids", f"{case['share']:.2f}"
+        without, processor = f"{case['plain_ms']:.3f} ms without", f"{case['processor_share']:.2f}"
+        cells.append([what, f"{case['sealed_ms']:.3f} ms", without, share, processor, "0.9"])
     return cells
 
 

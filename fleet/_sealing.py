@@ -24,7 +24,7 @@ def prove(secret: bytes, text: bytes) -> bytes:
     return hmac.digest(secret, text, "sha256")
 
 
-def same(one: bytes, other: bytes) -> bool:
+def same(one: Buffer, other: Buffer) -> bool:
     """Compares in a time that tells nothing about where the two differ."""
     return hmac.compare_digest(one, other)
 

@@ -21,30 +21,58 @@ from fleet.ps._messages import Buffer
 
 __all__ = ["BodyDigest"]
 
+JOINED_BYTES = 1 << 16  # up to here copying the buffers side by side is cheaper than asking each for its address
+
 
 class BodyDigest:
-    """The digests of one connection's bodies, under a key derived from ``secret``."""
+    """The digests of one connection's bodies, under a key derived from ``secret``; one thread at a time."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = np.frombuffer(hashlib.shake_256(secret).digest(8 * (LANES + 1)), np.uint64)
+        self._joined = np.empty(JOINED_BYTES, np.uint8)
+        self._view = memoryview(self._joined)  # type: ignore[arg-type]
+        self._key_at, self._joined_at = _address(self._key), _address(self._joined)
+        self._make_room(JOINED_BYTES)
 
-    def __call__(self, buffers: Sequence[Buffer], size: int) -> bytes:
-        """Returns the digest of the body of ``size`` bytes that ``buffers`` make up."""
-        sums = np.zeros(2 * (-(-size // (8 * LANES))), np.uint64)
+    def __call__(self, buffers: Sequence[Buffer], size: int) -> memoryview:
+        """Returns the digest of the body of ``size`` bytes that ``buffers`` make up, valid until the next one."""
+        blocks = -(-size // (8 * LANES))
+        if 2 * blocks > len(self._sums):
+            self._make_room(size + size // 4)
+        if size <= JOINED_BYTES:
+            self._add_joined(buffers)
+        else:
+            self._add_each(buffers)
+        return self._digest[: 16 * blocks]
+
+    def _make_room(self, size: int) -> None:
+        self._sums = np.empty(2 * (-(-size // (8 * LANES))), np.uint64)
+        self._sums_at, self._digest = _address(self._sums), memoryview(self._sums).cast("B")  # type: ignore[arg-type]
+
+    def _add_joined(self, buffers: Sequence[Buffer]) -> None:
+        end = 0
+        for buffer in buffers:
+            begin, end = end, end + len(buffer)
+            self._view[begin:end] = buffer
+        if end % 8:
+            self._joined[end : end + 8 - end % 8] = 0
+        add_lanes(self._joined_at, -(-end // 8), 0, self._key_at, self._sums_at)
+
+    def _add_each(self, buffers: Sequence[Buffer]) -> None:
         first, rest = 0, b""
         for buffer in buffers:
             if rest:  # an odd end of rows, and the padding behind it
                 buffer = rest + bytes(buffer)
             count = len(buffer) // 8
-            self._add(buffer, count, first, sums)
+            self._add(buffer, count, first)
             first, rest = first + count, bytes(buffer[8 * count :])
         if rest:
-            self._add(rest.ljust(8, b"\0"), 1, first, sums)
-        return sums.tobytes()
+            self._add(rest.ljust(8, b"\0"), 1, first)
 
-    def _add(self, buffer: Buffer, count: int, first: int, sums: NDArray[np.uint64]) -> None:
+    def _add(self, buffer: Buffer, count: int, first: int) -> None:
         if count:
-            add_lanes(_address(np.frombuffer(buffer, np.uint8)), count, first, _address(self._key), _address(sums))
+            data = np.frombuffer(buffer, np.uint8)
+            add_lanes(_address(data), count, first, self._key_at, self._sums_at)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -16,7 +16,7 @@ from fleet.ps._transport import Connection
 
 __all__ = ["Sealed"]
 
-SMALL_BODY_BYTES = 2048  # up to here HMAC alone is faster than a digest of the body and HMAC over that
+SMALL_BODY_BYTES = 1024  # up to here HMAC alone is faster than a digest of the body and HMAC over that
 
 
 class Sealed:
@@ -34,6 +34,7 @@ class Sealed:
         self._seals = MessageSeals(key, is_server=is_server)
         self._digest = BodyDigest(prove(key, b"body"))
         self._front = memoryview(bytearray(HEADER_BYTES + SEAL_BYTES))
+        self._header, self._seal = self._front[:HEADER_BYTES], self._front[HEADER_BYTES:]
 
     def send(self, header: bytes, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
         """Sends a message whose body ``buffers`` make up."""
@@ -46,14 +47,13 @@ class Sealed:
         It is checked together with the body: nothing but the size of that may follow from it before.
         """
         self._connection.receive(self._front, timeout_s, idle_s)
-        return self._front[:HEADER_BYTES]
+        return self._header
 
     def receive_body(self, body: memoryview, timeout_s: float | None = None) -> None:
         """Fills ``body`` and checks the seal of the message; raises :class:`MessageError` when that is wrong."""
         if len(body):
             self._connection.receive(body, timeout_s, timeout_s)
-        seal = self._seals.received(self._front[:HEADER_BYTES], *self._covered([body], len(body)))
-        if not same(bytes(self._front[HEADER_BYTES:]), seal):
+        if not same(self._seal, self._seals.received(self._header, *self._covered([body], len(body)))):
             raise MessageError(f"{self.peer}: a message does not carry the seal of this connection.")
 
     def close(self) -> None:

@@ -13,15 +13,19 @@ import pytest
 import torch
 
 from fleet._server_settings import Keeping, read_keeping, read_listener, read_seconds, thread_note
+from fleet._user_secret import read_user_secret
 from fleet.env import Environment
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
+from fleet.ps._client import Client
+from fleet.ps._client_config import ClientConfig
 from fleet.ps._server_config import ServerConfig
 from fleet.ps._transport import SocketTransport
-from tests.fleet.ps.service import Service, serving
+from fleet.role_maker import Role, UserDefinedRoleMaker
+from tests.fleet.ps.service import Service, serving, silent
 from tests.fleet.ps.test_recovery import TABLES, state_of, train
 from tests.fleet.test_server_job import make_sgd, served, strategy
-from tests.helpers.served import batches, run_job
+from tests.helpers.served import WideAndDeep, batches, run_job
 from tests.helpers.served import train as train_model
 
 
@@ -217,3 +221,45 @@ def test_the_listener_of_the_launcher_is_taken_and_nothing_else() -> None:
                 read_listener(Environment({"FLEET_PS_SOCKET": str(number)}))
         assert other.fileno() >= 0
         other.getsockname()  # it is still open
+
+
+def test_another_user_of_the_machine_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 10, High 3: started by hand on loopback without a secret, servers took whoever came, with an empty key."""
+    monkeypatch.setenv("FLEET_SECRET_FOLDER", str(tmp_path / "mine"))
+    theirs = read_user_secret(Environment({"FLEET_SECRET_FOLDER": str(tmp_path / "theirs")}))
+
+    def work(own: Fleet, rank: int) -> None:
+        model, optimizer = served(own, strategy("async"), make_sgd)
+        endpoints = own.session.record.server_endpoints
+        for secret in (theirs, b"\0"):
+            client = Client(ClientConfig(endpoints=endpoints, secret=secret, heartbeat=False), notify=silent)
+            with pytest.raises(PSError, match="another job secret"):
+                client.open()
+            client.close()
+        train_model(model, optimizer, batches(2))
+        own.stop_worker()
+
+    run_job(work, strategy=strategy("async"))
+    assert (tmp_path / "mine" / "job-secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_job_that_other_machines_see_does_not_use_the_users_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the others would have another one; the message says how to make one for all."""
+    monkeypatch.setenv("FLEET_SECRET_FOLDER", str(tmp_path / "mine"))
+    own = Fleet()
+    endpoints = ["127.0.0.1:1", "10.0.0.9:2"]
+    role = UserDefinedRoleMaker(current_id=0, role=Role.SERVER, worker_num=1, server_endpoints=endpoints)
+    own.init(role, strategy=strategy("sync"), log_level="ERROR")
+    served_model(own)
+    with pytest.raises(ConfigError, match="'10.0.0.9:2' without a job secret"):
+        own.init_server()
+    assert not (tmp_path / "mine").exists()
+    own.session.close()
+
+
+def served_model(own: Fleet) -> None:
+    net = WideAndDeep()
+    own.distributed_optimizer(make_sgd(net.parameters()), strategy("sync"))
+    own.distributed_model(net)

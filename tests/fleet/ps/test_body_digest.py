@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fleet.ps._body_digest import BodyDigest
+from fleet.ps._body_digest import JOINED_BYTES, BodyDigest
 from fleet.ps._kernels_seal import LANES
 
 KEY = b"k" * 32
@@ -30,25 +30,27 @@ def formula(body: bytes) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 4095, 4096, 4097, 20_003])
+@pytest.mark.parametrize("size", [1, 7, 8, 4095, 4096, 4097, 20_003, JOINED_BYTES, JOINED_BYTES + 1, 300_004])
 def test_the_digest_is_that_of_the_formula_for_every_cut(size: int) -> None:
     rng = random.Random(size)
     body = rng.randbytes(size)
     expected = formula(body)
+    digest = BodyDigest(KEY)
+    digest([rng.randbytes(size)], size)  # nothing of the body before is left
     for _ in range(5):
         cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(rng.choice([0, 3, 20])))})
         parts = [bytearray(body[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-        assert BodyDigest(KEY)(parts, size) == expected
+        assert digest(parts, size) == expected
 
 
 def test_each_bit_and_each_place_counts() -> None:
     body = random.Random(0).randbytes(12_288)
     digest = BodyDigest(KEY)
-    digests = {digest([body], len(body)), BodyDigest(b"other")([body], len(body))}
+    digests = {bytes(digest([body], len(body))), bytes(BodyDigest(b"other")([body], len(body)))}
     for at in range(0, len(body), 97):
         changed = bytearray(body)
         changed[at] ^= 1 << at % 8
-        digests.add(digest([changed], len(body)))
-    digests.add(digest([body[4096:8192] + body[:4096] + body[8192:]], len(body)))
-    digests.add(digest([body[8:16] + body[:8] + body[16:]], len(body)))
+        digests.add(bytes(digest([changed], len(body))))
+    digests.add(bytes(digest([body[4096:8192] + body[:4096] + body[8192:]], len(body))))
+    digests.add(bytes(digest([body[8:16] + body[:8] + body[16:]], len(body))))
     assert len(digests) == 4 + len(range(0, len(body), 97))
