@@ -192,7 +192,7 @@ def test_bad_frames_end_the_connection(served: Served, kind: str) -> None:
     elif kind == "bad seal":
         frame = frame[:10] + bytes([frame[10] ^ 1]) + frame[11:]
     elif kind == "no json":
-        frame = (2).to_bytes(4, "big") + seals._seal(b"c", 1, b"{]") + b"{]"
+        frame = (2).to_bytes(4, "big") + seals._seals._seal(b"c", 1, [b"{]"]) + b"{]"
     elif kind == "unknown":
         frame = seals.pack({"op": "rm -rf"})
     with sock:
