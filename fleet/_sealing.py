@@ -57,8 +57,6 @@ class MessageSeals:
 
     def _seal(self, direction: bytes, number: int, parts: Sequence[Buffer]) -> bytes:
         state, outer = self._inner.copy(), self._outer.copy()
-        state.update(direction + number.to_bytes(8, "big"))
-        for part in parts:
-            state.update(part)
+        state.update(b"".join((direction, number.to_bytes(8, "big"), *parts)))
         outer.update(state.digest())
         return outer.digest()

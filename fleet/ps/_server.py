@@ -22,6 +22,7 @@ from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
 from fleet.ps._auth import check_secret, prove_to_worker, turn_away
+from fleet.ps._body_digest import BodyDigest
 from fleet.ps._folder_lock import FolderLock
 from fleet.ps._journal import Journal
 from fleet.ps._machine import Machine, MakeTable
@@ -170,6 +171,7 @@ class Server:
             worker.seen = now
             if worker.state == "expected" and worker.channels:
                 worker.state = "active"  # it was here before the restart: its lease runs from now
+        BodyDigest(b"")([bytes(8)], 8)  # its kernel is there before the first message, while files can be opened
         self._listener = self._transport.bind(config.endpoint)
         self._notify(f"parameter server {config.index} is listening on {self._listener.endpoint}")
         for target in (self._accept, self._watch, self._keep):
