@@ -150,3 +150,24 @@ def test_no_etcd_at_the_address(tmp_path: Path) -> None:
         assert job.wait() == 1
         assert "nothing listens there" in job.stderr
         assert job.log() == ""
+
+
+@pytest.mark.slow
+def test_launchers_with_different_secrets_form_no_job(tmp_path: Path, etcd: Etcd) -> None:
+    """Issue 10, Medium 9: the second one joined, and became rank 0 with --rank=0."""
+    flags = (
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        f"--master=etcd://{etcd.endpoint}",
+        "--job_id=secrets",
+        "--host=127.0.0.1",
+    )
+    keys = [{"FLEET_JOB_SECRET": text * 32, "PADDLE_ELASTIC_TTL": "2"} for text in ("ab", "cd")]
+    script = "print('runs')"
+    with Launcher(tmp_path / "a", script, *flags, "--elastic_timeout=1", env=keys[0]) as one:
+        one.wait_for("Waiting peer start", "stderr")
+        with Launcher(tmp_path / "b", script, *flags, "--rank=0", env=keys[1]) as two:
+            assert (one.wait(), two.wait()) == (1, 1)
+    assert "belongs to launchers with another secret, on 127.0.0.1" in two.stderr
+    assert "from 127.0.0.1, is ignored: it is not sealed with this job's secret" in one.stderr
+    assert "runs" not in one.log() + two.log()
