@@ -109,7 +109,7 @@ class Sharding(Strategy):
         cost="Stage 1 sends the parameters once per step beside the gradients; stage 3 gathers them twice per batch. "
         "In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
         "p.square().sum().full_tensor(), and post-accumulate hooks get the part with the exchanged gradient. Change "
-        "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to their .data is "
+        "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
         "not seen.",
         formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
         "8P + 12P/N, 3: 16P/N bytes and the largest unit",
