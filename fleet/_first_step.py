@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fleet._session import Session
 
 _TRAINS = attrgetter("requires_grad")
+_KIND = attrgetter("dtype", "device")
 _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_dict(state) on all of them"
 
 
@@ -85,6 +86,7 @@ class ModelWatch:
         self.note_parameters(registered)
         self.exchanged = self.trained_names
         self.versions = {name: p._version for name, p in self.named.items()}
+        self.kinds = {name: _KIND(p) for name, p in self.named.items()}
         self.handle = model.module.register_load_state_dict_pre_hook(LoadNote(self))
 
     @property
@@ -110,13 +112,23 @@ class ModelWatch:
         """Returns whether parameters may have come, gone, or been frozen or thawed."""
         return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
 
-    def unseen(self, registered: int) -> str:
+    def check_kinds(self) -> None:
+        """Raises ConfigError when a parameter has another type or device than when the model was wrapped."""
+        for name, p in self.named.items():
+            if _KIND(p) != self.kinds.setdefault(name, _KIND(p)):
+                was, now = (" on ".join(str(part) for part in kind) for kind in (self.kinds[name], _KIND(p)))
+                raise ConfigError(
+                    f"{name!r} is {now} and was {was} when distributed_model() took the model, whose gradients are "
+                    "exchanged as they were then. Convert and move the model before distributed_model()."
+                )
+
+    def unseen(self, registered: int, models: Iterable[ModelWatch]) -> str:
         """Returns a parameter with a gradient that did not train when the wrapped model ran last, or an empty text."""
         if not self.has_changed(registered):
             return ""
+        seen = {id(p) for model in models for p in model.trained}
         for name, p in self.model.named_parameters():
-            is_new = self.named.get(name) is not p or name not in self.trained_names
-            if is_new and p.requires_grad and p.grad is not None and bool(p.grad.any()):
+            if id(p) not in seen and p.requires_grad and p.grad is not None and bool(p.grad.any()):
                 return name
         return ""
 
@@ -124,10 +136,10 @@ class ModelWatch:
         """Returns a checksum of each parameter, of a divided one where all workers have a part of one size."""
         return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
 
-    def varies(self) -> bool:
-        """Returns whether a part, of a parameter of which all workers have one of one size, holds different values."""
-        held = [local(p.detach()) for p in self.named.values() if is_part(p) and _is_even(p)]
-        return any(t.numel() > 1 and bool((t != t.flatten()[0]).any()) for t in held)
+    def varying(self) -> list[str]:
+        """Returns the parameters of which all workers have parts of one size, and this one's holds different values."""
+        held = {name: local(p.detach()) for name, p in self.named.items() if is_part(p) and _is_even(p)}
+        return [name for name, t in held.items() if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
 
     def was_written(self) -> bool:
         """Returns whether something other than a step has changed a parameter before the first comparison."""
@@ -230,8 +242,8 @@ class TrainingChecks:
                 torch_modules.register_module_parameter_registration_hook(count),
                 torch_modules.register_module_module_registration_hook(count),
             ]
-        if model in self._models:
-            self._models[model].handle.remove()
+        for other in [other for other in self._models if other is model or other.module is model.module]:
+            self._models.pop(other).handle.remove()
         self._models[model] = ModelWatch(model, self._registered)
 
     def watch_optimizer(self, optimizer: FleetOptimizer) -> None:
@@ -257,6 +269,7 @@ class TrainingChecks:
         if watch is None or not torch.is_grad_enabled() or not self._session.collective:
             return
         watch.forwards += 1
+        watch.check_kinds()
         if watch.has_changed(self._registered):
             self._take_in(watch)
         if self._compares and model.training and (watch.loaded_at or not watch.is_compared):
@@ -361,7 +374,9 @@ class TrainingChecks:
                 session.say(f"The state that worker 0 loaded ({found[0]['place']}) is every worker's now.")
             elif watch.is_divided or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
-        elif loaded and watch.is_divided and not self._differ(found) and watch.varies():
+        elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
+            self._check_drawn(watch, sums)
+        elif loaded and watch.is_divided and not self._differ(found) and watch.varying():
             raise ConfigError(
                 f"Every worker loaded the same part of the model ({place}): a state_dict() that one worker saved. Save "
                 "model.full_state_dict() on one worker, or model.local_state_dict() on each to a file of its own."
@@ -371,6 +386,19 @@ class TrainingChecks:
                 f"training with model {self._number(watch)}, which compares the workers' parameters", sums
             )
             raise ConfigError(f"The workers train from different values of {name}. {_EVERY_WORKER}.")
+
+    def _check_drawn(self, watch: ModelWatch, sums: dict[str, int]) -> None:
+        """Raises ConfigError where each worker has drawn the same numbers for its part of a parameter."""
+        rows = self._gather(
+            f"training with model {self._number(watch)}, which was written after distributed_model()", sums
+        )
+        alike = [name for name in watch.varying() if len({(said or {}).get(name) for said in rows}) == 1]
+        if alike:
+            raise ConfigError(
+                f"{alike[0]!r} was initialized after distributed_model(), which gave each worker a part of it, and "
+                "every worker drew the same numbers for its part. Initialize the model before distributed_model(), or "
+                "load it with load_state_dict()."
+            )
 
     def _compare_optimizer(self, watch: OptimizerWatch) -> None:
         is_first, watch.is_compared = not watch.is_compared, True
@@ -430,7 +458,8 @@ class TrainingChecks:
         if self._compares:
             self._check_strangers(watch)
         for model, used in watch.models.items():
-            if self._compares and (name := model.unseen(self._registered)):
+            model.model._passes.check_places()
+            if self._compares and (name := model.unseen(self._registered, watch.models)):
                 raise ConfigError(
                     f"step() came with a gradient of {name!r}, which did not train when the model that "
                     "distributed_model() returned last ran: the gradient came through the plain module, and the "

@@ -237,9 +237,9 @@ class Session:
         acting = [strategy.name for strategy in self.strategies if not strategy.always]
         if acting and any(model.module is module for model in self.models):
             raise ConfigError(
-                f"distributed_model() was called for this module before, and {', '.join(acting)} already act in it. "
-                "Use the model that it returned (parameters may be added to it), or call "
-                "fleet.init() and wrap a new module."
+                "distributed_model() was called for this module before, and "
+                f"{', '.join(acting)} {_acts(acting)} in it. Use the model that it returned (parameters may "
+                "be added to it), or call fleet.init() and wrap a new module."
             )
         for strategy in self.strategies:
             strategy.check_model(module)
@@ -326,8 +326,8 @@ class Session:
         waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
         if waiting and any(model.training for model in self.models):
             raise ConfigError(
-                f"{', '.join(waiting)} act in the optimizer, and fleet.distributed_optimizer(optimizer) was not "
-                "called. Call it before training."
+                f"{', '.join(waiting)} {_acts(waiting)} in the optimizer, and fleet.distributed_optimizer(optimizer) "
+                "was not called. Call it before training."
             )
 
     def close(self) -> None:
@@ -423,3 +423,7 @@ class Session:
 
 def _config_of(step: type[Strategy], options: DistributedStrategy) -> Any:
     return options[f"{step.name}_configs"] if step.Config is not None else None
+
+
+def _acts(names: Sequence[str]) -> str:
+    return "acts" if len(names) == 1 else "act"

@@ -36,7 +36,7 @@ class Whereabouts:
         state: BUSY in its own work, WAITS in an exchange of torch, MEETS in a call that every worker makes, ENDED, or
             SILENT when it did not answer.
         where: the line of the user's script, or how it ended.
-        call: the call in which it MEETS.
+        call: the call in which it MEETS, or torch's function in which it WAITS, where that is known.
         step: steps it has finished.
         since_s: how long it WAITS without having run.
     """
@@ -61,7 +61,7 @@ class Whereabouts:
         if self.state == BUSY:
             return f"is busy at {self.where}{after}"
         if self.state == WAITS:
-            return f"waits in an exchange at {self.where}{after}"
+            return f"waits in an exchange{f' ({self.call})' if self.call else ''} at {self.where}{after}"
         if self.state == MEETS:
             return f"waits in {self.call} at {self.where}{after}"
         if self.state == ENDED:
@@ -73,7 +73,7 @@ def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
     """Returns whether some worker may still do what the others wait for.
 
     One that has not run for ``waited_s`` seconds in an exchange cannot, nor one that waits in a call of all workers.
-    Where all wait at one line, the exchange may just be slow.
+    Where all wait at one line, the exchange may just be slow, unless they wait in different ones for twice as long.
 
     Example:
         >>> can_go_on({0: Whereabouts(MEETS), 1: Whereabouts(BUSY)}, 1.0)
@@ -83,7 +83,10 @@ def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
     """
     if any(at.state in (BUSY, SILENT) or (at.state == WAITS and at.since_s < waited_s) for at in found.values()):
         return True
-    return all(at.state == WAITS for at in found.values()) and len({at.where for at in found.values()}) == 1
+    calls = {at.call for at in found.values()}
+    apart = len(calls) > 1 and "" not in calls and all(at.since_s >= 2 * waited_s for at in found.values())
+    waits_alike = all(at.state == WAITS for at in found.values()) and len({at.where for at in found.values()}) == 1
+    return waits_alike and not apart
 
 
 def account(found: Mapping[int, Whereabouts]) -> str:
@@ -103,6 +106,12 @@ def is_waiting(frame: FrameType) -> bool:
     """Returns whether ``frame``, the innermost of a thread, is in an exchange with other workers."""
     inner = islice(_outward(frame), _DEPTH)
     return Stack(tuple(Frame(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in inner)).waits
+
+
+def exchange_of(frame: FrameType) -> str:
+    """Returns the innermost function of torch.distributed that ``frame`` is in, or an empty text."""
+    inside = (f.f_code for f in islice(_outward(frame), _DEPTH))
+    return next((code.co_name for code in inside if "/torch/distributed/" in code.co_filename), "")
 
 
 def user_line(frame: FrameType | None = None) -> str:

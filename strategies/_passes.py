@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
 from fleet.strategies._amp_policy import map_tensors
@@ -64,6 +65,8 @@ class Passes:
         self._reducer = reducer
         self._prepared = False  # torch's reducer waits for a pass
         self._latest = Forward(exchanges=True)
+        self._exchanges = False  # the pass under way exchanges
+        self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
         self._searched: list[tuple[Forward, list[Tensor]]] = []  # outputs whose graph is searched for unused parameters
 
     def forward(self, chain: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -101,14 +104,32 @@ class Passes:
                 check()
             if not self._prepared:
                 self._prepare(reducer, made)
+            self._exchanges = True
         self.running = True
         self.begun += 1
+        self._places = {}
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         for start in self.starts:
             start()
 
     def _end(self) -> None:
-        self.running = self._prepared = False
+        exchanged, self.running, self._prepared, self._exchanges = self._exchanges, False, False, False
+        if exchanged and self._reducer is not None and self._reducer.gradient_as_bucket_view:
+            # torch's own callback, which ends the exchange, is queued later than this one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_places)
+
+    def _note_places(self) -> None:
+        with_gradients = ((p, p.grad) for p in self.parameters if p.grad is not None and not p.grad.is_sparse)
+        self._places = {p: (TensorWeakRef(gradient), gradient.data_ptr()) for p, gradient in with_gradients}
+
+    def check_places(self) -> None:
+        """Raises ConfigError when a gradient, which is a view of a bucket that is exchanged, was given other memory."""
+        for p, (gradient, place) in self._places.items():
+            if p.grad is not None and gradient() is p.grad and p.grad.data_ptr() != place:
+                raise ConfigError(
+                    f"The .data of a gradient of shape {list(p.shape)} was assigned between backward() and step(): the "
+                    "next exchange would not see it. Write p.grad.mul_(...), p.grad.copy_(...) or p.grad = ... instead."
+                )
 
     def _prepare(self, reducer: DistributedDataParallel, made: Forward) -> None:
         """Makes torch's reducer wait for the gradients of this pass."""

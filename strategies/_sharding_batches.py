@@ -94,7 +94,8 @@ class ModelBatches:
                 "(sharding_configs['gradient_merge_acc_step'], ['accumulate_steps']). Step both after each batch, or "
                 "use stage 1."
             )
-        return not last or True in last
+        # What passes through a frozen model adds nothing, and gradients of earlier batches may wait in it.
+        return True in last if last else any(p.requires_grad for p in self._model.parameters())
 
     def watch(self, output: Any, *, held: bool = False) -> None:
         """Decides and counts when a backward pass comes through ``output``, which ``held`` keeps local."""

@@ -16,6 +16,7 @@ from fleet.errors import CheckpointError
 from fleet.strategies._flat import chunks, copy_back, flattened
 from fleet.strategies._optimizer import OptimizerWrapper, step_hooks_around
 from fleet.strategies._parts import PART, check_place
+from fleet.strategies._sharding_units import check_apart
 
 _Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups
 
@@ -115,6 +116,7 @@ class PartitionedOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose parameters get owners too."""
         super().add_param_group(param_group)
+        check_apart((f"parameter {place} of the optimizer", p) for place, p in enumerate(self.parameters()))
         self._assign([p for p in self.parameters() if p not in self._owners])
 
     def state_dict(self) -> dict[str, Any]:

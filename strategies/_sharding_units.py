@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fleet.errors import ConfigError, did_you_mean
 from fleet.strategies._parts import is_part
@@ -51,6 +52,22 @@ def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
                 "both, or none of them."
             )
     return sorted(set(anchors), key=lambda name: (-name.count("."), list(modules).index(name)))
+
+
+def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ConfigError when two parameters share memory, of which two workers would own the same numbers."""
+    held: dict[int, list[tuple[int, int, str]]] = {}
+    for name, p in named:
+        if not is_part(p) and p.layout == torch.strided and not isinstance(p, nn.parameter.UninitializedParameter):
+            start = int(p.storage_offset())
+            held.setdefault(p.untyped_storage()._cdata, []).append((start, start + p.numel(), name))
+    for ranges in held.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
+            if start < end:
+                raise ConfigError(
+                    f"sharding: {one!r} and {other!r} are two parameters in the same memory, and each gets an owner of "
+                    "its own. Tie them by assigning the parameter itself (a.weight = b.weight), or make one a clone()."
+                )
 
 
 def check_divisible(model: nn.Module) -> None:

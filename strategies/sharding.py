@@ -21,7 +21,7 @@ from fleet.strategies._passes import Passes, passes_of
 from fleet.strategies._sharding_batches import Batches, CountingOptimizer, ModelBatches
 from fleet.strategies._sharding_optimizer import ShardedOptimizer, check_any_stage, check_divided
 from fleet.strategies._sharding_owners import PartitionedOptimizer
-from fleet.strategies._sharding_units import check_divisible, check_types, find_anchors, plan_units
+from fleet.strategies._sharding_units import check_apart, check_divisible, check_types, find_anchors, plan_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,7 +108,9 @@ class Sharding(Strategy):
         when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
         cost="Stage 1 sends the parameters once per step beside the gradients; stage 3 gathers them twice per batch. "
         "In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
-        "p.square().sum().full_tensor(), and post-accumulate hooks get the part with the exchanged gradient.",
+        "p.square().sum().full_tensor(), and post-accumulate hooks get the part with the exchanged gradient. Change "
+        "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
+        "not seen.",
         formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
         "8P + 12P/N, 3: 16P/N bytes and the largest unit",
         source="Rajbhandari et al., 2020, ZeRO, arXiv 1910.02054; torch's fully_shard",
@@ -235,6 +237,8 @@ class Sharding(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when an anchor is wrong, or a parameter cannot be divided."""
+        if not self._alone:
+            check_apart(model.named_parameters())
         if self.zero_stage > 1 and not self._alone:
             check_divisible(model)
             check_types(model, self._units(model))

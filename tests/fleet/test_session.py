@@ -62,7 +62,7 @@ def test_training_without_the_optimizer_is_an_error() -> None:
     model = session.wrap_model(nn.Linear(2, 2))
     with torch.no_grad():
         model(torch.ones(1, 2))
-    with pytest.raises(ConfigError, match="gradient_merge act in the optimizer"):
+    with pytest.raises(ConfigError, match="gradient_merge acts in the optimizer"):
         model(torch.ones(1, 2))
 
 

@@ -80,6 +80,9 @@ def test_it_travels_as_text() -> None:
         ([Whereabouts(MEETS), Whereabouts(WAITS, "a", since_s=1.5)], False),
         ([Whereabouts(WAITS, "a", since_s=1.5), Whereabouts(WAITS, "a", since_s=1.5)], True),
         ([Whereabouts(WAITS, "a", since_s=1.5), Whereabouts(WAITS, "b", since_s=1.5)], False),
+        ([Whereabouts(WAITS, "a", "gather", since_s=1.5), Whereabouts(WAITS, "a", "reduce", since_s=9.0)], True),
+        ([Whereabouts(WAITS, "a", "gather", since_s=2.5), Whereabouts(WAITS, "a", "reduce", since_s=9.0)], False),
+        ([Whereabouts(WAITS, "a", "", since_s=2.5), Whereabouts(WAITS, "a", "reduce", since_s=9.0)], True),
         ([Whereabouts(WAITS, "a", since_s=1.5), Whereabouts(WAITS, "b", since_s=1.5), Whereabouts(BUSY)], True),
     ],
 )

@@ -167,6 +167,60 @@ def wrap_twice() -> None:
     fleet.distributed_model(net)
 
 
+def train(net: nn.Module, between: Callable[[Any], object] = lambda model: None) -> None:
+    """Takes two steps; ``between`` runs before each, and between the second's backward and its update."""
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    for step in range(4):
+        between(model)
+        optimizer.zero_grad()
+        model(batches(step)).square().mean().backward()
+        between(model)
+        optimizer.step()
+
+
+def halve_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data * 0.5
+
+
+def one_memory() -> nn.Module:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight.data = net[0].weight.data
+    return net  # type: ignore[no-any-return]
+
+
+def another_head() -> None:
+    """A second phase with another head, whose wrapped model is another one."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    train(net)
+    net[1] = nn.Linear(4, 3)
+    train(net)
+
+
+def frozen_between(distributed: bool) -> Tensor:
+    """Gradients of one batch wait in a model that another one's loss then passes through, frozen."""
+    torch.manual_seed(0)
+    nets: list[Any] = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    models = nets
+    if distributed:
+        optimizers = [fleet.distributed_optimizer(optimizer) for optimizer in optimizers]
+        models = [fleet.distributed_model(net) for net in nets]
+    share = 1 if distributed else 0.5
+    for step in range(4):
+        for place in (1, 0):
+            nets[1].requires_grad_(place == 1)
+            inputs = batches(step) if place else models[0](batches(step))
+            (models[1](inputs).tanh().mean() * share).backward()
+            if distributed or step % 2:
+                optimizers[place].step()
+                optimizers[place].zero_grad()
+    states = [model.full_state_dict() if distributed else model.state_dict() for model in models]
+    return torch.cat([value.flatten() for state in states for value in state.values()])
+
+
 def on_two(rank: int, world_size: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
@@ -176,6 +230,10 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
     start({})
     found["together"] = shared(distributed=True, together=True)
     found["apart"] = shared(distributed=True, together=False)
+    found["type"] = message({}, lambda: train(nn.Linear(4, 1), lambda model: model.double()))
+    found["data"] = message({}, lambda: train(nn.Linear(4, 1), halve_data))
+    found["head"] = message({}, another_head)
+    found["memory, 1"] = message(stage(1), lambda: train(one_memory()))
     start({"fp16_allreduce": True})
     found["sparse"] = embeddings(distributed=True)
     for number in (2, 3):
@@ -183,6 +241,12 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         found[f"hidden, {number}"] = message(stage(number), run_hidden)
         found[f"shared, {number}"] = message(stage(number), lambda: shared(distributed=True, together=True))
         found[f"twice, {number}"] = message(stage(number), wrap_twice)
+        found[f"memory, {number}"] = message(stage(number), lambda: train(one_memory()))
+        found[f"drawn, {number}"] = message(
+            stage(number), lambda: train(nn.Linear(4, 4), lambda model: nn.init.xavier_uniform_(model.weight))
+        )
+        start(stage(number, gradient_merge_acc_step=2))
+        found[f"frozen, {number}"] = frozen_between(distributed=True)
         found[f"script, {number}"] = message(
             stage(number), lambda: fleet.distributed_model(nn.Sequential(torch.jit.script(nn.Linear(4, 1))))
         )
@@ -200,13 +264,20 @@ def test_two_workers_equal_one_process_or_refuse() -> None:
         torch.testing.assert_close(found["together"], shared(False, together=True), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["apart"], shared(False, together=False), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["sparse"], embeddings(False), rtol=1e-2, atol=1e-4)
+        assert "'weight' is torch.float64 on cpu and was torch.float32" in found["type"]
+        assert "The .data of a gradient of shape [1, 4] was assigned" in found["data"]
+        assert found["head"] == ""
+        assert "two parameters in the same memory" in found["memory, 1"]
         for number in (2, 3):
+            torch.testing.assert_close(found[f"frozen, {number}"], frozen_between(False), rtol=1e-5, atol=1e-6)
+            assert "two parameters in the same memory" in found[f"memory, {number}"]
+            assert "drew the same numbers for its part" in found[f"drawn, {number}"]
             assert "'0' has sparse=True" in found[f"sparse, {number}"]
             assert "forward() returned SimpleNamespace" in found[f"hidden, {number}"]
             assert "'0' is a compiled script" in found[f"script, {number}"]
             assert "belongs to a model that was divided before" in found[f"shared, {number}"]
             assert "distributed_model() was called for this module before" in found[f"twice, {number}"]
-        assert "gradient_merge already act" in found["twice, merge"]
+        assert "gradient_merge acts in it" in found["twice, merge"]
 
 
 PHASES: dict[str, dict[str, Any]] = {
