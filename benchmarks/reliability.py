@@ -236,6 +236,7 @@ ROWS: dict[str, tuple[str, str, bool, Callable[[Bench, int], Iterator[Result]]]]
 }
 OFTEN = ("kill", "start")
 SAVE, SAVES = "save", 20  # times --repeat
+ATTACKS = "attacks"  # a table of its own, four times --repeat
 SAVERS = {FLEET: "fleet", TORCHRUN: "plain"}
 
 
@@ -283,12 +284,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="tries of a fault; four times as many of two rows")
     parser.add_argument("--repeat-beside", type=int, help="the same for the launchers beside fleet; default --repeat")
-    names = [*ROWS, SAVE]
+    names = [*ROWS, SAVE, ATTACKS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="rows to measure")
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     arguments = parser.parse_args()
     beside = arguments.repeat if arguments.repeat_beside is None else arguments.repeat_beside
     repeats = {name: arguments.repeat if name == FLEET else beside for name in arguments.launchers}
+    if ATTACKS in arguments.only:
+        arguments.only.remove(ATTACKS)
+        words = [sys.executable, str(HERE / "_reliability_attacks.py"), "--tries", f"{4 * arguments.repeat}"]
+        subprocess.run(words, check=True)
+        if not arguments.only:
+            return
     reason = etcd_helper.missing() or namespaces.missing()
     with tempfile.TemporaryDirectory() as name:
         if reason:
