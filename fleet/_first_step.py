@@ -115,8 +115,9 @@ class ModelWatch:
     def check_kinds(self) -> None:
         """Raises ConfigError when a parameter has another type or device than when the model was wrapped."""
         for name, p in self.named.items():
-            if _KIND(p) != self.kinds.setdefault(name, _KIND(p)):
-                was, now = (" on ".join(str(part) for part in kind) for kind in (self.kinds[name], _KIND(p)))
+            kind = _KIND(p)
+            if kind != self.kinds.setdefault(name, kind):
+                was, now = (" on ".join(map(str, one)) for one in (self.kinds[name], kind))
                 raise ConfigError(
                     f"{name!r} is {now} and was {was} when distributed_model() took the model, whose gradients are "
                     "exchanged as they were then. Convert and move the model before distributed_model()."

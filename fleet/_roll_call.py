@@ -32,7 +32,7 @@ from fleet._whereabouts import (
     Whereabouts,
     account,
     can_go_on,
-    exchange_of,
+    collective_of,
     how_it_ended,
     is_waiting,
     named,
@@ -231,7 +231,7 @@ class RollCall:
         since = self._waits_since
         if since is None or not is_waiting(frame):
             return Whereabouts(BUSY, user_line(frame), step=step)
-        return Whereabouts(WAITS, user_line(frame), exchange_of(frame), step, time.monotonic() - since)
+        return Whereabouts(WAITS, user_line(frame), collective_of(frame), step, time.monotonic() - since)
 
     def _ended(self) -> Whereabouts:
         return Whereabouts(ENDED, f"{how_it_ended(self._error)}, after step {self._step()}")

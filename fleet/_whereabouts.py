@@ -83,10 +83,10 @@ def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
     """
     if any(at.state in (BUSY, SILENT) or (at.state == WAITS and at.since_s < waited_s) for at in found.values()):
         return True
+    if any(at.state != WAITS for at in found.values()) or len({at.where for at in found.values()}) > 1:
+        return False
     calls = {at.call for at in found.values()}
-    apart = len(calls) > 1 and "" not in calls and all(at.since_s >= 2 * waited_s for at in found.values())
-    waits_alike = all(at.state == WAITS for at in found.values()) and len({at.where for at in found.values()}) == 1
-    return waits_alike and not apart
+    return len(calls) == 1 or "" in calls or any(at.since_s < 2 * waited_s for at in found.values())
 
 
 def account(found: Mapping[int, Whereabouts]) -> str:
@@ -108,7 +108,7 @@ def is_waiting(frame: FrameType) -> bool:
     return Stack(tuple(Frame(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in inner)).waits
 
 
-def exchange_of(frame: FrameType) -> str:
+def collective_of(frame: FrameType) -> str:
     """Returns the innermost function of torch.distributed that ``frame`` is in, or an empty text."""
     inside = (f.f_code for f in islice(_outward(frame), _DEPTH))
     return next((code.co_name for code in inside if "/torch/distributed/" in code.co_filename), "")

@@ -63,9 +63,8 @@ class Passes:
         self.running = False
         self.begun = 0
         self._reducer = reducer
-        self._prepared = False  # torch's reducer waits for a pass
+        self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
         self._latest = Forward(exchanges=True)
-        self._exchanges = False  # the pass under way exchanges
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
         self._searched: list[tuple[Forward, list[Tensor]]] = []  # outputs whose graph is searched for unused parameters
 
@@ -104,7 +103,7 @@ class Passes:
                 check()
             if not self._prepared:
                 self._prepare(reducer, made)
-            self._exchanges = True
+            self._prepared = True
         self.running = True
         self.begun += 1
         self._places = {}
@@ -113,7 +112,7 @@ class Passes:
             start()
 
     def _end(self) -> None:
-        exchanged, self.running, self._prepared, self._exchanges = self._exchanges, False, False, False
+        exchanged, self.running, self._prepared = self._prepared, False, False
         if exchanged and self._reducer is not None and self._reducer.gradient_as_bucket_view:
             # torch's own callback, which ends the exchange, is queued later than this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._note_places)

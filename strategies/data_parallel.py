@@ -196,15 +196,12 @@ def _one_that_trains(model: nn.Module) -> Iterator[None]:
 
 
 def _follow(wrapped: DistributedDataParallel, came: bool) -> None:
-    """Makes ``wrapped`` exchange the parameters that train now; with ``came`` they start as rank 0's.
-
-    The object stays, since other strategies hold it and have put hooks on it; its reducer is made anew.
-    """
+    """Makes ``wrapped`` exchange the parameters that train now; with ``came`` they start as rank 0's."""
     trained = _trained(wrapped.module)
     # A frozen model runs without the reducer, which would wait for gradients that do not come.
     wrapped._delay_all_reduce_all_params = not trained
     if trained and trained != wrapped.__dict__["fleet_exchanged"]:
-        _exchange_anew(wrapped, came)
+        _remake_reducer(wrapped, came)
 
 
 def _share(wrapped: DistributedDataParallel) -> None:
@@ -212,10 +209,12 @@ def _share(wrapped: DistributedDataParallel) -> None:
     if not wrapped.__dict__["fleet_shares"]:
         wrapped.__dict__["fleet_shares"] = True
         with _one_that_trains(wrapped.module):
-            _exchange_anew(wrapped, came=False)
+            _remake_reducer(wrapped, came=False)
+        _follow(wrapped, came=False)
 
 
-def _exchange_anew(wrapped: DistributedDataParallel, came: bool) -> None:
+def _remake_reducer(wrapped: DistributedDataParallel, came: bool) -> None:
+    """Replaces the reducer of ``wrapped``, which stays: other strategies hold it and have put hooks on it."""
     kept = {name for name in vars(nn.Module()) if "hooks" in name} | {"training", "require_backward_grad_sync"}
     state = {name: value for name, value in vars(wrapped).items() if name in kept}
     keywords = wrapped.__dict__["fleet_keywords"](wrapped.__dict__["fleet_shares"])

@@ -35,11 +35,16 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def job(options: Mapping[str, Any], net: nn.Module | None = None) -> tuple[Any, Any, Any, Any]:
-    """Returns the module, its SGD, and both as fleet returns them."""
+def start(options: Mapping[str, Any]) -> None:
+    """Starts a job with ``options``."""
     strategy = package.DistributedStrategy()
     strategy.update(options)
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+
+
+def job(options: Mapping[str, Any], net: nn.Module | None = None) -> tuple[Any, Any, Any, Any]:
+    """Returns the module, its SGD, and both as fleet returns them."""
+    start(options)
     net = net or network()
     raw = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     return net, raw, fleet.distributed_optimizer(raw), fleet.distributed_model(net)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet import fleet
-from fleet.errors import ConfigError
+from tests.helpers.checked_training import batch, message, start, weights
 from tests.helpers.workers import run_workers
 
 MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
@@ -23,28 +23,13 @@ def stage(number: int, **more: Any) -> dict[str, Any]:
     return {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": number, **more}}
 
 
-def start(options: dict[str, Any]) -> None:
-    strategy = fleet.DistributedStrategy()
-    strategy.update(options)
-    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def batches(step: int) -> Tensor:
     """Returns the batches of all workers."""
     return batch(step, fleet.worker_index()) if fleet.worker_num() > 1 else torch.cat([batch(step, 0), batch(step, 1)])
 
 
-@pytest.mark.parametrize("options", [MERGE, stage(1, gradient_merge_acc_step=2)], ids=["gradient_merge", "stage 1"])
-@pytest.mark.filterwarnings("ignore")
-def test_gradients_that_are_replaced_keep_the_window(options: dict[str, Any]) -> None:
+def replaced() -> float:
     """Gradients 1 and 3, halved by assignment: their mean is 1, as when they are halved in place."""
-    if "sharding" in options:
-        options = {**options, **MERGE, "sharding": False}  # one process: stage 1 divides among one
-    start(options)
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 1.0))
@@ -56,7 +41,13 @@ def test_gradients_that_are_replaced_keep_the_window(options: dict[str, Any]) ->
                 parameter.grad = parameter.grad * 0.5
         optimizer.step()
         optimizer.zero_grad()
-    assert net.weight.item() == -1.0
+    return net.weight.item()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_are_replaced_keep_the_window() -> None:
+    start(MERGE)
+    assert replaced() == -1.0
 
 
 class OnBody(nn.Module):
@@ -95,6 +86,24 @@ def in_turns(distributed: bool) -> Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
+def one_of_two(distributed: bool) -> Tensor:
+    """Trains one of two models that share a body, with an optimizer that holds both."""
+    torch.manual_seed(0)
+    body = nn.Linear(4, 5)
+    nets: list[Any] = [OnBody(body), OnBody(body)]
+    optimizer = torch.optim.SGD([*nets[0].parameters(), *nets[1].head.parameters()], 0.1)
+    model = nets[1]
+    if distributed:
+        optimizer = fleet.distributed_optimizer(optimizer)
+        _, model = (fleet.distributed_model(net) for net in nets)
+    for step in range(4):
+        (model(batches(step)).square().mean() * (1 if distributed else 0.5)).backward()
+        if distributed or step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in nets[1].parameters()])
+
+
 def shared(distributed: bool, together: bool) -> Tensor:
     torch.manual_seed(0)
     body = nn.Linear(4, 5)
@@ -116,9 +125,9 @@ def shared(distributed: bool, together: bool) -> Tensor:
     return torch.cat([p.detach().flatten() for net in nets for p in net.parameters()])
 
 
-def embeddings(distributed: bool, sparse: bool = True) -> Tensor:
+def embeddings(distributed: bool) -> Tensor:
     torch.manual_seed(0)
-    net: Any = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Linear(4, 1))
+    net: Any = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = net
     if distributed:
@@ -139,17 +148,10 @@ class Hides(nn.Module):
         return SimpleNamespace(y=self.layer(x))
 
 
-def message(options: dict[str, Any], action: Callable[[], object]) -> str:
+def refusal(options: dict[str, Any], action: Callable[[], object]) -> str:
+    """Returns the text of the ConfigError with which ``action`` ends in a job with ``options``, or ``""``."""
     start(options)
-    return message_of(action)
-
-
-def message_of(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return message(action)
 
 
 def run_hidden() -> None:
@@ -168,7 +170,7 @@ def wrap_twice() -> None:
 
 
 def train(net: nn.Module, between: Callable[[Any], object] = lambda model: None) -> None:
-    """Takes two steps; ``between`` runs before each, and between the second's backward and its update."""
+    """Takes four steps; ``between`` runs before each forward and after each backward."""
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
     model = fleet.distributed_model(net)
     for step in range(4):
@@ -227,30 +229,34 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
     for name, options in (("merge", MERGE), ("stage 1", stage(1, gradient_merge_acc_step=2))):
         start(options)
         found[f"in turns, {name}"] = in_turns(distributed=True)
+        start(options)
+        found[f"one of two, {name}"] = one_of_two(distributed=True)
+        start(options)
+        found[f"replaced, {name}"] = replaced()
     start({})
     found["together"] = shared(distributed=True, together=True)
     found["apart"] = shared(distributed=True, together=False)
-    found["type"] = message({}, lambda: train(nn.Linear(4, 1), lambda model: model.double()))
-    found["data"] = message({}, lambda: train(nn.Linear(4, 1), halve_data))
-    found["head"] = message({}, another_head)
-    found["memory, 1"] = message(stage(1), lambda: train(one_memory()))
+    found["type"] = refusal({}, lambda: train(nn.Linear(4, 1), lambda model: model.double()))
+    found["data"] = refusal({}, lambda: train(nn.Linear(4, 1), halve_data))
+    found["head"] = refusal({}, another_head)
+    found["memory, 1"] = refusal(stage(1), lambda: train(one_memory()))
     start({"fp16_allreduce": True})
     found["sparse"] = embeddings(distributed=True)
     for number in (2, 3):
-        found[f"sparse, {number}"] = message(stage(number), lambda: embeddings(distributed=True))
-        found[f"hidden, {number}"] = message(stage(number), run_hidden)
-        found[f"shared, {number}"] = message(stage(number), lambda: shared(distributed=True, together=True))
-        found[f"twice, {number}"] = message(stage(number), wrap_twice)
-        found[f"memory, {number}"] = message(stage(number), lambda: train(one_memory()))
-        found[f"drawn, {number}"] = message(
+        found[f"sparse, {number}"] = refusal(stage(number), lambda: embeddings(distributed=True))
+        found[f"hidden, {number}"] = refusal(stage(number), run_hidden)
+        found[f"shared, {number}"] = refusal(stage(number), lambda: shared(distributed=True, together=True))
+        found[f"twice, {number}"] = refusal(stage(number), wrap_twice)
+        found[f"memory, {number}"] = refusal(stage(number), lambda: train(one_memory()))
+        found[f"drawn, {number}"] = refusal(
             stage(number), lambda: train(nn.Linear(4, 4), lambda model: nn.init.xavier_uniform_(model.weight))
         )
         start(stage(number, gradient_merge_acc_step=2))
         found[f"frozen, {number}"] = frozen_between(distributed=True)
-        found[f"script, {number}"] = message(
+        found[f"script, {number}"] = refusal(
             stage(number), lambda: fleet.distributed_model(nn.Sequential(torch.jit.script(nn.Linear(4, 1))))
         )
-    found["twice, merge"] = message(MERGE, wrap_twice)
+    found["twice, merge"] = refusal(MERGE, wrap_twice)
     return found
 
 
@@ -261,6 +267,8 @@ def test_two_workers_equal_one_process_or_refuse() -> None:
     for found in both:
         for name in ("merge", "stage 1"):
             torch.testing.assert_close(found[f"in turns, {name}"], in_turns(distributed=False), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[f"one of two, {name}"], one_of_two(False), rtol=1e-5, atol=1e-6)
+            assert found[f"replaced, {name}"] == -1.0
         torch.testing.assert_close(found["together"], shared(False, together=True), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["apart"], shared(False, together=False), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["sparse"], embeddings(False), rtol=1e-2, atol=1e-4)
@@ -312,15 +320,14 @@ def phases(rank: int, world_size: int) -> dict[str, Any]:
         earlier = train_phase(model, net, 0)
         state = model.full_state_dict()
         train_phase(model, net, 4)
-        weights = torch.cat([value.flatten() for value in model.full_state_dict().values()])
-        found[name] = "" if name in ("amp", "localsgd") else message_of(earlier.step)
+        after = weights(model)
+        found[name] = "" if name in ("amp", "localsgd") else message(earlier.step)
         start(options)
         net = nn.Sequential(nn.Linear(4, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 1))
         net.load_state_dict(state)
         model = fleet.distributed_model(net)
         train_phase(model, net, 4)
-        again = torch.cat([value.flatten() for value in model.full_state_dict().values()])
-        found[f"{name}, off by"] = float((weights - again).abs().max())
+        found[f"{name}, off by"] = float((after - weights(model)).abs().max())
     return found
 
 
