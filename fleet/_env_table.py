@@ -80,7 +80,7 @@ VARIABLES: dict[str, Variable] = _table(
     ("FLEET_PS_KEY", "user", None, "file of the key of that certificate; by default it is in the same file"),
     ("FLEET_PS_CA", "user", None, "file of the authority that signed the parameter servers' certificates"),
     ("FLEET_PS_MAX_CONNECTIONS", "user", 1024, "connections that a parameter server takes; open files limit it"),
-    ("FLEET_PS_SOCKET", "launcher", None, "descriptor of the socket that a parameter server listens on"),
+    ("FLEET_PS_SOCKET", "launcher", None, "descriptor of a socket bound to the port of a parameter server"),
     (
         "FLEET_PS_METRICS_PORT",
         "user",

@@ -19,9 +19,9 @@ from fleet._hybrid_job import make_hybrid_trainer
 from fleet._server_metrics import Metrics
 from fleet._server_settings import (
     Keeping,
+    read_bound_socket,
     read_count,
     read_keeping,
-    read_listener,
     read_seconds,
     read_server_tls,
     read_worker_tls,
@@ -208,7 +208,7 @@ class ServerJob:
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
         self._has_served = True
-        transport = SocketTransport(server_tls=self._server_tls, listening=read_listener(self._environment))
+        transport = SocketTransport(server_tls=self._server_tls, bound=read_bound_socket(self._environment))
         say = self._session.say
         run_server(self._serve_config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
 

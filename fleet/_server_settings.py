@@ -17,7 +17,7 @@ __all__ = [
     "Keeping",
     "read_count",
     "read_keeping",
-    "read_listener",
+    "read_bound_socket",
     "read_seconds",
     "read_server_tls",
     "read_worker_tls",
@@ -124,8 +124,10 @@ def read_worker_tls(environment: Environment) -> ssl.SSLContext | None:
     return context
 
 
-def read_listener(environment: Environment) -> socket.socket | None:
-    """Returns the socket that the launcher has kept for this server, by FLEET_PS_SOCKET; ``None``: there is none.
+def read_bound_socket(environment: Environment) -> socket.socket | None:
+    """Returns the socket, bound to its port, that the launcher has kept for this server; ``None``: there is none.
+
+    FLEET_PS_SOCKET names it. A server that ran before this one may have left it listening.
 
     Raises:
         ConfigError: there should be one, and this process does not have it.
@@ -135,11 +137,11 @@ def read_listener(environment: Environment) -> socket.socket | None:
     number = environment.int("FLEET_PS_SOCKET")
     try:
         if stat.S_ISSOCK(os.fstat(number).st_mode):
-            listener = socket.socket(fileno=number)
-            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listener.set_inheritable(False)
-                return listener
-            listener.detach()  # it belongs to somebody else
+            held = socket.socket(fileno=number)
+            if _is_bound(held):
+                held.set_inheritable(False)
+                return held
+            held.detach()  # it belongs to somebody else
     except (OSError, OverflowError):
         pass
     raise ConfigError(
@@ -148,6 +150,17 @@ def read_listener(environment: Environment) -> socket.socket | None:
         "launcher and script has closed it: have that program keep it (pass_fds in Python's subprocess), or remove the "
         "variable for servers that the launcher did not start."
     )
+
+
+def _is_bound(sock: socket.socket) -> bool:
+    """Returns whether ``sock`` has a port of this machine and no peer, as one that is about to listen."""
+    if sock.type != socket.SOCK_STREAM or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        sock.getpeername()
+    except OSError:
+        return bool(sock.getsockname()[1])
+    return False
 
 
 def read_seconds(environment: Environment, name: str) -> float:

@@ -2,7 +2,7 @@
 
 Between the choice and the start another launcher on this machine could choose the same ports, or be handed one by the
 kernel. A listener on each closes that gap, on one node as long as the plan takes, on several until all have met. A
-parameter server gets its listener from the launcher, so that nobody else can take its port, also while it restarts.
+parameter server gets a socket that is bound to its port from the launcher, which keeps it while the server restarts.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from types import TracebackType
 from fleet.launch._addresses import split_endpoint
 from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
 
-_BACKLOG = 1024  # workers may come before their server does
-
 
 class PortHold:
-    """Listeners on ports; leaving the ``with`` block closes them, :meth:`release` those that are not handed on."""
+    """Sockets on ports; leaving the ``with`` block closes them, :meth:`release` those that are not handed on."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]]) -> None:
-        self._listeners: dict[tuple[str, int], socket.socket] = {}
+        self._sockets: dict[tuple[str, int], socket.socket] = {}
         self._handed_on: set[tuple[str, int]] = set()
         for host, port in endpoints:
             with contextlib.suppress(OSError):  # a name that is not an address here, or taken: the process will say so
                 self._hold(host, port)
 
-    def _hold(self, host: str, port: int) -> None:
+    def _hold(self, host: str, port: int, listens: bool = True) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        held = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+            if listens:
+                held.listen(1)
         except OSError:
-            listener.close()
+            held.close()
             raise
-        self._listeners[host, port] = listener
+        self._sockets[host, port] = held
 
     def __enter__(self) -> PortHold:
         return self
@@ -50,22 +49,28 @@ class PortHold:
         self.release()
 
     def hand_on(self, spec: ProcessSpec) -> ProcessSpec:
-        """Returns ``spec`` with the listener of the port that it serves on, if it is a server.
+        """Returns ``spec`` with a socket that is bound to the port that it serves on, if it is a server.
 
-        A host that is a name is left to the server: it may have to listen elsewhere than where the name leads here.
+        The socket does not listen yet: a program that opens its PADDLE_PORT itself can do so, as servers do, with
+        SO_REUSEADDR. A host that is a name is left to the server: it may have to listen elsewhere than where the name
+        leads here.
         """
-        host, port = spec.environment.get("POD_IP", ""), spec.environment.get("PADDLE_PORT", "")
-        listener = self._listeners.get((host, int(port or 0)))
-        if spec.role != "server" or listener is None or not _is_address(host):
+        host, port = spec.environment.get("POD_IP", ""), int(spec.environment.get("PADDLE_PORT") or 0)
+        if spec.role != "server" or (host, port) not in self._sockets or not _is_address(host):
             return spec
-        self._handed_on.add((host, int(port)))
-        number = listener.fileno()
+        self._sockets.pop((host, port)).close()
+        with contextlib.suppress(OSError):
+            self._hold(host, port, listens=False)
+        if (held := self._sockets.get((host, port))) is None:
+            return spec  # taken in this moment: the server will say so
+        self._handed_on.add((host, port))
+        number = held.fileno()
         return replace(spec, environment={**spec.environment, "FLEET_PS_SOCKET": f"{number}"}, pass_fds=(number,))
 
     def release(self) -> None:
         """Frees the ports; no connection was ever accepted, so they can be listened on again at once."""
-        for endpoint in self._listeners.keys() - self._handed_on:
-            self._listeners.pop(endpoint).close()
+        for endpoint in self._sockets.keys() - self._handed_on:
+            self._sockets.pop(endpoint).close()
 
 
 def hold_ports(config: LaunchConfig, peer: Peer) -> PortHold:

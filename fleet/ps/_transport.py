@@ -120,7 +120,7 @@ def is_loopback(endpoint: str) -> bool:
 class SocketTransport:
     """Connects ``host:port`` by TCP and ``unix:/path`` by a Unix socket; by TLS when contexts are given.
 
-    ``listening`` is a socket to take for its port instead of opening one: nobody else can have taken it.
+    ``bound`` is a socket that has its port already; it is taken for that port instead of a new one.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class SocketTransport:
         server_tls: ssl.SSLContext | None = None,
         client_tls: ssl.SSLContext | None = None,
         handshake_timeout_s: float = 5.0,
-        listening: socket.socket | None = None,
+        bound: socket.socket | None = None,
     ) -> None:
-        self._server_tls, self._client_tls, self._listening = server_tls, client_tls, listening
+        self._server_tls, self._client_tls, self._bound = server_tls, client_tls, bound
         self._handshake_timeout_s = handshake_timeout_s
 
     def bind(self, endpoint: str) -> SocketListener:
@@ -138,10 +138,8 @@ class SocketTransport:
         if endpoint.startswith("unix:"):
             return SocketListener(_bind_unix(endpoint[5:]), endpoint, None, self._handshake_timeout_s)
         host, port = split_endpoint(endpoint)
-        held = self._listening is not None and self._listening.getsockname()[:2] == (host, port)
-        sock = self._listening if held else None
-        if sock is None:
-            sock = _listen(endpoint, host, port)
+        held = self._bound if self._bound is not None and self._bound.getsockname()[:2] == (host, port) else None
+        sock = _listen(endpoint, host, port, held)
         shown = f"[{host}]" if ":" in host else host
         bound = f"{shown}:{sock.getsockname()[1]}"
         return SocketListener(sock, bound, self._server_tls, self._handshake_timeout_s)
@@ -169,11 +167,13 @@ class SocketTransport:
             raise ConnectionLost(f"parameter server {endpoint}: {error}.") from None
 
 
-def _listen(endpoint: str, host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def _listen(endpoint: str, host: str, port: int, bound: socket.socket | None) -> socket.socket:
+    """Returns a listening socket: ``bound``, or a new one at ``host`` and ``port``."""
+    sock = bound or socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((_bind_host(host), port))
+        if bound is None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((_bind_host(host), port))
         sock.listen(1024)
     except OSError as error:
         sock.close()

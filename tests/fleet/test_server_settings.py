@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet._server_settings import Keeping, read_keeping, read_listener, read_seconds, thread_note
+from fleet._server_settings import Keeping, read_bound_socket, read_keeping, read_seconds, thread_note
 from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
@@ -202,26 +202,31 @@ def test_one_process_with_its_server_inside_goes_on_from_the_folder(
     own.session.close()
 
 
-def test_the_listener_of_the_launcher_is_taken_and_nothing_else() -> None:
+def test_the_socket_of_the_launcher_is_taken_and_nothing_else() -> None:
     """Issue 10, High 1: the descriptor in FLEET_PS_SOCKET, or the reason why it is not there."""
-    assert read_listener(Environment({})) is None
-    with socket.create_server(("127.0.0.1", 0)) as held, socket.socket() as other, open(os.devnull) as file:
-        found = read_listener(Environment({"FLEET_PS_SOCKET": str(held.fileno())}))
+    assert read_bound_socket(Environment({})) is None
+    with socket.socket() as held, socket.socket() as other, open(os.devnull) as file:
+        held.bind(("127.0.0.1", 0))
+        found = read_bound_socket(Environment({"FLEET_PS_SOCKET": str(held.fileno())}))
         assert found is not None
         host, port = held.getsockname()
-        other_port = SocketTransport(listening=found).bind("127.0.0.1:0")
+        other_port = SocketTransport(bound=found).bind("127.0.0.1:0")
         assert other_port.endpoint != f"{host}:{port}", "a server elsewhere opens its own"
         other_port.close()
-        listener = SocketTransport(listening=found).bind(f"{host}:{port}")
+        listener = SocketTransport(bound=found).bind(f"{host}:{port}")
         socket.create_connection((host, port), 5).close()
         listener.accept().close()
         found.detach()
-        for number in (other.fileno(), file.fileno(), 10**6):
+        again = read_bound_socket(Environment({"FLEET_PS_SOCKET": str(held.fileno())}))
+        assert again is not None, "a server that is started again finds it listening"
+        again.detach()
+        caller = socket.create_connection((host, port), 5)
+        for number in (other.fileno(), file.fileno(), caller.fileno(), 10**6):
             with pytest.raises(ConfigError, match="FLEET_PS_SOCKET is .* this process has none there"):
-                read_listener(Environment({"FLEET_PS_SOCKET": str(number)}))
+                read_bound_socket(Environment({"FLEET_PS_SOCKET": str(number)}))
         with pytest.raises(ConfigError, match="whole number of 64 bits"):
-            read_listener(Environment({"FLEET_PS_SOCKET": str(10**30)}))
-        assert other.fileno() >= 0
+            read_bound_socket(Environment({"FLEET_PS_SOCKET": str(10**30)}))
+        caller.close()
         other.getsockname()  # it is still open
 
 

@@ -39,7 +39,7 @@ def test_hold_ends_with_the_block() -> None:
     assert is_free("127.0.0.1", port)
 
 
-def test_the_listener_of_a_server_is_handed_on_and_kept() -> None:
+def test_the_port_of_a_server_is_handed_on_and_kept() -> None:
     """Issue 10, High 1: nobody takes a server's port between the plan and its listen, nor while it restarts."""
     (port,) = free_ports(1, "127.0.0.1")
     peer = Peer(name="p", host="127.0.0.1", ports=(port + 1,), server_ports=(port,), store_port=port + 2)
@@ -48,12 +48,15 @@ def test_the_listener_of_a_server_is_handed_on_and_kept() -> None:
         assert held.hand_on(worker) == worker
         passed = held.hand_on(server)
         held.release()
-        assert not is_free("127.0.0.1", port)
         (number,) = passed.pass_fds
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()  # a program that opens its PADDLE_PORT itself
         assert passed.environment == {**server.environment, "FLEET_PS_SOCKET": f"{number}"}
         with socket.socket(fileno=os.dup(number)) as listener:
             assert listener.getsockname() == ("127.0.0.1", port)
-            assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            listener.listen()
+        assert not is_free("127.0.0.1", port), "once its server has listened, nobody else can, also while it is away"
         elsewhere = replace(server, environment={**server.environment, "POD_IP": "localhost"})
         assert held.hand_on(elsewhere) == elsewhere, "where a name leads is the server's to say"
     assert is_free("127.0.0.1", port)
