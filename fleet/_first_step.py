@@ -243,8 +243,8 @@ class TrainingChecks:
                 torch_modules.register_module_parameter_registration_hook(count),
                 torch_modules.register_module_module_registration_hook(count),
             ]
-        for other in [other for other in self._models if other is model or other.module is model.module]:
-            self._models.pop(other).handle.remove()
+        if model in self._models:
+            self._models[model].handle.remove()
         self._models[model] = ModelWatch(model, self._registered)
 
     def watch_optimizer(self, optimizer: FleetOptimizer) -> None:

@@ -176,7 +176,7 @@ def train(net: nn.Module, between: Callable[[Any], object] = lambda model: None)
     for step in range(4):
         between(model)
         optimizer.zero_grad()
-        model(batches(step)).square().mean().backward()
+        model(batches(step).to(next(net.parameters()).dtype)).square().mean().backward()
         between(model)
         optimizer.step()
 
@@ -194,11 +194,20 @@ def one_memory() -> nn.Module:
 
 
 def another_head() -> None:
-    """A second phase with another head, whose wrapped model is another one."""
+    """A second phase with another head, and a third with another type, whose wrapped models are others."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     train(net)
     net[1] = nn.Linear(4, 3)
     train(net)
+    net.double()
+    train(net)
+
+
+def add_one_memory() -> None:
+    net = nn.Linear(4, 4)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    fleet.distributed_model(net)
+    optimizer.add_param_group({"params": list(one_memory().parameters())})
 
 
 def frozen_between(distributed: bool) -> Tensor:
@@ -214,11 +223,12 @@ def frozen_between(distributed: bool) -> Tensor:
     for step in range(4):
         for place in (1, 0):
             nets[1].requires_grad_(place == 1)
+            if distributed or step % 2 == 0:
+                optimizers[place].zero_grad()
             inputs = batches(step) if place else models[0](batches(step))
             (models[1](inputs).tanh().mean() * share).backward()
             if distributed or step % 2:
                 optimizers[place].step()
-                optimizers[place].zero_grad()
     states = [model.full_state_dict() if distributed else model.state_dict() for model in models]
     return torch.cat([value.flatten() for state in states for value in state.values()])
 
@@ -240,6 +250,7 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
     found["data"] = refusal({}, lambda: train(nn.Linear(4, 1), halve_data))
     found["head"] = refusal({}, another_head)
     found["memory, 1"] = refusal(stage(1), lambda: train(one_memory()))
+    found["memory, added"] = refusal(stage(1), add_one_memory)
     start({"fp16_allreduce": True})
     found["sparse"] = embeddings(distributed=True)
     for number in (2, 3):
@@ -276,6 +287,7 @@ def test_two_workers_equal_one_process_or_refuse() -> None:
         assert "The .data of a gradient of shape [1, 4] was assigned" in found["data"]
         assert found["head"] == ""
         assert "two parameters in the same memory" in found["memory, 1"]
+        assert "two parameters in the same memory" in found["memory, added"]
         for number in (2, 3):
             torch.testing.assert_close(found[f"frozen, {number}"], frozen_between(False), rtol=1e-5, atol=1e-6)
             assert "two parameters in the same memory" in found[f"memory, {number}"]
