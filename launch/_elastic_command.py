@@ -18,6 +18,8 @@ from fleet.launch import _world
 from fleet.launch._config import check_name
 from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
 from fleet.launch._kv_client import View
+from fleet.launch._plan import JOB_SECRET
+from fleet.launch._record_proof import RecordProofs
 from fleet.launch._redact import redact
 
 _TIMEOUT_S = 3.0
@@ -96,7 +98,8 @@ def _run(arguments: argparse.Namespace, environment: Environment) -> int:
     address = read_etcd_address(arguments.elastic_server, environment, "--elastic_server")
     store = EtcdStore(address, timeout_s=_TIMEOUT_S)
     try:
-        job = ElasticJob(store, arguments.job_id)
+        secret = environment.raw(JOB_SECRET)
+        job = ElasticJob(store, arguments.job_id, None if secret is None else secret.strip().encode())
         if arguments.action == "scale":
             print(job.scale(*read_np(arguments.np)))
         elif arguments.action == "clean":
@@ -134,14 +137,21 @@ class ElasticJob:
     Args:
         store: an open :class:`fleet.launch._etcd.EtcdStore`.
         job_id: the job's name.
+        secret: its secret, under which records are checked; None: they are taken as they are.
     """
 
-    def __init__(self, store: object, job_id: str) -> None:
+    def __init__(self, store: object, job_id: str, secret: bytes | None = None) -> None:
         from fleet.launch._elastic_job import job_prefix
         from fleet.launch._etcd import EtcdStore
 
         assert isinstance(store, EtcdStore)
         self._store, self._job_id, self._prefix = store, job_id, job_prefix(job_id)
+        self._proofs = RecordProofs(secret, self._prefix)
+        self._stranger = "no record of a launcher" if secret is None else "without a proof of FLEET_JOB_SECRET"
+
+    def _read(self) -> View:
+        """Returns the job's records; ``unproved`` has the others."""
+        return self._proofs.checked(self._store.read(self._prefix))
 
     def scale(self, low: int, high: int) -> str:
         """Sets how many nodes the job wants; the same number restarts nothing.
@@ -151,7 +161,7 @@ class ElasticJob:
         from fleet.launch._elastic_world import wanted_text
 
         while True:
-            view = self._store.read(self._prefix)
+            view = self._read()
             world = self._world(view)
             ended = world.state == _world.COMPLETE or (world.reason is not None and not world.reason.restart)
             if ended:
@@ -165,7 +175,7 @@ class ElasticJob:
 
     def clean(self) -> str:
         """Removes every key of the job; raises LaunchError while launchers of it are alive."""
-        view = self._store.read(self._prefix)
+        view = self._read()
         alive = sorted(node.host for node in _world.read_nodes(view).values())
         if alive:
             raise LaunchError(
@@ -178,7 +188,7 @@ class ElasticJob:
         """Returns the state of the job and its nodes, one line each."""
         from fleet.launch._elastic_world import wanted_text
 
-        view = self._store.read(self._prefix)
+        view = self._read()
         world, nodes = self._world(view), _world.read_nodes(view)
         lines = [
             f"job {self._job_id}: {_state_word(world)}, generation {world.generation}, "
@@ -190,11 +200,12 @@ class ElasticJob:
             rank = self._rank(world, name)
             place = f"rank {rank}" if rank < len(world.nodes) else "no rank"
             lines.append(f"node {node.host}: {place}, {node.phase}, pod {node.peer.get('name', '?')}")
+        lines += (f"ignored: {key} of {host} is {self._stranger}" for key, host in sorted(view.unproved.items()))
         return "\n".join(lines)
 
     def status_json(self) -> str:
         """Returns the same as one JSON object."""
-        view = self._store.read(self._prefix)
+        view = self._read()
         world, nodes = self._world(view), _world.read_nodes(view)
         data = {"world": _world.to_json(world), "nodes": {name: _world.to_json(node) for name, node in nodes.items()}}
         return json.dumps(data, sort_keys=True)
@@ -206,6 +217,11 @@ class ElasticJob:
 
     def _world(self, view: View) -> _world.World:
         world = _world.read_world(view)
+        if world is None and _world.WORLD_KEY in view.texts:
+            raise LaunchError(
+                f"The record of the job {self._job_id!r} is {self._stranger}. Set FLEET_JOB_SECRET as its launchers "
+                "have it, or leave it unset here. If it is damaged, stop the launchers; clean removes it."
+            )
         if world is None:
             raise LaunchError(
                 f"No job {self._job_id!r} is on this etcd. Check --job_id and --elastic_server; a job exists once its "

@@ -21,21 +21,25 @@ from typing import Any
 from fleet.launch import _world
 from fleet.launch._elastic_world import ElasticRules, first_world
 from fleet.launch._kv_client import View
-from fleet.launch._world import WORLD_KEY, Node, World
+from fleet.launch._world import NODE_PREFIX, WORLD_KEY, Node, Reason, World
 
 _SIZES = ("min_nodes", "max_nodes")
 _MOST_NODES = 1_000_000
+_NODE = json.loads(_world.to_text(Node(host="")))
+_REASON = vars(Reason(kind="", code=0, node="", text=""))
+_WORLD = json.loads(_world.to_text(World(generation=0, state="", nodes=(), peers=())))
 
 
 class RecordProofs:
     """Proves the records of one job, and tells those without a proof apart.
 
     Args:
-        secret: the job's secret; empty when there is none.
+        secret: the job's secret; empty when there is none; None for a reader that was not told, who only tells records
+            of launchers from other values.
         prefix: stands before every key of the job.
     """
 
-    def __init__(self, secret: bytes, prefix: str) -> None:
+    def __init__(self, secret: bytes | None, prefix: str) -> None:
         self._secret, self._prefix = secret, prefix
 
     def text(self, key: str, record: Node | World) -> str:
@@ -51,11 +55,11 @@ class RecordProofs:
         unproved = {key: _host(value) for key, value in view.values.items() if key not in values}
         return replace(view, values=values, unproved=unproved)
 
-    def _is_proved(self, key: str, value: object) -> bool:
-        if not isinstance(value, dict) or not isinstance(value.get("proof"), str):
+    def _is_proved(self, key: str, value: Any) -> bool:
+        if not _is_record(key, value):
             return False
-        if key == WORLD_KEY and not all(_is_size(value.get(name)) for name in _SIZES):
-            return False
+        if self._secret is None:
+            return True
         try:
             wanted = self._proof(key, value)
         except RecursionError:
@@ -66,7 +70,28 @@ class RecordProofs:
     def _proof(self, key: str, value: Mapping[str, Any]) -> str:
         covered = {name: value[name] for name in value if name != "proof" and not (key == WORLD_KEY and name in _SIZES)}
         text = json.dumps([f"{self._prefix}{key}", covered], sort_keys=True)
-        return hmac.new(self._secret, b"fleet-record " + text.encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret or b"", b"fleet-record " + text.encode(), hashlib.sha256).hexdigest()
+
+
+def _is_record(key: str, value: Any) -> bool:
+    """Returns whether ``value`` has the fields and types of the record that a launcher writes under ``key``."""
+    if key != WORLD_KEY:
+        return key.startswith(NODE_PREFIX) and _is_like(value, _NODE)
+    reason = value.get("reason") if isinstance(value, dict) else None
+    return (
+        _is_like(value, {**_WORLD, "reason": reason})
+        and all(_is_size(value[name]) for name in _SIZES)
+        and all(isinstance(node, str) for node in value["nodes"])
+        and all(isinstance(peer, dict) for peer in value["peers"])
+        and (reason is None or _is_like(reason, _REASON))
+    )
+
+
+def _is_like(value: Any, like: Mapping[str, Any]) -> bool:
+    """Returns whether ``value`` has the keys of ``like``, with values of the same types."""
+    if not isinstance(value, dict) or value.keys() != like.keys():
+        return False
+    return all(type(value[name]) is type(like[name]) for name in like)
 
 
 def _is_size(value: object) -> bool:

@@ -36,12 +36,12 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
         )
     from fleet.launch._elastic_job import job_prefix
     from fleet.launch._elastic_world import ElasticRules, first_world
-    from fleet.launch._world import WORLD_KEY, read_world, to_text
+    from fleet.launch._world import WORLD_KEY, to_text
 
     with _opened(server, job_id) as (store, job):
         first = to_text(first_world(ElasticRules(min_nodes=replicas, max_nodes=replicas)))
         prefix = job_prefix(job_id)
-        if read_world(store.read(prefix)) is not None or not store.swap(prefix + WORLD_KEY, None, first):
+        if WORLD_KEY in store.read(prefix).texts or not store.swap(prefix + WORLD_KEY, None, first):
             job.scale(replicas, replicas)
 
 

@@ -15,6 +15,7 @@ from fleet.errors import ConfigError
 from fleet.launch._elastic_command import main, read_np
 from fleet.launch._elastic_world import ElasticRules, first_world
 from fleet.launch._etcd_address import EtcdAddress
+from fleet.launch._record_proof import RecordProofs
 from fleet.launch._world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
@@ -99,6 +100,41 @@ def test_scale_status_and_clean(command: Command) -> None:
         "world", World(**{**vars(RUNS), "state": OVER, "reason": replace(scaled, kind="failed", restart=False)})
     )
     assert "job J: over, generation 3" in command("status")[1]
+
+
+@with_etcd
+@pytest.mark.parametrize("garbage", ["[" * 3000, '"x"', "[]", '{"host": 5}', '{"host": "h", "phase": []}'])
+def test_what_no_launcher_has_written_is_ignored(command: Command, garbage: str) -> None:
+    """Issue 10, Medium 9: garbage under a node's key ended in a traceback, and kept the job from being removed."""
+    command.put("world", RUNS)
+    command.store.put("/paddle/J/node/b", garbage)
+    code, text = command("status")
+    assert (code, "fixed, generation 3" in text) == (0, True)
+    if garbage[-1] != "[":
+        assert "ignored: node/b of an unknown host is no record of a launcher" in text or "of h is" in text
+    assert command("status", "--json")[0] == command("scale", "--np=4")[0] == 0
+    command.store.put("/paddle/J/world", garbage)
+    for action in ("status", "scale"):
+        code, text = command(action, "--np=4")
+        assert (code, "The record of the job 'J' is no record of a launcher" in text) == (1, True), text
+    assert "2 key(s) of the job 'J' removed" in command("clean")[1]
+
+
+@with_etcd
+def test_records_under_another_secret(command: Command) -> None:
+    """With FLEET_JOB_SECRET in its environment the command takes only records that carry a proof of it."""
+    ours, theirs = (RecordProofs(secret, "/paddle/J/") for secret in (b"ab" * 32, b"cd" * 32))
+    node = Node(host="10.0.0.9", phase=RUNNING, generation=3, peer=PEER)
+    command.store.put("/paddle/J/world", ours.text("world", RUNS))
+    command.store.put("/paddle/J/node/b", theirs.text("node/b", node))
+    code, text = command("status", FLEET_JOB_SECRET="ab" * 32)
+    assert (code, "ignored: node/b of 10.0.0.9 is without a proof of FLEET_JOB_SECRET" in text) == (0, True)
+    assert "node 10.0.0.9: rank 1, running" in command("status")[1], "who was not told the secret sees all"
+    code, text = command("scale", "--np=4", FLEET_JOB_SECRET="cd" * 32)
+    assert (code, "is without a proof of FLEET_JOB_SECRET. Set FLEET_JOB_SECRET as" in text) == (1, True)
+    assert command("scale", "--np=4", FLEET_JOB_SECRET="ab" * 32)[0] == 0
+    assert "still has launchers on 10.0.0.9" in command("clean")[1]
+    assert command("clean", FLEET_JOB_SECRET="ab" * 32)[0] == 0
 
 
 @pytest.mark.parametrize(
