@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from fleet._comparison import checksums, digest, first_difference, listed_ranks
@@ -27,6 +28,7 @@ from fleet._optimizer import FleetOptimizer
 from fleet._whereabouts import user_line
 from fleet.errors import ConfigError, RendezvousError
 from fleet.strategies._amp_model import AmpModel
+from fleet.strategies._base import Strategy
 from fleet.strategies._flat import broadcast_from_rank_0
 from fleet.strategies._local_training import TrainsLocally
 from fleet.strategies._optimizer import OptimizerWrapper
@@ -56,19 +58,6 @@ class LoadNote:
 
     def __reduce__(self) -> Any:
         return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and is in every Python
-
-
-class RawStepCheck:
-    """A step hook of the user's optimizer; a strategy that refuses hooks tells it apart by ``only_checks``."""
-
-    only_checks = True
-
-    def __init__(self, checks: TrainingChecks) -> None:
-        self._checks = checks
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Comes before ``step()``."""
-        self._checks.check_raw_step(optimizer)
 
 
 class ModelWatch:
@@ -153,6 +142,8 @@ class OptimizerWatch:
     Attributes:
         strangers: parameters that belong to no wrapped model, by a name for messages.
         models: the wrapped models that it trains, with how often they were used until its last step.
+        exchanged: how often they had exchanged gradients at its last update.
+        agreed: how often they have done so between two updates, as far as the workers have compared that.
         left: a gradient that its last step left behind, and its version; held weakly, since a gradient is often a view
             of a whole bucket.
     """
@@ -162,6 +153,8 @@ class OptimizerWatch:
         self.loaded_at = self.before = ""
         self.strangers: dict[str, Tensor] = {}
         self.models: dict[ModelWatch, int] = {}
+        self.exchanged: dict[ModelWatch, int] = {}
+        self.agreed: set[tuple[int, ...]] = set()
         self.left: tuple[TensorWeakRef, int] | None = None
         self.seen: tuple[int, ...] = ()
         self.handles: list[Any] = []
@@ -237,22 +230,25 @@ class TrainingChecks:
         """Looks after ``model`` from now on, where an option or another worker makes it differ from its module."""
         if not self._session.collective or not self._session.strategies:
             return
-        if not self._handles:
-            count = self._count_registration
-            self._handles = [
-                torch_modules.register_module_parameter_registration_hook(count),
-                torch_modules.register_module_module_registration_hook(count),
-            ]
+        self._listen()
         if model in self._models:
             self._models[model].handle.remove()
         self._models[model] = ModelWatch(model, self._registered)
 
     def watch_optimizer(self, optimizer: FleetOptimizer) -> None:
         """Looks after ``optimizer`` from now on."""
-        watch = self._optimizers[optimizer] = OptimizerWatch(optimizer)
-        # In a job with servers a hook would count as one of the user's, which are refused there.
-        if self._session.collective and hasattr(optimizer.user_optimizer, "_optimizer_step_pre_hooks"):
-            watch.handles.append(optimizer.user_optimizer.register_step_pre_hook(RawStepCheck(self)))
+        self._optimizers[optimizer] = OptimizerWatch(optimizer)
+        if self._session.collective:
+            self._listen()
+
+    def _listen(self) -> None:
+        if not self._handles:
+            count = self._count_registration
+            self._handles = [
+                torch_modules.register_module_parameter_registration_hook(count),
+                torch_modules.register_module_module_registration_hook(count),
+                register_optimizer_step_pre_hook(self.check_raw_step),
+            ]
 
     def forget_optimizer(self, optimizer: Optimizer) -> None:
         """Takes the hooks off the user's ``optimizer``, which is about to be wrapped again."""
@@ -418,10 +414,13 @@ class TrainingChecks:
             raise self._only_some("the optimizer's state", loaded, found) from self._absence
         if is_wrong:
             name = self._first_different(f"a step of optimizer {number}, which compares the workers' values", sums)
-            raise ConfigError(
-                f"The workers step with different optimizers: {name}. Make the same one with the same settings on "
-                "every worker; load the same state on every worker, or resume with fleet.elastic.Checkpoint."
+            advice = (
+                "LBFGS goes by the loss that the closure returns: return the mean of all workers' losses from it"
+                if isinstance(watch.optimizer.user_optimizer, torch.optim.LBFGS)
+                else "Make the same one with the same settings on every worker; load the same state on every worker, "
+                "or resume with fleet.elastic.Checkpoint"
             )
+            raise ConfigError(f"The workers step with different optimizers: {name}. {advice}.")
 
     def _compare(self, subject: str, wrote: bool, place: str, sums: dict[str, Any], is_first: bool) -> list[Any]:
         said = {"wrote": wrote, "place": place, "digest": digest(sums)}
@@ -471,6 +470,47 @@ class TrainingChecks:
         watch.models = {model: model.used for model in watch.models}
         if self._compares and (watch.loaded_at or not watch.is_compared):
             self._compare_optimizer(watch)
+        if self._compares and not self._trains_locally and not watch.optimizer.only_counts():
+            self._check_exchanges(watch)
+
+    def _check_exchanges(self, watch: OptimizerWatch) -> None:
+        """Raises ConfigError where workers have stepped after different exchanges, or with gradients of their own.
+
+        Asked once for each number of exchanges between two updates, which is the same in all steps of most loops.
+        """
+        now = {model: model.model._passes.exchanged for model in watch.models}
+        counts = tuple(now[model] - watch.exchanged.get(model, 0) for model in now)
+        watch.exchanged = now
+        if counts in watch.agreed:
+            return
+        watch.agreed.add(counts)
+        apart: dict[str, Tensor] = {}
+        for model, count in zip(now, counts, strict=True):
+            gradients = {name: p.grad for name, p in model.named.items() if p.grad is not None}
+            if model.is_divided:
+                if not count and not gradients and model.model._passes.begun:
+                    raise ConfigError(
+                        "step() has no gradients: they wait inside the sharded model, for the backward passes since "
+                        "the last step all ran under no_sync(). Run the last one outside of it."
+                    )
+            elif not count:
+                apart |= {name: g for name, g in gradients.items() if not g.is_sparse}
+        number = list(self._optimizers.values()).index(watch)
+        said = {"counts": list(counts), "sums": checksums(apart)}
+        found = self._gather(f"a step of optimizer {number}", said, perhaps_alone=True)
+        others = [rank for rank, row in enumerate(found) if row is None or row["counts"] != list(counts)]
+        if others:
+            raise ConfigError(
+                f"Worker {self._session.global_rank} called step() after {'/'.join(map(str, counts))} backward passes "
+                f"that exchanged gradients, and {listed_ranks(others)} did not: some workers have left out a step(). "
+                "Call step() on every worker after the same backward pass, also when a batch of one worker is bad."
+            ) from self._absence
+        if name := first_difference([row["sums"] for row in found]):
+            raise ConfigError(
+                f"step() came with a gradient of {name!r} that differs between the workers: no backward pass of the "
+                "wrapped model has exchanged it since the last step. Gradients that torch.autograd.grad returns and "
+                "those of backward() under no_sync() stay local. Call loss.backward() outside of no_sync()."
+            )
 
     def _check_strangers(self, watch: OptimizerWatch) -> None:
         if self._trains_locally:
@@ -502,9 +542,9 @@ class TrainingChecks:
                     f"{_missed(self._session)}. Call the model that distributed_model() returned in the loop."
                 )
 
-    def check_raw_step(self, optimizer: Optimizer) -> None:
-        """Raises ConfigError when ``optimizer``, which was wrapped, is stepped by itself."""
-        if self._stepping:
+    def check_raw_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        """Comes before every step of an optimizer; raises ConfigError for one that the wrapped one should take."""
+        if self._stepping or isinstance(optimizer, OptimizerWrapper):
             return
         wrapped = next((w for w in self._optimizers if w.user_optimizer is optimizer), None)
         if wrapped is not None and (wrapped.optimizer is not optimizer or self._compares):
@@ -513,6 +553,17 @@ class TrainingChecks:
                 "the optimizer that distributed_optimizer() returned (GradScaler.step too); the other one leaves "
                 f"{_missed(self._session)} out."
             )
+        acting = [s for s in self._session.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
+        if wrapped is None and acting and self._holds_watched(optimizer):
+            raise ConfigError(
+                f"{user_line()}: step() was called on an optimizer that distributed_optimizer() has not seen, and that "
+                f"has parameters of a model that distributed_model() returned. It leaves {_missed(self._session)} out. "
+                "Give it to distributed_optimizer(), and step what that returns."
+            )
+
+    def _holds_watched(self, optimizer: Optimizer) -> bool:
+        watched = {id(p) for watch in self._models.values() for p in watch.named.values()}
+        return any(id(p) in watched for group in optimizer.param_groups for p in group["params"])
 
     # ---- small things -----------------------------------------------------------------------------------------------
 

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two
+from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two, written_too_early
 from fleet.strategies._passes import Passes, accumulator_of
 
 
@@ -59,6 +60,7 @@ class Window:
         self._running = False
         self._zeros: Tensor | None = None  # the parameter with a gradient of zeros
         self._leftover: set[Tensor] = set()
+        self._left: dict[Tensor, TensorWeakRef] = {}  # the gradients of the last update, if nobody clears them
 
     @property
     def is_last(self) -> bool:
@@ -176,6 +178,7 @@ class Window:
     def end(self) -> None:
         """Starts a new window, after the update."""
         self.batch, self.sums, self._restored = 0, {}, False
+        self._left = {p: TensorWeakRef(p.grad) for p in self._accumulators if p.grad is not None}
 
     def _check_frozen(self) -> None:
         """Raises ConfigError where the exchange leaves out a parameter that earlier batches have gradients of."""
@@ -184,6 +187,18 @@ class Window:
                 f"A parameter was frozen after {self.batch} of {self.k_steps} batches of an update, with gradients of "
                 "these that are not exchanged yet. Freeze parameters right after an update."
             )
+
+    def was_written(self) -> bool:
+        """Returns whether gradients came after the backward passes of a batch before the last.
+
+        What code makes of the zeros it finds is no gradient of its own: a penalty is added to the merged ones later.
+        """
+        for parameter in self._accumulators if not self.is_last else ():
+            gradient, left = parameter.grad, self._left.get(parameter)
+            is_old = gradient is None or parameter is self._zeros or (left is not None and left() is gradient)
+            if not is_old:
+                return True
+        return False
 
     def _restore(self) -> None:
         for parameter, total in self.sums.items():
@@ -272,6 +287,8 @@ class MergingOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._window.was_written():
+            raise ConfigError(written_too_early(self._option))
         if self._window.end_batch():
             super().step()
             self._window.end()

@@ -155,10 +155,18 @@ def shared_by_two(option: str) -> str:
     )
 
 
+def written_too_early(option: str) -> str:
+    """Returns why gradients that the user wrote cannot be merged in a batch that completes no update."""
+    return (
+        "step() found a gradient that was written after backward(), in a batch that completes no update: what this "
+        f"batch adds is set aside at the end of backward() ({option}). Change gradients in the batch that completes an "
+        "update, where .grad holds the merged ones, or change the loss."
+    )
+
+
 def users_step_hooks(optimizer: Optimizer) -> list[Any]:
-    """Returns what runs before ``optimizer.step()`` and may look at gradients: not the checks of this package."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    return [hook for hook in hooks if not getattr(hook, "only_checks", False)]
+    """Returns what runs before ``optimizer.step()`` and may look at gradients."""
+    return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
 from fleet.strategies._amp_policy import map_tensors
-from fleet.strategies._exchange import data_parallel_in
+from fleet.strategies._exchange import data_parallel_in, exchanging_in
 from fleet.strategies._parts import is_part
 
 _MARK = "fleet_forward"
@@ -50,19 +50,24 @@ class Passes:
         starts: called when a pass begins, before the first gradient arrives.
         gates: a pass exchanges when one of them returns True, or when there is none.
         checks: called before a pass that exchanges; they may raise.
-        begun: how many passes have begun.
+        begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
         everyone: returns the parameters of all models that may share a graph with this one.
     """
 
-    def __init__(self, reducer: DistributedDataParallel | None, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        reducer: DistributedDataParallel | None,
+        parameters: Iterable[nn.Parameter],
+        divided: object | None = None,
+    ) -> None:
         self.starts: list[Callable[[], None]] = []
         self.gates: list[Callable[[], bool]] = []
         self.checks: list[Callable[[], None]] = []
         self.parameters = dict.fromkeys(parameters)
         self.everyone: Callable[[], Iterable[Tensor]] = lambda: self.parameters
         self.running = False
-        self.begun = 0
-        self._reducer = reducer
+        self.begun = self.exchanged = 0
+        self._reducer, self._divided = reducer, divided
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
         self._latest = Forward(exchanges=True)
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
@@ -113,6 +118,7 @@ class Passes:
 
     def _end(self) -> None:
         exchanged, self.running, self._prepared = self._prepared, False, False
+        self.exchanged += exchanged or bool(getattr(self._divided, "exchanges", False))
         if exchanged and self._reducer is not None and self._reducer.gradient_as_bucket_view:
             # torch's own callback, which ends the exchange, is queued later than this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._note_places)
@@ -182,7 +188,7 @@ def passes_of(chain: nn.Module) -> Passes:
     """Returns the passes of ``chain``: one object for each data-parallel module."""
     reducer = data_parallel_in(chain)
     if reducer is None:
-        return Passes(None, chain.parameters())
+        return Passes(None, chain.parameters(), exchanging_in(chain))
     found = reducer.__dict__.get("fleet_passes")
     if found is None:
         found = reducer.__dict__["fleet_passes"] = Passes(reducer, reducer.parameters())

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two
-from fleet.strategies._parts import part_of
+from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two, written_too_early
+from fleet.strategies._parts import is_part, part_of
 
 
 class Batches:
@@ -35,9 +36,23 @@ class Batches:
 
     def give(self, parameters: Iterable[Tensor]) -> None:
         """Counts no longer when another optimizer was given some of ``parameters``."""
-        given, mine = ({part_of(cast(nn.Parameter, p)) for p in some} for some in (parameters, self.parameters()))
-        if not given.isdisjoint(mine):
+        if self.has_some(parameters):
             self.lost, self.parameters = True, tuple
+
+    def has_some(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns whether some of ``parameters`` are those of the optimizer."""
+        given, mine = ({part_of(cast(nn.Parameter, p)) for p in some} for some in (parameters, self.parameters()))
+        return not given.isdisjoint(mine)
+
+    def check_give(self, parameters: Iterable[Tensor]) -> None:
+        """Raises ConfigError when batches wait inside a divided model and ``parameters`` get another optimizer."""
+        if (self.done or self.backwards) and self.has_some(parameters):
+            raise ConfigError(
+                f"distributed_optimizer() was called for parameters of which {self.done or self.backwards} of "
+                f"{max(self.per_update, self.per_exchange)} batches wait for an update inside the sharded model "
+                "(sharding_configs['gradient_merge_acc_step'], ['accumulate_steps']), where they cannot be dropped. "
+                "Call it right after an update."
+            )
 
     @property
     def is_last(self) -> bool:
@@ -142,6 +157,7 @@ class CountingOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: Optimizer, batches: Batches, in_model: bool) -> None:
         super().__init__(optimizer)
         self._batches, self._in_model = batches, in_model
+        self._left: dict[Tensor, TensorWeakRef] = {}  # the gradients of the last update, if nobody clears them
         batches.parameters = self.parameters
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -159,12 +175,22 @@ class CountingOptimizer(OptimizerWrapper):
             )
         batches.check_complete()
         batches.backwards = 0
-        if batches.done < batches.per_update - 1:
+        if self._in_model:
+            self._check_gradients()
+        if self.only_counts():
             batches.done += 1
             self.note_step()
             return None
         batches.done = 0
-        return super().step()
+        loss = super().step()
+        self._left = {p: TensorWeakRef(p.grad) for p in self.parameters() if p.grad is not None}
+        return loss
+
+    def _check_gradients(self) -> None:
+        """Raises ConfigError for gradients written in a batch that completes no update: they would be lost."""
+        for p in self.parameters() if self.only_counts() else ():
+            if p.grad is not None and is_part(p) and ((left := self._left.get(p)) is None or left() is not p.grad):
+                raise ConfigError(written_too_early("sharding_configs['gradient_merge_acc_step']"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; raises ConfigError where some wait inside the model for an exchange."""
@@ -176,6 +202,10 @@ class CountingOptimizer(OptimizerWrapper):
     def merges(self) -> bool:
         """Returns whether an update takes the gradients of several steps."""
         return self._batches.per_update > 1 or super().merges()
+
+    def only_counts(self) -> bool:
+        """Returns whether the next ``step()`` ends a batch and updates nothing."""
+        return self._batches.done < self._batches.per_update - 1
 
     def saving_note(self) -> str | None:
         """Returns what a user who saves between two updates should know."""

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleet.errors import ConfigError
 from fleet.strategies._base import Guide, Stage, Strategy, Values
 from fleet.strategies._config import Config, setting
 from fleet.strategies._exchange import data_parallel_in
@@ -33,7 +35,7 @@ class GradientMerge(Strategy):
     Config = GradientMergeConfig
     after = ("amp",)
     model_effect = "exchanges gradients only in the backward pass of every k-th batch"
-    optimizer_effect = "adds up what gradients hold at each step(); every k-th step() updates"
+    optimizer_effect = "adds up the gradients of each batch; every k-th step() updates, with the merged ones in .grad"
     guide = Guide(
         when="The batch you want does not fit into memory, or the network is slow.",
         cost="One copy of the gradients between updates, a second during backward; one exchange per k batches.",
@@ -53,6 +55,14 @@ class GradientMerge(Strategy):
         super().__init__(config, session)
         self._models: list[Passes] = []
         self._windows: list[Window] = []
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError for LBFGS, which runs batches by itself."""
+        if self.config.k_steps > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "gradient_merge updates after several batches, and torch.optim.LBFGS runs its closure as often as it "
+                "likes in one step(). Turn gradient_merge off, and let the closure take the whole batch."
+            )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; its backward passes exchange gradients in the last batch of a window only."""

@@ -183,9 +183,12 @@ class Sharding(Strategy):
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
         """Returns remarks on settings that change nothing here."""
-        if world_size == 1:
-            return ("sharding changes nothing with one worker: it keeps everything.",)
         config: ShardingConfig = options["sharding_configs"]
+        if world_size == 1:
+            merges = (
+                f", and merges {config.gradient_merge_acc_step} batches" if config.gradient_merge_acc_step > 1 else ""
+            )
+            return (f"sharding divides nothing with one worker: it keeps everything{merges}.",)
         found = []
         if stage_of(options) == 1:
             keys = ("sharding_segment_strategy", "segment_anchors")
@@ -249,10 +252,12 @@ class Sharding(Strategy):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the optimizer cannot update a part of the parameters."""
-        if not self._alone:
+        if not self._alone or self._per_update > 1:
             check_any_stage(optimizer)
-            if self.zero_stage > 1:
-                check_divided(optimizer)
+        if not self._alone and self.zero_stage > 1:
+            check_divided(optimizer)
+            for batches in self._batches:
+                batches.check_give([p for group in optimizer.param_groups for p in group["params"]])
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the module to call: in stages 2 and 3 a divided one, whose new parameters the optimizers follow."""
@@ -290,11 +295,13 @@ class Sharding(Strategy):
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer that updates once for several batches, where the options ask for it."""
-        if self._alone or not self._counts:
+        if not self._counts:
             return optimizer
-        if self.zero_stage == 1 and self._per_update > 1:
+        if self._per_update > 1 and (self._alone or self.zero_stage == 1):
             self._windows.append(Window(self._per_update, True, self._models, self._windows))
             return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
+        if self._alone:
+            return optimizer  # gradients of several backward passes add up by themselves
         for batches in self._batches:
             batches.give([p for group in optimizer.param_groups for p in group["params"]])
         self._batches.append(Batches(self._per_update, self._per_exchange))

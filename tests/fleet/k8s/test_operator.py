@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 from tests.helpers import etcd
 from tests.helpers.kube_api import ApiServer
+from tests.helpers.kube_store import ApiError
 from tests.helpers.kubernetes import DEPLOY, crd, job_document
 from tests.helpers.pods import Loopback, Node
 from tests.helpers.sources import ROOT
@@ -51,7 +53,8 @@ class Kubelet:
             status: dict[str, Any] = {"phase": container.phase, "podIP": container.address}
             if container.phase == "Running":
                 status["containerStatuses"] = [{"name": "paddle", "ready": container.process is not None}]
-            api.store.patch(api.resource("Pod"), "default", name, {"status": status}, "status")
+            with contextlib.suppress(ApiError):  # the operator has deleted it since
+                api.store.patch(api.resource("Pod"), "default", name, {"status": status}, "status")
 
     def until(self, done: Callable[[], bool]) -> None:
         """Steps until ``done``; as long as pods come further, for a busy machine takes minutes to start three."""
