@@ -34,12 +34,13 @@ _BLOCK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 1 << 26  # some 500,000 workers
 
 # How the files are built, as far as resume() relies on it before it changes anything: a type; a dict of the entries
-# that have to be there (`...` stands for every one); a list of entries that are alike; a tuple allows None as well.
-_OPTIMIZER: Any = {"state": {...: dict}, "param_groups": [{"params": list}]}
+# that have to be there (`int`: all with a number, which are a parameter's); a list of entries that are alike; a tuple
+# allows None as well.
+_OPTIMIZER: Any = {"state": {int: dict}, "param_groups": [{"params": list}]}
 _RANDOM: Any = {"torch": torch.Tensor, "python": list, "numpy": list}
 _FORMS: dict[str, Any] = {
     MANIFEST: {"step": int, "epoch": int, "world_size": int, "has_worker_parts": bool, "parts": dict},
-    "model.pt": {...: object},
+    "model.pt": dict,
     "optimizer.pt": (_OPTIMIZER,),
     "rest.pt": {
         "epoch": int,
@@ -50,7 +51,7 @@ _FORMS: dict[str, Any] = {
         "extra": dict,
         "workers": [{"data": object, "random": _RANDOM}],
     },
-    "worker": {"model": {...: object}, "optimizer": (_OPTIMIZER,)},
+    "worker": {"model": dict, "optimizer": (_OPTIMIZER,)},
 }
 
 
@@ -312,7 +313,7 @@ def _mismatch(value: Any, form: Any, place: str) -> str:
         if value is None:
             return ""
         (form,) = form
-    wanted = form if isinstance(form, type) else type(form)
+    wanted: Any = form if isinstance(form, type) else type(form)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         at = f" at {place}" if place else ""
         return f"holds a value of type {type(value).__name__}{at}, where one of type {wanted.__name__} belongs"
@@ -322,7 +323,7 @@ def _mismatch(value: Any, form: Any, place: str) -> str:
             return f"holds nothing at {place}"
         inner = ((key, form[0]) for key in range(len(value)))
     elif isinstance(form, dict):
-        inner = ((key, form[...]) for key in value) if ... in form else form.items()
+        inner = ((key, form[int]) for key in value if isinstance(key, int)) if int in form else form.items()
     for key, entry in inner:
         if isinstance(value, dict) and key not in value:
             return f"lacks {place}[{key!r}]"

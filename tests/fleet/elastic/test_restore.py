@@ -109,3 +109,14 @@ def test_a_worker_part_that_is_built_wrongly_is_met_by_all_workers_alike(tmp_pat
     for said, is_unchanged in run_workers(resume_parts, 3, str(tmp_path), backend=None):
         assert "step-0000000002: worker-00001.pt holds a value of type int at ['model']" in said
         assert is_unchanged
+
+
+def test_an_optimizer_may_keep_values_of_its_own_beside_those_of_parameters(tmp_path: Path) -> None:
+    """torch saves and loads what an optimizer puts into its state under a name."""
+    training = Training(tmp_path)
+    training.run(1, stop_at=1)
+    training.optimizer.state["turns"] = 5  # type: ignore[index]
+    training.checkpoint.save()
+    again = Training(tmp_path)
+    assert again.checkpoint.resume()
+    assert again.optimizer.state["turns"] == 5  # type: ignore[index]
