@@ -19,7 +19,10 @@ _BROKEN = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"
     r"Read timeout|Wait timeout|wait timeout|remote process exited|NCCL (communicator was )?aborted|Watchdog caught"
 )
-_DIVIDED = "mixed torch.Tensor and DTensor"
+_DIVIDED = re.compile(
+    r"mixed torch\.Tensor and DTensor|in-place operations that require placement changes|"
+    r"output with shape \[1((?:, \d+)*)\] doesn't match the broadcast shape \[0\1\]"  # a worker without a row
+)
 _GIVEN_UP = "out of bounds for storage of size 0"
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
@@ -42,11 +45,11 @@ def explained(
             "than once in a forward cannot be recomputed with use_reentrant=True; and one backward belongs to one "
             "forward of the distributed model."
         )
-    if _DIVIDED in text:
+    if _DIVIDED.search(text) is not None:
         return ConfigError(
             f"{who} a parameter that sharding divided was used outside the model, where a worker has a part of it. A "
-            "penalty on the weights adds p.square().sum().full_tensor(); or use weight_decay of the optimizer, or set "
-            "sharding_configs['stage'] to 1."
+            "penalty on the weights adds p.full_tensor().square().sum(), and AveragedModel averages a plain copy, as "
+            "docs/recipes.md shows; or use weight_decay of the optimizer, or set sharding_configs['stage'] to 1."
         )
     if _GIVEN_UP in text:
         return ConfigError(

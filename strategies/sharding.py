@@ -108,9 +108,10 @@ class Sharding(Strategy):
         when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
         cost="Stage 1 sends the parameters once per step beside the gradients; stage 3 gathers them twice per batch. "
         "In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
-        "p.square().sum().full_tensor(), and post-accumulate hooks get the part with the exchanged gradient. Change "
+        "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. Change "
         "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
-        "not seen.",
+        "not seen. A gradient penalty (backward through torch.autograd.grad(..., create_graph=True)) and a second "
+        "backward of one forward need stage 1: in stages 2 and 3 the gathered parameters are gone by then.",
         formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
         "8P + 12P/N, 3: 16P/N bytes and the largest unit",
         source="Rajbhandari et al., 2020, ZeRO, arXiv 1910.02054; torch's fully_shard",

@@ -31,7 +31,6 @@ MAX_LONG_FUNCTIONS = 8
 
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
-    "fleet/elastic/_restore.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/elastic/_running.py": "tests/fleet/elastic/test_sampler.py",
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/ps/_gradient_queue.py": "tests/fleet/ps/test_sender_geo.py",

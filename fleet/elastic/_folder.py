@@ -33,6 +33,27 @@ _PART = re.compile(r"(model|optimizer|rest|worker-\d{5,})\.pt")
 _BLOCK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 1 << 26  # some 500,000 workers
 
+# How the files are built, as far as resume() relies on it before it changes anything: a type; a dict of the entries
+# that have to be there (`int`: all with a number, which are a parameter's); a list of entries that are alike; a tuple
+# allows None as well.
+_OPTIMIZER: Any = {"state": {int: dict}, "param_groups": [{"params": list}]}
+_RANDOM: Any = {"torch": torch.Tensor, "python": list, "numpy": list}
+_FORMS: dict[str, Any] = {
+    MANIFEST: {"step": int, "epoch": int, "world_size": int, "has_worker_parts": bool, "parts": dict},
+    "model.pt": dict,
+    "optimizer.pt": (_OPTIMIZER,),
+    "rest.pt": {
+        "epoch": int,
+        "step": int,
+        "world_size": int,
+        "k_steps": int,
+        "scheduler": object,
+        "extra": dict,
+        "workers": [{"data": object, "random": _RANDOM}],
+    },
+    "worker": {"model": dict, "optimizer": (_OPTIMIZER,)},
+}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -168,6 +189,7 @@ def read_entry(path: Path) -> Entry:
             raise CheckpointError(
                 f"{path.name}: it is of version {content['version']}, and this package reads {VERSION}"
             )
+        check_form(content, MANIFEST, f"{path.name}: {MANIFEST}")
         parts = {name: Part(part["bytes"], part["sha256"]) for name, part in content["parts"].items()}
         for name, part in parts.items():
             if not _PART.fullmatch(name):
@@ -219,7 +241,9 @@ def open_part(entry: Entry, name: str) -> BinaryIO:
 def read_part(entry: Entry, name: str) -> Any:
     """Returns what one file holds, on the host; code in the file is never run. Raises CheckpointError."""
     with open_part(entry, name) as file:
-        return parse_part(file, f"{entry.path.name}: {name}")
+        content = parse_part(file, f"{entry.path.name}: {name}")
+    check_form(content, name, f"{entry.path.name}: {name}")
+    return content
 
 
 def parse_part(file: BinaryIO, label: str) -> Any:
@@ -232,6 +256,13 @@ def parse_part(file: BinaryIO, label: str) -> Any:
         raise
     except Exception as error:
         raise CheckpointError(f"{label} cannot be read ({f'{error}'.splitlines()[0][:200]})") from error
+
+
+def check_form(content: Any, name: str, label: str) -> None:
+    """Raises CheckpointError that begins with ``label`` unless ``content`` is built as the file ``name`` is."""
+    wrong = _mismatch(content, _FORMS["worker" if name.startswith("worker-") else name], "")
+    if wrong:
+        raise CheckpointError(f"{label} {wrong}")
 
 
 def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -> None:
@@ -274,3 +305,28 @@ def all_parts(has_worker_parts: bool, world_size: int) -> Iterable[str]:
 
 def _sum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _mismatch(value: Any, form: Any, place: str) -> str:
+    """Returns in which place ``value`` is not built as ``form``, one of ``_FORMS``, or an empty string."""
+    if isinstance(form, tuple):
+        if value is None:
+            return ""
+        (form,) = form
+    wanted: Any = form if isinstance(form, type) else type(form)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        at = f" at {place}" if place else ""
+        return f"holds a value of type {type(value).__name__}{at}, where one of type {wanted.__name__} belongs"
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(form, list):
+        if not value:
+            return f"holds nothing at {place}"
+        inner = ((key, form[0]) for key in range(len(value)))
+    elif isinstance(form, dict):
+        inner = ((key, form[int]) for key in value if isinstance(key, int)) if int in form else form.items()
+    for key, entry in inner:
+        if isinstance(value, dict) and key not in value:
+            return f"lacks {place}[{key!r}]"
+        if wrong := _mismatch(value[key], entry, f"{place}[{key!r}]"):
+            return wrong
+    return ""

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet._optimizer import FleetOptimizer
-from fleet.elastic._folder import Entry, candidates, open_part, parse_part, read_entry, read_part, worker_part
+from fleet.elastic._folder import (
+    Entry,
+    candidates,
+    check_form,
+    open_part,
+    parse_part,
+    read_entry,
+    read_part,
+    worker_part,
+)
 from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
 from fleet.elastic._state import (
     Mean,
@@ -90,8 +99,8 @@ class Restore:
     def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
         """Puts model, optimizer and scheduler back; returns the rest. Raises CheckpointError when they do not fit."""
         declared = declared_scales(optimizer)
-        self._check_kinds(found, kinds_of(optimizer, scheduler))
         try:
+            self._check_kinds(found, kinds_of(optimizer, scheduler))
             if found.part is not None:
                 put_model(model, found.part["model"])
                 self._put_optimizer(optimizer, found.part["optimizer"])
@@ -101,7 +110,7 @@ class Restore:
                 self._load_whole(found, model, optimizer)
             if scheduler is not None and found.rest["scheduler"] is not None:
                 scheduler.load_state_dict(found.rest["scheduler"])
-        except (CheckpointError, RuntimeError, ValueError, KeyError) as error:
+        except (CheckpointError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             if f"{error}".startswith("Checkpoint.resume()"):
                 raise
             raise CheckpointError(
@@ -146,12 +155,10 @@ class Restore:
             try:
                 entry = read_entry(path)
                 found = Found(path.name, entry.world_size, entry.has_worker_parts, entry=entry)
-                with open_part(entry, "rest.pt") as file:
-                    rest = file.read()
+                rest = _checked_bytes(entry, "rest.pt")
                 if not entry.has_worker_parts:
                     found.model = read_part(entry, "model.pt")
-                    with open_part(entry, "optimizer.pt") as file:
-                        found.optimizer = file.read()
+                    found.optimizer = _checked_bytes(entry, "optimizer.pt")
                 yield found, rest
             except CheckpointError as error:
                 _warn_of(self._folder, f"{error}")
@@ -179,23 +186,12 @@ class Restore:
 
     def _load_merged(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Another number of workers continues from the mean of the models, with worker 0's optimizer."""
-        mean, data = Mean(), b""
-        problem = " "
+        mean, data, problem = Mean(), b"", " "
         if self._is_first:
-            assert found.entry is not None
-            for rank in range(found.world_size):
-                part = read_part(found.entry, worker_part(rank))
-                if PART in part["model"] or (part["optimizer"] is not None and PART in part["optimizer"]):
-                    problem = (
-                        f"{found.name} was saved by {found.world_size} workers with divided parameters inside a window "
-                        "of gradient_merge. Continue with as many workers, or from a checkpoint saved at an update."
-                    )
-                    break
-                mean.add(part["model"])
-                if rank == 0:
-                    buffer = io.BytesIO()
-                    torch.save(None if part["optimizer"] is None else without_windows(part["optimizer"]), buffer)
-                    data = buffer.getvalue()
+            try:
+                data = _add_up(found, mean)
+            except (CheckpointError, RuntimeError) as error:  # every worker hears of it
+                problem = f"{error}"
             warnings.warn(
                 f"Checkpoint.resume(): {found.name} holds a state of each of {found.world_size} workers, and there are "
                 f"{self._session.world_size} now: they continue from the mean of the models and worker 0's optimizer; "
@@ -244,6 +240,32 @@ class Restore:
         for begin in range(0, int(size), _BLOCK_BYTES):
             dist.broadcast(whole[begin : begin + _BLOCK_BYTES], src=0, group=group)
         return data if self._is_first else whole.numpy().tobytes()
+
+
+def _add_up(found: Found, mean: Mean) -> bytes:
+    """Adds each worker's model to ``mean``; returns worker 0's optimizer without what it held back."""
+    assert found.entry is not None
+    buffer = io.BytesIO()
+    for rank in range(found.world_size):
+        part = read_part(found.entry, worker_part(rank))
+        if PART in part["model"] or (part["optimizer"] is not None and PART in part["optimizer"]):
+            raise CheckpointError(
+                f"{found.name} was saved by {found.world_size} workers with divided parameters inside a window "
+                "of gradient_merge. Continue with as many workers, or from a checkpoint saved at an update."
+            )
+        mean.add(part["model"])
+        if rank == 0:
+            torch.save(None if part["optimizer"] is None else without_windows(part["optimizer"]), buffer)
+    return buffer.getvalue()
+
+
+def _checked_bytes(entry: Entry, name: str) -> bytes:
+    """Returns one file as it is, after a look at what it holds. Raises CheckpointError."""
+    with open_part(entry, name) as file:
+        data = file.read()
+    label = f"{entry.path.name}: {name}"
+    check_form(parse_part(io.BytesIO(data), label), name, label)
+    return data
 
 
 def _warn_of(folder: Path, problem: str) -> None:
