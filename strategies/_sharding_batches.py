@@ -205,7 +205,8 @@ class CountingOptimizer(OptimizerWrapper):
 
     def only_counts(self) -> bool:
         """Returns whether the next ``step()`` ends a batch and updates nothing."""
-        return self._batches.done < self._batches.per_update - 1
+        batches = self._batches
+        return batches.done < batches.per_update - 1 or bool(batches.backwards % batches.per_exchange)
 
     def saving_note(self) -> str | None:
         """Returns what a user who saves between two updates should know."""

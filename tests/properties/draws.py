@@ -195,7 +195,7 @@ def weak(made: Composition) -> bool:
     """Returns whether only equal and finite workers are asked for: no short formula exists."""
     unknown = {name for name in made.names if name in SWITCHES and name not in KNOWN}
     # What a hook on a gradient sees while others wait for it is a matter of definition.
-    hooked = LOOPS[made.loop].parameter_hook is not None and merged_batches(made.options, made.workers)[0] > 1
+    hooked = LOOPS[made.loop].parameter_hook is not None and merged_batches(made.options)[0] > 1
     return bool(
         unknown or hooked or (local_steps(made) and "sync_batch_norm" in made.names and MODELS[made.model].has_norm)
     )

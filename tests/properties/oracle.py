@@ -95,7 +95,7 @@ class Oracle:
 
     def step(self, place: int, gradients: list[Gradients], rate: float) -> None:
         """Takes the gradients of one call of ``step()``; updates when a window is complete."""
-        batches, average = merged_batches(self.options, len(self.workers))
+        batches, average = merged_batches(self.options)
         for total, of_worker in zip(self.sums[place], gradients, strict=True):
             for i, gradient in of_worker.items():
                 add(total, i, gradient / batches if average else gradient)
@@ -268,12 +268,12 @@ def eligible(nets: list[nn.Module], excluded: list[str]) -> Iterator[Tensor]:
                 yield module.weight
 
 
-def merged_batches(options: dict[str, Any], workers: int) -> tuple[int, bool]:
+def merged_batches(options: dict[str, Any]) -> tuple[int, bool]:
     """Returns how many steps make an update, and whether their gradients are averaged."""
     if options.get("gradient_merge"):
         config = options.get("gradient_merge_configs", {})
         return config.get("k_steps", 1), config.get("avg", True)
-    if options.get("sharding") and workers > 1:
+    if options.get("sharding"):
         return options.get("sharding_configs", {}).get("gradient_merge_acc_step", 1), True
     return 1, True
 

@@ -1,0 +1,195 @@
+"""What is remembered about the wrapped models and optimizers while a job trains."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from fleet._comparison import checksums, digest
+from fleet._model import FleetModel
+from fleet._optimizer import FleetOptimizer
+from fleet._whereabouts import user_line
+from fleet.errors import ConfigError
+from fleet.strategies._parts import is_part, local
+from fleet.strategies._passes import Passes
+
+__all__ = ["LoadNote", "ModelWatch", "OptimizerWatch"]
+
+_TRAINS = attrgetter("requires_grad")
+_KIND = attrgetter("dtype", "device")
+
+
+class LoadNote:
+    """A hook that notes where a state is loaded, and what was there before; copies and pickles of it do nothing."""
+
+    def __init__(self, watch: ModelWatch | OptimizerWatch) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: Any) -> None:
+        """Comes before the state is taken over."""
+        watch = self._watch
+        if not watch.loaded_at:
+            watch.loaded_at, watch.before = user_line(), digest(watch.sums())
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and is in every Python
+
+
+class ModelWatch:
+    """One wrapped model: which parameters train, how often it ran, and whether a state was loaded.
+
+    Attributes:
+        forwards: forwards with gradients recorded.
+        loaded_at: the line that loaded a state since the last comparison, and ``before`` a digest of what was there.
+        exchanged: the parameters that trained when the workers last agreed on them.
+    """
+
+    def __init__(self, model: FleetModel, registered: int) -> None:
+        self.model, self.forwards, self.is_compared = model, 0, False
+        self.loaded_at = self.before = ""
+        self.note_parameters(registered)
+        self.exchanged = self.trained_names
+        self.versions = {name: p._version for name, p in self.named.items()}
+        self.kinds = {name: _KIND(p) for name, p in self.named.items()}
+        self.handle = model.module.register_load_state_dict_pre_hook(LoadNote(self))
+
+    @property
+    def used(self) -> int:
+        """How often the wrapped model ran, and backward passes came through it."""
+        passes: Passes = self.model._passes
+        return self.forwards + passes.begun
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each worker has parts of the parameters."""
+        return any(is_part(p) for p in self.named.values())
+
+    def note_parameters(self, registered: int) -> None:
+        """Remembers the parameters as they are; ``registered`` counts what modules have taken in so far."""
+        self.registered = registered
+        self.named = dict(self.model.named_parameters())
+        self.trained_names = {name for name, p in self.named.items() if p.requires_grad}
+        self.trained = [self.named[name] for name in self.trained_names]
+        self.frozen = [p for p in self.named.values() if not p.requires_grad]
+
+    def has_changed(self, registered: int) -> bool:
+        """Returns whether parameters may have come, gone, or been frozen or thawed."""
+        return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
+
+    def check_kinds(self) -> None:
+        """Raises ConfigError when a parameter has another type or device than when the model was wrapped."""
+        for name, p in self.named.items():
+            kind = _KIND(p)
+            if kind != self.kinds.setdefault(name, kind):
+                was, now = (" on ".join(map(str, one)) for one in (self.kinds[name], kind))
+                raise ConfigError(
+                    f"{name!r} is {now} and was {was} when distributed_model() took the model, whose gradients are "
+                    "exchanged as they were then. Convert and move the model before distributed_model()."
+                )
+
+    def unseen(self, registered: int, models: Iterable[ModelWatch]) -> str:
+        """Returns a parameter with a gradient that did not train when the wrapped model ran last, or an empty text."""
+        if not self.has_changed(registered):
+            return ""
+        seen = {id(p) for model in models for p in model.trained}
+        for name, p in self.model.named_parameters():
+            if id(p) not in seen and p.requires_grad and p.grad is not None and bool(p.grad.any()):
+                return name
+        return ""
+
+    def sums(self) -> dict[str, int]:
+        """Returns a checksum of each parameter, of a divided one where all workers have a part of one size."""
+        return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
+
+    def varying(self) -> list[str]:
+        """Returns the parameters of which all workers have parts of one size, and this one's holds different values."""
+        held = {name: local(p.detach()) for name, p in self.named.items() if is_part(p) and _is_even(p)}
+        return [name for name, t in held.items() if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
+
+    def was_written(self) -> bool:
+        """Returns whether something other than a step has changed a parameter before the first comparison."""
+        return bool(self.loaded_at) or any(p._version != self.versions.get(name) for name, p in self.named.items())
+
+
+class OptimizerWatch:
+    """One wrapped optimizer: which of its parameters nobody exchanges, and whether a state was loaded.
+
+    Attributes:
+        strangers: parameters that belong to no wrapped model, by a name for messages.
+        models: the wrapped models that it trains, with how often they were used until its last step.
+        exchanged: how often they had exchanged gradients at its last update.
+        agreed: how often they have done so between two updates, as far as the workers have compared that.
+        left: a gradient that its last step left behind, and its version; held weakly, since a gradient is often a view
+            of a whole bucket.
+    """
+
+    def __init__(self, optimizer: FleetOptimizer) -> None:
+        self.optimizer, self.is_compared = optimizer, False
+        self.loaded_at = self.before = ""
+        self.strangers: dict[str, Tensor] = {}
+        self.models: dict[ModelWatch, int] = {}
+        self.exchanged: dict[ModelWatch, int] = {}
+        self.agreed: set[tuple[int, ...]] = set()
+        self.left: tuple[TensorWeakRef, int] | None = None
+        self.seen: tuple[int, ...] = ()
+        self.handles: list[Any] = []
+        if hasattr(optimizer.user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            self.handles.append(optimizer.user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
+
+    def look(self, watches: Sequence[ModelWatch], registered: int) -> None:
+        """Finds out what the optimizer trains, where something may have changed."""
+        groups = self.optimizer.param_groups
+        seen = (len(watches), registered, *(len(group["params"]) for group in groups))
+        if seen == self.seen:
+            return
+        self.seen = seen
+        owners: dict[int, list[ModelWatch]] = {}
+        for watch in watches:
+            for parameter in watch.model.parameters():
+                owners.setdefault(id(parameter), []).append(watch)
+        held = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+        self.strangers = {f"{tuple(p.shape)} (group {number})": p for number, p in held if id(p) not in owners}
+        found = dict.fromkeys(watch for _, p in held for watch in owners.get(id(p), ()))
+        self.models = {watch: self.models.get(watch, 0) for watch in found}
+
+    def has_only_old_gradients(self) -> bool:
+        """Returns whether no gradient came since the last step."""
+        now = self._first_gradient()
+        return now is not None and self.left is not None and now[0] is self.left[0]() and now[1] == self.left[1]
+
+    def note_step(self) -> None:
+        """Remembers what a step leaves behind."""
+        now = self._first_gradient()
+        self.left = None if now is None else (TensorWeakRef(now[0]), now[1])
+
+    def _first_gradient(self) -> tuple[Tensor, int] | None:
+        gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+        first = next(gradients, None)
+        return None if first is None else (first, first._version)
+
+    def sums(self) -> dict[str, Any]:
+        """Returns a checksum of each tensor of the state, the numbers in it, and the settings of the groups."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {"the class": type(self.optimizer.user_optimizer).__name__}
+        for number, group in enumerate(self.optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            values |= {f"{key} of group {number}": repr(value) for key, value in settings.items()}
+        state = self.optimizer.state
+        for place, parameter in enumerate(self.optimizer.parameters()):
+            for key, value in state[parameter].items() if parameter in state else ():
+                name = f"{key} of parameter {place}"
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                elif isinstance(value, bool | int | float | str):
+                    values[name] = value
+        return {**values, **checksums(tensors)}
+
+
+def _is_even(part: Any) -> bool:
+    return bool(part.shape[0] % part.device_mesh.size(-1) == 0)
