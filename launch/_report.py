@@ -29,6 +29,7 @@ _PEER_LOSS = (
     "ncclremoteerror",
     "watchdog caught collective operation timeout",
 )
+_MISMATCH = "collective mismatch"  # gloo ends the process where two exchanges of different sizes meet
 _SAME_TIME_S = 0.1
 _SIGABRT_CODE = 134
 _SIGKILL_CODE = 137
@@ -125,8 +126,17 @@ def ended_before_line(ended: Sequence[ProcessExit], first: ProcessExit) -> str |
     )
 
 
-def hint_line(ended: ProcessExit, oom_kills: int = 0) -> str | None:
-    """Returns what a SIGKILL most likely means; ``oom_kills`` counts the kernel's kills for memory during the job."""
+def hint_line(ended: ProcessExit, oom_kills: int = 0, words: Sequence[str] = ()) -> str | None:
+    """Returns what a SIGKILL most likely means, or an abort of gloo by the last ``words``.
+
+    ``oom_kills`` counts the kernel's kills for memory during the job.
+    """
+    if ended.exit_code == _SIGABRT_CODE and any(_MISMATCH in word for word in words):
+        return (
+            "The workers were in different exchanges: what every worker must call (step(), backward(), a save) was "
+            "left out on some of them, or called in another order. Look for a line that only some run: `if rank == 0:`, "
+            "`continue` for a bad batch."
+        )
     if ended.exit_code != _SIGKILL_CODE:
         return None
     if ended.kill_reason:
@@ -171,9 +181,9 @@ def failure_report(
     )
     lines = [("INFO", "Pod failed"), ("ERROR", _one_line_each(container))]
     lines.append(("ERROR", first_failure_line(ended, role_size=role_size, host=host)))
-    hints = (hint_line(ended, oom_kills), ended_before_line(ended_before, ended))
-    lines += [("ERROR", hint) for hint in hints if hint]
     words = last_words(read_tail(ended.spec.log_path, from_bytes=log_start_bytes))
+    hints = (hint_line(ended, oom_kills, words), ended_before_line(ended_before, ended))
+    lines += [("ERROR", hint) for hint in hints if hint]
     if words:
         lines.append(("INFO", "------------------------- ERROR LOG DETAIL -------------------------"))
         lines += [("", word) for word in words]

@@ -130,6 +130,14 @@ def test_hint_for_sigkill_only(tmp_path: Path) -> None:
     assert "ended 2 process(es)" in (hint_line(ended(tmp_path, 0, 137, "SIGKILL"), 2) or "")
 
 
+def test_an_abort_of_gloo_is_explained(tmp_path: Path) -> None:
+    """Issue 9, section 2: a worker that left out a step() under sharding stage 1 ended in gloo's words alone."""
+    text = "terminate called\n what(): [enforce fail] Is there a distributed collective mismatch in your code?"
+    report = [line for _, line in failure_report(ended(tmp_path, 0, 134, "SIGABRT", text), role_size=2, host="h")]
+    assert any("was left out on some of them" in line for line in report)
+    assert hint_line(ended(tmp_path, 0, 134, "SIGABRT"), words=["Aborted"]) is None
+
+
 def test_oom_kill_count_is_a_number() -> None:
     assert oom_kill_count() >= 0
 
