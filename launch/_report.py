@@ -134,8 +134,8 @@ def hint_line(ended: ProcessExit, oom_kills: int = 0, words: Sequence[str] = ())
     if ended.exit_code == _SIGABRT_CODE and any(_MISMATCH in word for word in words):
         return (
             "The workers were in different exchanges: what every worker must call (step(), backward(), a save) was "
-            "left out on some of them, or called in another order. Look for a line that only some run: `if rank == 0:`, "
-            "`continue` for a bad batch."
+            "left out on some of them, or called in another order. Look for a line that only some run: "
+            "`if rank == 0:`, `continue` for a bad batch."
         )
     if ended.exit_code != _SIGKILL_CODE:
         return None
