@@ -43,6 +43,6 @@ def own_folder(path: Path) -> None:
 
 def _refused(path: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{path} {what}; a parameter server keeps its state in a folder of its own user, which no other user may write. "
+        f"{path} {what}; a parameter server keeps its state in a folder of its own user that nobody else may write. "
         "Remove it, or run chmod 700 on it if it is yours, or set FLEET_PS_FOLDER to another place."
     )
