@@ -144,7 +144,7 @@ def test_a_job_larger_than_the_limit_is_refused_at_the_start(tmp_path: Path) -> 
 
 @pytest.fixture
 def contact() -> Iterator[ContactAnswer]:
-    answer = ContactAnswer("127.0.0.1", SECRET, lambda: True)
+    answer = ContactAnswer("127.0.0.1", SECRET, "a", lambda: True)
     yield answer
     answer.close()
 
@@ -156,7 +156,7 @@ def test_the_contact_port_answers_amid_slow_strangers(contact: ContactAnswer) ->
         for sock in slow[:10]:
             sock.sendall(b"x")
         began = time.monotonic()
-        assert ask("127.0.0.1", contact.port, SECRET) is True
+        assert ask("127.0.0.1", contact.port, "a", SECRET) is True
         assert time.monotonic() - began < 0.4
         for sock in slow:  # the limit counts from the start, not from the last byte
             sock.settimeout(3)
@@ -165,7 +165,7 @@ def test_the_contact_port_answers_amid_slow_strangers(contact: ContactAnswer) ->
 
 def test_the_contact_port_answers_while_strangers_return(contact: ContactAnswer) -> None:
     with Crowd(("127.0.0.1", contact.port), 200):
-        answers = [ask("127.0.0.1", contact.port, SECRET) for _ in range(20)]
+        answers = [ask("127.0.0.1", contact.port, "a", SECRET) for _ in range(20)]
     assert answers.count(True) >= 18, answers
 
 
