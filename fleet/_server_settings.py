@@ -91,7 +91,7 @@ def read_server_tls(environment: Environment) -> ssl.SSLContext | None:
 
 
 def _check_rights(name: str, path: str) -> None:
-    """Raises ConfigError when others may write the key at ``path``, or all may read it; a group may, for its members."""
+    """Raises ConfigError when others may write the key at ``path``, or all may read it; a group may read it."""
     mode = os.stat(path).st_mode if os.name == "posix" else 0
     if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
         who, act = ("every user of this machine", "read") if mode & stat.S_IROTH else ("others", "write")

@@ -191,11 +191,11 @@ def read_entry(path: Path) -> Entry:
 
 def open_file(path: Path) -> BinaryIO:
     """Returns the file at ``path``, open at its beginning; raises OSError for a link, a FIFO or the like."""
-    file = open(os.open(path, os.O_RDONLY | PLAIN), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | PLAIN)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no plain file", f"{path}")
-    return file
+    return open(descriptor, "rb")
 
 
 def open_part(entry: Entry, name: str) -> BinaryIO:
