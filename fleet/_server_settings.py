@@ -91,11 +91,13 @@ def read_server_tls(environment: Environment) -> ssl.SSLContext | None:
 
 
 def _check_rights(name: str, path: str) -> None:
-    """Raises ConfigError when every user of the machine may read the key at ``path``; a group may, for its members."""
-    if os.name == "posix" and os.stat(path).st_mode & stat.S_IROTH:
+    """Raises ConfigError when others may write the key at ``path``, or all may read it; a group may read it."""
+    mode = os.stat(path).st_mode if os.name == "posix" else 0
+    if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        who, act = ("every user of this machine", "read") if mode & stat.S_IROTH else ("others", "write")
         raise ConfigError(
-            f"{name} is {path!r}: every user of this machine can read the key in it, and speak as the server. Let its "
-            f"owner alone read it: chmod 600 {path} (defaultMode: 0440 of a Kubernetes secret)."
+            f"{name} is {path!r}: {who} can {act} the key in it, and speak as the server. Let its "
+            f"owner alone use it: chmod 600 {path} (defaultMode: 0440 of a Kubernetes secret)."
         )
 
 

@@ -13,7 +13,7 @@ def split_endpoint(text: str, source: str, default_port: int | None = None) -> t
     host = host.removeprefix("[").removesuffix("]")
     if not port and default_port is not None and host:
         return host, default_port
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or len(port) > 9 or not 0 < int(port) < 65536:
         raise ConfigError(
             f"{source} has {text!r}; it takes host:port with a port from 1 to 65535, as in 10.0.0.1:6070."
         )

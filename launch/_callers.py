@@ -135,7 +135,7 @@ class Answerer:
                 for key, _ in self._selector.select(_TICK_S):
                     if key.data is None:
                         self._accept()
-                    elif key.fd in self._callers:  # else it made room for one that came in the same moment
+                    elif self._callers.get(key.fd) is key.data:  # else it made room for one that came with it
                         self._serve(key.data)
                 while self._callers and time.monotonic() - self._oldest().opened_at > self._limit_s:
                     self._drop_oldest()
@@ -165,7 +165,7 @@ class Answerer:
                 return
         except BlockingIOError:
             return
-        except OSError:
+        except Exception:  # noqa: BLE001 - whatever one caller brings about, the others get their answers
             pass
         self._drop(caller)
 

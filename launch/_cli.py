@@ -12,7 +12,7 @@ from fleet.launch._config import PROGRAM, read_config
 from fleet.launch._elastic import check_elastic
 from fleet.launch._machine import Machine, read_machine
 from fleet.launch._parser import UsageError
-from fleet.launch._redact import redact
+from fleet.launch._redact import one_sentence
 
 USAGE_ERROR = 2
 
@@ -52,7 +52,7 @@ def main(
 
 
 def _report(program: str, error: Exception, exit_code: int) -> int:
-    print(f"{program}: error: {redact(f'{error}')}", file=sys.stderr)
+    print(f"{program}: error: {one_sentence(error)}", file=sys.stderr)
     return exit_code
 
 

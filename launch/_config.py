@@ -123,7 +123,7 @@ def _places_fields(roles: Roles | None, choice: DeviceChoice) -> dict[str, Any]:
 
 
 def _numbered(choice: DeviceChoice) -> bool:
-    return bool(choice.cards) and all(card.name.isdigit() for card in choice.cards)
+    return bool(choice.cards) and all(card.name.isdecimal() for card in choice.cards)
 
 
 def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _port_range(environment: Environment) -> tuple[int, int] | None:
     if text is None:
         return None
     first, _, last = text.partition(":")
-    if not (first.strip().isdigit() and last.strip().isdigit()) or not 0 < int(first) <= int(last) < 65536:
+    if not (first.strip().isdecimal() and last.strip().isdecimal()) or not 0 < int(first) <= int(last) < 65536:
         raise ConfigError(f"PORT_RANGE is {text!r} in the environment; it takes first:last, as in 35100:64000.")
     return int(first), int(last)
 

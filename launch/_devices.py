@@ -42,7 +42,7 @@ def visible_cards(num_gpus: int, visible: str | None) -> list[Card]:
         return [Card(i, f"{i}") for i in range(num_gpus)]
     cards: list[Card] = []
     for entry in (part.strip() for part in visible.split(",")):
-        valid = int(entry) < num_gpus if entry.isdigit() else entry.startswith(("GPU-", "MIG-"))
+        valid = int(entry) < num_gpus if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
         if not valid:
             break
         cards.append(Card(len(cards), entry))
@@ -124,7 +124,7 @@ def _numbers(settings: Settings, name: str) -> list[int]:
     text = settings.text(name) or ""
     parts = [part.strip() for part in text.split(",")]
     rule = f"{settings.named(name)} is {text!r}; it takes card numbers separated by commas, as in 0,1."
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise ConfigError(rule)
     numbers = [int(part) for part in parts]
     if len(set(numbers)) != len(numbers):
@@ -138,7 +138,7 @@ def _asked_workers(settings: Settings, machine: Machine, num_usable: int) -> int
     source = settings.named("nproc_per_node")
     if text is None:
         return None
-    if text.isdigit() and int(text) > 0:
+    if text.isdecimal() and int(text) > 0:
         return int(text)
     if text == "cpu":
         return machine.num_cpus
@@ -166,7 +166,7 @@ def _find(
             "run on the CPU."
         )
     by_name = {card.name: card for card in usable}
-    if any(not card.name.isdigit() for card in usable):
+    if any(not card.name.isdecimal() for card in usable):
         raise ConfigError(
             f"{flag} counts the cards of the machine, but CUDA_VISIBLE_DEVICES is {visible!r}, which "
             "names them by identifier. Leave the flag out to use exactly these cards."

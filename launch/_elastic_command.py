@@ -20,7 +20,7 @@ from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
 from fleet.launch._kv_client import View
 from fleet.launch._plan import JOB_SECRET
 from fleet.launch._record_proof import RecordProofs
-from fleet.launch._redact import redact
+from fleet.launch._redact import one_sentence
 
 _TIMEOUT_S = 3.0
 _PROGRAM = "python -m fleet.elastic"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _report(error: Exception, code: int) -> int:
-    print(f"{_PROGRAM}: error: {redact(f'{error}')}", file=sys.stderr)
+    print(f"{_PROGRAM}: error: {one_sentence(error)}", file=sys.stderr)
     return code
 
 
@@ -125,7 +125,7 @@ def read_np(text: str) -> tuple[int, int]:
         (2, 4)
     """
     parts = text.split(":")
-    numbers = [int(part) for part in parts if part.strip().isdigit()]
+    numbers = [int(part) for part in parts if part.strip().isdecimal() and len(part) < 10]
     if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
         raise ConfigError(f"--np is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with MIN <= MAX.")
     return numbers[0], numbers[-1]

@@ -56,7 +56,7 @@ def open_elastic(
 
     contact = _first_contact(config, address, is_outage, log, signals)
     try:
-        answer = ContactAnswer(config.host, config.secret.encode(), contact.has_contact)
+        answer = ContactAnswer(config.host, config.secret.encode(), config.pod_id, contact.has_contact)
     except LaunchError:
         contact.close()
         raise
@@ -106,13 +106,13 @@ def own_host(address: EtcdAddress) -> str:
     return next((address for address in found if address is not None), "127.0.0.1")
 
 
-def _others(membership: ElasticMembership) -> list[tuple[str, int]]:
-    """Returns where the other members of this node's generation can be asked."""
+def _others(membership: ElasticMembership) -> list[tuple[str, int, str]]:
+    """Returns where the other members of this node's generation can be asked, and their names."""
     world = membership.world
     if world is None:
         return []
     peers = zip(world.nodes, world.peers, strict=True)
-    return [(str(peer["host"]), int(peer.get(PORT_FIELD, 0))) for name, peer in peers if name != membership.name]
+    return [(str(peer["host"]), int(peer.get(PORT_FIELD, 0)), name) for name, peer in peers if name != membership.name]
 
 
 def _first_contact(

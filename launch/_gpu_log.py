@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fleet.errors import LaunchError
 from fleet.launch._logs import LaunchLog, open_log, write_all
 from fleet.launch._records import LaunchConfig
 
@@ -52,8 +53,8 @@ def _sample(
         command.append(f"--id={','.join(devices)}")
     try:
         fd = open_log(path)
-    except OSError as error:
-        log.warning(f"--enable_gpu_log: {path} cannot be written: {error.strerror}.")
+    except (OSError, LaunchError) as error:
+        log.warning(f"--enable_gpu_log: {path} cannot be written: {error}")
         return
     try:
         if os.fstat(fd).st_size == 0:

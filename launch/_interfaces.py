@@ -66,7 +66,7 @@ def address_towards(host: str, port: int = 9) -> str | None:
 
     Connecting a datagram socket sends nothing; it only makes the kernel choose a source address.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # the latter: no name, such as one of too many letters
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -108,5 +108,5 @@ def reachable(host: str) -> str:
 def _addresses(host: str) -> list[str]:
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)] if host else []
-    except OSError:
+    except (OSError, UnicodeError):
         return []

@@ -6,13 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleet.launch._logs import LOG_MODE, write_all
+from fleet.launch._logs import open_log, write_all
 from fleet.launch._records import ProcessSpec
 from fleet.launch._texts import backup_environment, endpoints_log, environment_log
 
 
 def write_job_files(log_dir: Path, specs: Sequence[ProcessSpec]) -> None:
-    """Writes what the processes read at their start and what a person wants to look up; replaces older files."""
+    """Writes what the processes read at their start and what a person wants to look up; replaces older files.
+
+    The processes' own log files are there afterwards: one that cannot be written is found before any process starts.
+    """
     if not specs:
         return
     _write(log_dir / "endpoints.log", endpoints_log(specs))
@@ -21,11 +24,11 @@ def write_job_files(log_dir: Path, specs: Sequence[ProcessSpec]) -> None:
             _write(spec.environment_log_path, environment_log(spec))
         if spec.backup_path is not None:
             _write(spec.backup_path, backup_environment(spec))
+        os.close(open_log(spec.log_path))
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, LOG_MODE)
+    fd = open_log(path, os.O_WRONLY | os.O_TRUNC)
     try:
         write_all(fd, text.encode())
     finally:

@@ -212,7 +212,7 @@ class KeyValueService:
                 self._flush(connection)
             if mask & selectors.EVENT_READ:
                 self._read(connection)
-        except (WireError, OSError, ValueError, KeyError, TypeError):
+        except Exception:  # noqa: BLE001 - whatever one launcher sends, the others are served
             self._drop(connection)
 
     def _read(self, connection: _Connection) -> None:

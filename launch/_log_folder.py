@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fleet.launch._logs import LOG_MODE
+from fleet.launch._logs import no_plain_file, open_log
 
 PREVIOUS = "previous"
 _LOCK = ".launchers"
@@ -29,7 +29,7 @@ _LAUNCHER_LINE = b"LAUNCH "
 def own_log_folder(folder: Path, *, keep: bool) -> Iterator[None]:
     """Makes ``folder`` this job's; what an earlier job left is moved aside, or removed without ``keep``."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, LOG_MODE)
+    lock = open_log(folder / _LOCK, os.O_RDWR)
     try:
         if _is_alone(lock):
             _clear(folder, keep=keep)
@@ -54,6 +54,8 @@ def _clear(folder: Path, *, keep: bool) -> None:
     previous = folder / PREVIOUS
     if not old:
         return
+    if keep and previous.is_symlink():
+        raise no_plain_file(previous)
     for path in _files_of_a_job(previous) if keep else old:
         path.unlink()
     if keep:

@@ -7,14 +7,19 @@ the echoed worker to standard output as it grows. Bytes stay bytes: partial line
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import sys
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
 
+from fleet.errors import LaunchError
+
 LOG_MODE = 0o640
+PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # a link is an error, and a FIFO keeps nobody waiting
 MAX_OPENING_LINES = 5  # of the launcher, before the first line of the script
 LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
 _ECHO_PERIOD_S = 0.05
@@ -120,10 +125,33 @@ def _timestamp() -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03d}"
 
 
-def open_log(path: Path) -> int:
-    """Opens ``path`` with mode 0640, for appending, because data-loader children write to it too."""
+def open_log(path: Path, how: int = os.O_WRONLY | os.O_APPEND) -> int:
+    """Opens ``path`` with mode 0640, for appending, because data-loader children write to it too.
+
+    Raises:
+        LaunchError: it is a link, a FIFO or the like: somebody has put it there, and may have chosen where it leads.
+        OSError: it cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, LOG_MODE)
+    try:
+        fd = os.open(path, how | os.O_CREAT | PLAIN, LOG_MODE)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a FIFO that nobody reads
+            raise
+        raise no_plain_file(path) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise no_plain_file(path)
+    os.set_blocking(fd, True)
+    return fd
+
+
+def no_plain_file(path: Path) -> LaunchError:
+    """Returns the error for what stands in the log folder and is not what a launcher has written."""
+    return LaunchError(
+        f"{path} is a link, a FIFO or the like, and the launcher writes in --log_dir to plain files and folders only. "
+        "Remove it, or choose a --log_dir that nobody else can write."
+    )
 
 
 def mark_start(fd: int, name: str) -> None:
@@ -146,7 +174,7 @@ def read_tail(path: Path, *, from_bytes: int = 0, limit_bytes: int = 65536) -> s
     not UTF-8 come back escaped; a missing file gives an empty string.
     """
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | PLAIN), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(min(from_bytes, size), size - limit_bytes))
             return file.read(limit_bytes).decode("utf-8", "backslashreplace")
@@ -164,7 +192,7 @@ class LogEcho:
     """
 
     def __init__(self, path: Path, *, from_bytes: int, output_fd: int = 1) -> None:
-        self._source_fd = os.open(path, os.O_RDONLY)
+        self._source_fd = os.open(path, os.O_RDONLY | PLAIN)
         os.lseek(self._source_fd, from_bytes, os.SEEK_SET)
         self._output_fd = output_fd
         self._stopping = threading.Event()

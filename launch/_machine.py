@@ -105,7 +105,7 @@ def owns_address(host: str) -> bool:
     """Returns whether ``host`` (address or name) belongs to this machine: only then can a socket be bound to it."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no name, such as one of too many letters
         return False
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -95,7 +95,7 @@ def read_range(settings: Settings, name: str) -> tuple[int, int]:
     """Returns MIN and MAX of a flag that takes N or MIN:MAX."""
     text = settings.text(name) or "1"
     parts = text.split(":")
-    numbers = [int(part) for part in parts if part.strip().isdigit()]
+    numbers = [int(part) for part in parts if part.strip().isdecimal()]
     if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
         raise ConfigError(
             f"{settings.named(name)} is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with "

@@ -3,7 +3,8 @@
 A node that cannot reach etcd must stop its workers before its lease ends, because the others may go on without it.
 When no other node reaches etcd either, nobody can go on without anybody, and a healthy job need not stop. Each launcher
 answers one question on a port of its own: has etcd answered you lately? The question is a nonce, the answer one byte
-and its seal under the job's secret; nothing else is read or written.
+and its seal under the job's secret, which covers the nonce and the name of the node that answers: who relays the
+question to another node, or back to the one that asks, has no answer of the node that was asked.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class ContactAnswer:
     Args:
         host: this node's address.
         secret: the job's secret; empty when there is none.
+        name: of this node, as the others know it.
         has_contact: whether etcd has answered this node lately.
     """
 
-    def __init__(self, host: str, secret: bytes, has_contact: Callable[[], bool]) -> None:
-        self._secret, self._has_contact = secret, has_contact
+    def __init__(self, host: str, secret: bytes, name: str, has_contact: Callable[[], bool]) -> None:
+        self._secret, self._name, self._has_contact = secret, name, has_contact
         self.port = free_ports(1, host)[0]
         try:
             listener = listen(host, self.port)
@@ -51,11 +53,11 @@ class ContactAnswer:
         if len(nonce) < _NONCE_BYTES:
             return None
         bit = b"1" if self._has_contact() else b"0"
-        return bit + _seal(self._secret, bit + nonce[:_NONCE_BYTES])
+        return bit + _seal(self._secret, bit + nonce[:_NONCE_BYTES], self._name)
 
 
-def ask(host: str, port: int, secret: bytes) -> bool | None:
-    """Returns whether etcd has answered the launcher at ``host:port`` lately; None when it cannot be asked."""
+def ask(host: str, port: int, name: str, secret: bytes) -> bool | None:
+    """Returns whether etcd has answered the node ``name`` at ``host:port`` lately; None when it cannot be asked."""
     nonce = os.urandom(_NONCE_BYTES)
     try:
         with socket.create_connection((host, port), timeout=_ASK_S) as connection:
@@ -65,15 +67,17 @@ def ask(host: str, port: int, secret: bytes) -> bool | None:
     except OSError:
         return None
     bit, seal = answer[:1], answer[1:]
-    return bit == b"1" if hmac.compare_digest(seal, _seal(secret, bit + nonce)) else None
+    return bit == b"1" if hmac.compare_digest(seal, _seal(secret, bit + nonce, name)) else None
 
 
-def nobody_has_contact(others: Sequence[tuple[str, int]], secret: bytes) -> bool:
+def nobody_has_contact(others: Sequence[tuple[str, int, str]], secret: bytes) -> bool:
     """Returns whether every one of ``others`` could be asked and none of them reaches etcd; False without others.
+
+    Each is a host, a port and a name.
 
     A launcher that cannot be asked may be the one that goes on, so it counts against the outage.
     """
-    return bool(others) and all(ask(host, port, secret) is False for host, port in others)
+    return bool(others) and all(ask(*other, secret) is False for other in others)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
@@ -86,5 +90,5 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _seal(secret: bytes, text: bytes) -> bytes:
-    return hmac.new(secret, b"fleet-contact " + text, "sha256").digest()
+def _seal(secret: bytes, text: bytes, name: str) -> bytes:
+    return hmac.new(secret, b"fleet-contact " + text + name.encode(), "sha256").digest()

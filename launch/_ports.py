@@ -21,7 +21,7 @@ def is_free(host: str, port: int) -> bool:
     """Returns whether a listener could be opened at ``host:port`` now; a host of another machine counts as free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError:
+    except (OSError, UnicodeError):
         return True
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

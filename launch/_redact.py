@@ -18,6 +18,8 @@ _NAME = re.compile(
 _ASSIGNMENT = re.compile(r"(?<![\w.-])[\w.-]+=")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[\"']?[^\s'\"]+")
 _WORD = re.compile(r"[^\s'\"]+")
+_ENDLESS = re.compile(r"\S{1000,}")
+_SHOWN = 100
 _PORT_AND_PATH = re.compile(r"[^/:@]*(?::\d+)?/")
 
 
@@ -48,6 +50,11 @@ def redact(text: str) -> str:
             at = value.end()
     text = "".join([*shown, text[at:]])
     return _WORD.sub(lambda word: _without_user(word[0]), text) if "@" in text else text
+
+
+def one_sentence(error: Exception) -> str:
+    """Returns the text of ``error`` for a terminal: without secrets, and only the beginning of an endless word."""
+    return _ENDLESS.sub(lambda word: f"{word[0][:_SHOWN]}... ({len(word[0])} characters)", redact(f"{error}"))
 
 
 def redact_arguments(arguments: Iterable[str]) -> list[str]:

@@ -29,6 +29,13 @@ class Script:
 
 def read_script(command: CommandLine, *, is_module: bool, no_python: bool, path: str | None) -> Script:
     """Returns what to run; raises ConfigError when it does not exist or cannot be run."""
+    try:
+        return _find(command, is_module=is_module, no_python=no_python, path=path)
+    except OSError as error:
+        raise ConfigError(f"The script {command.script!r} cannot be looked for: {error.strerror}.") from None
+
+
+def _find(command: CommandLine, *, is_module: bool, no_python: bool, path: str | None) -> Script:
     name, args = command.script, command.script_args
     if is_module and no_python:
         raise ConfigError("--module runs through Python and --no_python does not. Leave one of them out.")

@@ -7,6 +7,7 @@ and differ, a warning names both values. Under a scheduler no flag is given, so 
 from __future__ import annotations
 
 import math
+import re
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
@@ -18,6 +19,7 @@ from fleet.launch._redact import redact
 Value = str | int | float | bool | None
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+_LONG_NUMBER = re.compile(r"\d{640,}")
 
 
 class Settings:
@@ -126,6 +128,8 @@ def convert(flag: Flag, text: str, source: str) -> Value:
             return int(text)
         except ValueError:
             raise ConfigError(f"{source} is {text!r}; it takes a whole number.") from None
+    if found := _LONG_NUMBER.search(text):  # Python refuses to read one
+        raise ConfigError(f"{source} is {text!r}; no number in it may have {len(found[0])} digits.")
     if flag.kind == "seconds":
         return _seconds(text, source)
     if flag.kind == "switch":

@@ -10,11 +10,13 @@ No checkpoint is ever replaced: a second one at the same step is ``step-N.1``.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 from fleet._checkpoint import check_readable, flush_folder
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps._archive import check_archive
+from fleet.ps._own_folder import PLAIN
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -180,6 +183,8 @@ def read_entry(path: Path) -> Entry:
     Raises CheckpointError that says what is wrong with it.
     """
     try:
+        if path.is_symlink():
+            raise CheckpointError(f"{path.name}: it is a symbolic link, and may lead to a folder of somebody else")
         with open_file(path / MANIFEST) as file:
             content = json.loads(file.read(_MAX_MANIFEST_BYTES))
         stated = content.pop("sha256")
@@ -207,8 +212,12 @@ def read_entry(path: Path) -> Entry:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Returns the file at ``path``, open at its beginning; a link is not followed."""
-    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
+    """Returns the file at ``path``, open at its beginning; raises OSError for a link, a FIFO or the like."""
+    descriptor = os.open(path, os.O_RDONLY | PLAIN)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", f"{path}")
+    return open(descriptor, "rb")
 
 
 def open_part(entry: Entry, name: str) -> BinaryIO:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from pathlib import Path
 
 from fleet.errors import PSError
+from fleet.ps._own_folder import PLAIN, own_folder
 
 if sys.platform != "win32":  # no POSIX locks there: nobody is kept out
     import fcntl
@@ -27,6 +29,7 @@ class FolderLock:
         patience_s: how long a process that is about to end may keep it.
 
     Raises:
+        ConfigError: it is not this user's alone.
         PSError: another process has it.
         OSError: the folder cannot be made or written.
     """
@@ -38,11 +41,13 @@ class FolderLock:
     def renew(self, patience_s: float = 0.0) -> None:
         """Takes the folder, anew where somebody has removed it together with the lock; raises as the class does."""
         folder = self._path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         if self._fd >= 0 and self._path.exists() and os.path.samestat(os.fstat(self._fd), self._path.stat()):
             return
         self.release()
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | PLAIN, 0o600)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise PSError(f"{self._path} is no plain file, and not of a parameter server. Remove it.")
         deadline = time.monotonic() + patience_s
         while not self._take():
             if time.monotonic() > deadline:

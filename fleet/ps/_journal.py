@@ -28,6 +28,8 @@ import numpy as np
 
 from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps._messages import Buffer
+from fleet.ps._own_folder import PLAIN, own_folder
+from fleet.ps._row_file import open_plain
 
 __all__ = ["Journal", "Record", "RecordKind", "block_checksum", "read_journal"]
 
@@ -117,7 +119,7 @@ class Journal:
         """Starts a segment after :attr:`last_lsn`; what stands on the disk before it counts as durable."""
         if self.level:
             assert self._folder is not None
-            self._folder.mkdir(parents=True, exist_ok=True)
+            own_folder(self._folder)
             if self.level == 2:
                 for _, path in _segments(self._folder):
                     _fsync(path)
@@ -233,9 +235,10 @@ class Journal:
 
     def _open_segment(self) -> None:
         assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
+        own_folder(self._folder)
         path, before = self._segment(self.last_lsn + 1), (self._fd, self._position)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        path.unlink(missing_ok=True)  # of a server that wrote no record into it; a link is not written through
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd, self._position = os.open(path, flags, 0o600), 0
         try:
             self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
@@ -319,7 +322,7 @@ def _refused(error: OSError) -> str:
 
 
 def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         os.fsync(fd)
     finally:
@@ -385,8 +388,8 @@ def read_journal(
 
 def _read_segment(path: Path, first: int) -> Iterator[tuple[Record | None, int]]:
     """Yields the head (as ``None``) and each whole record with the place where it ends."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if file.read(_SEGMENT.size) != _SEGMENT.pack(_SEGMENT_MAGIC, first):
             return
         yield None, _SEGMENT.size

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import CheckpointError
+from fleet.ps._own_folder import PLAIN
 from fleet.ps._reference import mix, range_of
 from fleet.ps._rows import RowBlock, Statistics
 
@@ -149,12 +150,11 @@ def open_plain(path: Path) -> BinaryIO:
     Raises:
         CheckpointError: it is absent, a symbolic link (which may lead to any file of the machine), or no plain file.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
             what = "a symbolic link" if path.is_symlink() else "no plain file"
             raise CheckpointError(f"{path}: {what}; a checkpoint holds files only. Put the file itself there.")
-        return os.fdopen(os.open(path, flags), "rb")
+        return os.fdopen(os.open(path, os.O_RDONLY | PLAIN), "rb")
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

@@ -19,7 +19,7 @@ from fleet.ps._chunks import END_BYTES, read_chunks, read_end, write_chunk, writ
 from fleet.ps._dense_table import DenseTable, DenseTableConfig
 from fleet.ps._gate import Gate
 from fleet.ps._messages import Part
-from fleet.ps._row_file import encode_block, read_block
+from fleet.ps._row_file import encode_block, open_plain, read_block
 from fleet.ps._session import Refused
 from fleet.ps._sparse_table import SparseTable
 from fleet.ps._table_spec import config_of_spec
@@ -223,7 +223,7 @@ class ServedSparse:
     def read(self, path: Path) -> Stamps:
         """Fills the empty table from a snapshot."""
         stamps = Stamps()
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             end = path.stat().st_size - END_BYTES
             while file.tell() < end:
                 block = read_block(file, path)
@@ -309,7 +309,7 @@ class ServedDense:
     def read(self, path: Path) -> Stamps:
         """Fills the table from a snapshot."""
         stamps = Stamps()
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for n, number, state, _, payload in read_chunks(file, path):
                 array = np.frombuffer(payload, np.float32).copy()
                 if len(array) != n + state:

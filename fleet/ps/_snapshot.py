@@ -8,7 +8,6 @@ hold is durable: a row known to a record that is lost would get the change twice
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -21,6 +20,8 @@ from fleet.errors import CheckpointError, PSError
 from fleet.ps._chunks import read_chunks, write_chunk, write_end
 from fleet.ps._journal import read_journal
 from fleet.ps._machine import Machine
+from fleet.ps._own_folder import own_folder
+from fleet.ps._row_file import open_plain
 from fleet.ps._served_table import ServedSparse, Stamps
 from fleet.ps._session import Held, Session
 
@@ -54,7 +55,7 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
         draft = folder / f".{target.name}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            own_folder(folder)
             draft.mkdir(mode=0o700)  # as of the journal, only the server's user reads them
             _write_session(draft / _SESSION, captured, lsn)
             for table_id, table in tables.items():
@@ -159,6 +160,7 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     is missing.
 
     Raises:
+        ConfigError: a part of the folder is not this user's alone.
         CheckpointError: the snapshot or the journal is damaged, or belongs to another number of workers.
     """
     for draft in folder.glob(".snapshot-*.tmp"):
@@ -174,6 +176,7 @@ def recover(folder: Path, machine: Machine) -> list[str]:
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
         journal.in_snapshot = lsn
     journal.last_lsn, known = lsn, max([lsn, *(stamp.latest for stamp in stamps.values())])
+    own_folder(folder / "journal")
     for record in read_journal(folder / "journal", lsn, lines, known=known, exact=exact):
         machine.replay(record, stamps)
         journal.last_lsn = record.lsn
@@ -195,6 +198,7 @@ def recover(folder: Path, machine: Machine) -> list[str]:
 
 def _read_snapshot(path: Path, machine: Machine) -> tuple[int, int | None, dict[int, Stamps]]:
     """Fills ``machine``; returns the snapshot's record, the level it was written at, and what its rows hold."""
+    own_folder(path)
     lsn, fields = _read_session(path / _SESSION, machine.session)
     rates, days, stamps = fields["learning_rates"], fields.get("days", {}), {}
     for table_id, spec in machine.session.specs.items():
@@ -247,9 +251,5 @@ def _read_session(path: Path, session: Session) -> tuple[int, dict[str, Any]]:
 
 def read_chunks_of(path: Path) -> list[tuple[int, int, int, int, bytes]]:
     """Returns all chunks of a small file."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(path.open("rb"))
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error}.") from None
+    with open_plain(path) as file:
         return list(read_chunks(file, path))

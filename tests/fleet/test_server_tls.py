@@ -113,7 +113,7 @@ def test_a_key_that_everybody_can_read_is_refused(together: bool, variables: dic
         (tmp_path / "cert.pem").write_bytes((tmp_path / "cert.pem").read_bytes() + (tmp_path / "key.pem").read_bytes())
     name = "cert.pem" if together else "key.pem"
     environment = Environment({key: value for key, value in variables.items() if not (together and "KEY" in key)})
-    for mode, is_good in ((0o600, True), (0o640, True), (0o644, False), (0o604, False)):
+    for mode, is_good in ((0o600, True), (0o640, True), (0o644, False), (0o604, False), (0o620, False), (0o602, False)):
         (tmp_path / name).chmod(mode)
         if is_good:
             assert read_server_tls(environment) is not None

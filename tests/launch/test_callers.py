@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_a_job_larger_than_the_limit_is_refused_at_the_start(tmp_path: Path) -> 
 
 @pytest.fixture
 def contact() -> Iterator[ContactAnswer]:
-    answer = ContactAnswer("127.0.0.1", SECRET, lambda: True)
+    answer = ContactAnswer("127.0.0.1", SECRET, "a", lambda: True)
     yield answer
     answer.close()
 
@@ -155,7 +156,7 @@ def test_the_contact_port_answers_amid_slow_strangers(contact: ContactAnswer) ->
         for sock in slow[:10]:
             sock.sendall(b"x")
         began = time.monotonic()
-        assert ask("127.0.0.1", contact.port, SECRET) is True
+        assert ask("127.0.0.1", contact.port, "a", SECRET) is True
         assert time.monotonic() - began < 0.4
         for sock in slow:  # the limit counts from the start, not from the last byte
             sock.settimeout(3)
@@ -164,7 +165,7 @@ def test_the_contact_port_answers_amid_slow_strangers(contact: ContactAnswer) ->
 
 def test_the_contact_port_answers_while_strangers_return(contact: ContactAnswer) -> None:
     with Crowd(("127.0.0.1", contact.port), 200):
-        answers = [ask("127.0.0.1", contact.port, SECRET) for _ in range(20)]
+        answers = [ask("127.0.0.1", contact.port, "a", SECRET) for _ in range(20)]
     assert answers.count(True) >= 18, answers
 
 
@@ -190,6 +191,53 @@ def test_a_long_question_and_an_answer_nobody_reads_end_the_connection() -> None
                 assert sum(len(block) for block in iter(lambda: sock.recv(1 << 20), b"")) == 8 << 20
             time.sleep(1.0)
             assert not answerer._callers
+    finally:
+        answerer.close()
+
+
+def test_a_newcomer_that_gets_the_number_of_a_dropped_caller_ends_nothing() -> None:
+    """The dropped caller's byte is announced together with the newcomer, which has its descriptor by then."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def answer(text: bytes) -> bytes | None:
+        if text == b"wait":
+            entered.set()
+            go_on.wait(10)
+        return text if text.endswith(b"?") else None
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    answerer = Answerer(listener, answer, most=2, limit_s=5.0, longest=64, name="test")
+    try:
+        with (
+            socket.create_connection(address, timeout=5) as oldest,
+            socket.create_connection(address, timeout=5) as waiting,
+        ):
+            waiting.sendall(b"wait")
+            assert entered.wait(10)
+            with socket.create_connection(address, timeout=5) as newcomer:
+                oldest.sendall(b"x")
+                go_on.set()
+                newcomer.sendall(b"new?")
+                assert newcomer.recv(16) == b"new?"
+    finally:
+        answerer.close()
+
+
+def test_an_answer_that_fails_ends_one_connection() -> None:
+    def answer(text: bytes) -> bytes:
+        if text == b"fail":
+            raise LookupError(text)
+        return text
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    answerer = Answerer(listener, answer, most=2, limit_s=5.0, longest=64, name="test")
+    try:
+        for text, heard in ((b"fail", b""), (b"still", b"still")):
+            with socket.create_connection(address, timeout=5) as sock:
+                sock.sendall(text)
+                assert sock.recv(16) == heard
     finally:
         answerer.close()
 

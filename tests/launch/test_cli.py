@@ -89,3 +89,26 @@ def test_the_name_of_the_program() -> None:
     """000-05: the printed command begins the way the user called it."""
     assert program_name("/usr/lib/fleet/launch/__main__.py").endswith("-m fleet.launch")
     assert program_name("/usr/bin/fleetrun") == "fleetrun"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("ips", "x" * 100_000, "--ips"),
+        ("nnodes", "9" * 100_000, "--nnodes is"),
+        ("nproc_per_node", "9" * 100_000, "--nproc_per_node is"),
+        ("devices", "9" * 100_000, "--devices is"),
+        ("servers", f"10.0.0.1:{'9' * 100_000}", "--servers"),
+        ("nnodes", "²", "it takes N or MIN:MAX"),
+        ("ips", "a..b", "not in --ips=a..b"),
+        ("", "x" * 100_000, "File name too long"),
+    ],
+)
+def test_endless_and_odd_values_get_one_sentence(
+    ran: list[LaunchConfig], capsys: pytest.CaptureFixture[str], flag: str, value: str, words: str
+) -> None:
+    assert launch(*([f"--{flag}={value}", SCRIPT] if flag else [value])) in (1, 2)
+    text = capsys.readouterr().err
+    assert words in text
+    assert len(text) < 500
+    assert not ran

@@ -55,7 +55,7 @@ class Place:
             name=name,
             node=Node(host="127.0.0.1"),
             settings=ElasticSettings(rules=rules, grace_s=7.0, **settings),
-            answer=ContactAnswer("127.0.0.1", b"", contact.has_contact),
+            answer=ContactAnswer("127.0.0.1", b"", "a", contact.has_contact),
             log=LaunchLog(level),
             signals=self.signals,
             secret=secret,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
+from fleet.errors import LaunchError
 from fleet.launch._log_folder import own_log_folder
+from tests.launch.launcher import Launcher
 
 OLD = {
     "workerlog.0": "w",
@@ -65,3 +68,38 @@ def test_without_locks_nothing_is_moved(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with own_log_folder(tmp_path, keep=True):
         assert names(tmp_path) == {*OLD, *USERS}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(".launchers", "link"), ("endpoints.log", "link"), ("workerlog.1", "fifo"), ("workerlog.1", "fifo that is read")],
+)
+def test_what_others_have_put_there_is_neither_written_nor_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "log" / name
+    victim.write_text("precious")
+    path.parent.mkdir()
+    path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "fifo that is read" else -1
+    script = "open('started', 'w')"
+    with Launcher(tmp_path, script, "--nproc_per_node=2", "--log_dir=log") as launcher:
+        assert launcher.wait() == 1
+        assert f"{path.name} is a link, a FIFO or the like" in launcher.stderr
+        assert "Traceback" not in launcher.stderr
+        assert not (tmp_path / "started").exists()
+    if reader >= 0:
+        os.close(reader)
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_named_previous_is_refused_and_one_that_is_the_folder_is_not(tmp_path: Path) -> None:
+    elsewhere, log = tmp_path / "elsewhere", tmp_path / "log"
+    fill(elsewhere)
+    fill(tmp_path / "real")
+    log.symlink_to(tmp_path / "real")
+    (log / "previous").symlink_to(elsewhere)
+    with pytest.raises(LaunchError, match="previous is a link"), own_log_folder(log, keep=True):
+        pass
+    assert names(elsewhere) == {*OLD, *USERS}
+    (log / "previous").unlink()
+    with own_log_folder(log, keep=True):
+        assert names(log / "previous") == {*OLD}

@@ -16,15 +16,15 @@ SECRET = b"secret"
 class Peer:
     """A launcher that answers what ``has_contact`` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.has_contact = True
-        self.answer = ContactAnswer("127.0.0.1", SECRET, lambda: self.has_contact)
-        self.place = ("127.0.0.1", self.answer.port)
+        self.answer = ContactAnswer("127.0.0.1", SECRET, name, lambda: self.has_contact)
+        self.place = ("127.0.0.1", self.answer.port, name)
 
 
 @pytest.fixture
 def peers() -> Iterator[list[Peer]]:
-    made = [Peer(), Peer()]
+    made = [Peer("a"), Peer("b")]
     yield made
     for peer in made:
         peer.answer.close()
@@ -54,9 +54,18 @@ def test_an_answer_without_the_secret_counts_for_nothing(peers: list[Peer]) -> N
     assert not nobody_has_contact([peers[0].place], b"other")
 
 
+def test_a_question_that_is_relayed_to_another_node_is_not_answered(peers: list[Peer]) -> None:
+    """A, which is cut off, asks B; who sits between them passes the question to A's own port."""
+    peers[0].has_contact = False
+    _, own_port, _ = peers[0].place
+    assert ask("127.0.0.1", own_port, "b", SECRET) is None
+    assert not nobody_has_contact([("127.0.0.1", own_port, "b")], SECRET)
+    assert nobody_has_contact([peers[0].place], SECRET)
+
+
 def test_a_stranger_stops_nothing(peers: list[Peer]) -> None:
     """One that connects and says nothing is left after half a second; the next one is answered."""
-    with socket.create_connection(peers[0].place):
+    with socket.create_connection(peers[0].place[:2]):
         answers: list[bool | None] = []
         asking = threading.Thread(target=lambda: answers.append(ask(*peers[0].place, SECRET)))
         asking.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ def spoil(path: Path, how: str) -> None:
         copy = path.parent / "elsewhere"
         target.rename(copy)
         target.symlink_to(copy)
+    elif how == "a pipe as manifest":
+        target.unlink()
+        os.mkfifo(target)
+    elif how == "folder is a link":
+        copy = path.parent / "elsewhere"
+        path.rename(copy)
+        path.symlink_to(copy)
     else:
         content = json.loads(data)
         content["version"] = 99
@@ -89,7 +97,8 @@ def spoil(path: Path, how: str) -> None:
         target.write_text(json.dumps({**content, "sha256": _sum_of(content)}))
 
 
-DAMAGE = ["cut", "flipped", "missing", "link", "manifest is no JSON", "manifest changed", "manifest of a later version"]
+LINKS = ["link", "a pipe as manifest", "folder is a link"]
+DAMAGE = ["cut", "flipped", "missing", *LINKS, "manifest is no JSON", "manifest changed", "manifest of a later version"]
 
 
 @pytest.mark.parametrize("how", DAMAGE)

@@ -1,0 +1,48 @@
+"""A server's folder is its user's alone: what somebody else has prepared there is refused, not used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from fleet.errors import ConfigError
+
+__all__ = ["PLAIN", "own_folder"]
+
+# To open with: a link is an error, and a FIFO keeps nobody waiting.
+PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def own_folder(path: Path) -> None:
+    """Makes ``path`` with mode 0700 where it lacks; it is a folder of this user then, which others cannot write.
+
+    A volume may give the group a right to write (``fsGroup`` of Kubernetes). What this process makes there says who
+    "this user" is: a file system of another machine may call him otherwise, or know no modes.
+
+    Raises:
+        ConfigError: it is a link or a file, belongs to another user, or every user may write it.
+        OSError: it cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise _refused(path, "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is no folder")
+    with tempfile.TemporaryFile(dir=path) as probe:
+        made = os.fstat(probe.fileno())
+    if found.st_uid != made.st_uid or found.st_mode & ~made.st_mode & stat.S_IWOTH:
+        mode = stat.S_IMODE(found.st_mode)
+        raise _refused(
+            path, f"belongs to user {found.st_uid} and has mode {mode:o}, and this process is user {made.st_uid}"
+        )
+
+
+def _refused(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{path} {what}; a parameter server keeps its state in a folder of its own user that nobody else may write. "
+        "Remove it, or run chmod 700 on it if it is yours, or set FLEET_PS_FOLDER to another place."
+    )
