@@ -135,8 +135,8 @@ class Answerer:
                 for key, _ in self._selector.select(_TICK_S):
                     if key.data is None:
                         self._accept()
-                    elif self._callers.get(key.fd) is key.data:  # else it made room for one that came with it
-                        self._serve(key.data)
+                    elif (caller := self._callers.get(key.fd)) is not None and caller is key.data:
+                        self._serve(caller)  # another one has the descriptor where it made room
                 while self._callers and time.monotonic() - self._oldest().opened_at > self._limit_s:
                     self._drop_oldest()
         finally:
