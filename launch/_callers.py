@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 _OTHER_FILES = 256
 _TICK_S = 0.1
 _SAY_AGAIN_S = 60.0
-_MOST_NAMES = 1000
+_MOST_NAMES = 10
 
 
 def most_connections(wanted: int) -> int:
@@ -63,7 +63,7 @@ def accept(listener: socket.socket, make_room: Callable[[], bool]) -> tuple[sock
 
 
 class Seldom:
-    """Says something about a host at most once in each minute, however often it has reason to.
+    """Says something about a host at most once in each minute, and about few hosts, however often it has reason to.
 
     Args:
         say: receives the line.
@@ -73,13 +73,14 @@ class Seldom:
         self._say, self._said, self._since = say, set[str](), 0.0
 
     def __call__(self, host: str, line: str, now: float | None = None) -> None:
-        """Says ``line`` unless one about ``host`` was said in this minute."""
+        """Says ``line`` unless one about ``host``, or that more are left out, was said in this minute."""
         now = time.monotonic() if now is None else now
         if now - self._since >= _SAY_AGAIN_S:
             self._since, self._said = now, set()
-        if host not in self._said and len(self._said) < _MOST_NAMES:
+        if host not in self._said and len(self._said) <= _MOST_NAMES:
             self._said.add(host)
-            self._say(line)
+            is_last = len(self._said) > _MOST_NAMES
+            self._say(f"{line} Lines about further addresses are left out for a minute." if is_last else line)
 
 
 @dataclass

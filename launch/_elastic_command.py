@@ -111,6 +111,11 @@ def _run(arguments: argparse.Namespace, environment: Environment) -> int:
     return 0
 
 
+def _printable(text: str) -> str:
+    """Returns ``text`` for a terminal: what anybody has written to etcd moves no cursor and begins no line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _state_word(world: _world.World) -> str:
     """Returns the state of the job; "over" is a job that will not start again, not one whose nodes still come."""
     starts_again = world.state == _world.OVER and (world.reason is None or world.reason.restart)
@@ -179,7 +184,7 @@ class ElasticJob:
         alive = sorted(node.host for node in _world.read_nodes(view).values())
         if alive:
             raise LaunchError(
-                f"The job {self._job_id!r} still has launchers on {', '.join(alive)}. Stop them first (SIGTERM); a "
+                f"The job {self._job_id!r} still has launchers on {_printable(', '.join(alive))}. Stop them first (SIGTERM); a "
                 "launcher that was killed is forgotten when its lease ends."
             )
         return f"{self._store.delete(self._prefix)} key(s) of the job {self._job_id!r} removed. action clean done"
@@ -201,7 +206,7 @@ class ElasticJob:
             place = f"rank {rank}" if rank < len(world.nodes) else "no rank"
             lines.append(f"node {node.host}: {place}, {node.phase}, pod {node.peer.get('name', '?')}")
         lines += (f"ignored: {key} of {host} is {self._stranger}" for key, host in sorted(view.unproved.items()))
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
 
     def status_json(self) -> str:
         """Returns the same as one JSON object."""

@@ -11,7 +11,7 @@ from fleet.ps._transport import Connection
 
 __all__ = ["Complaints", "Newcomers", "address_of"]
 
-MAX_ADDRESSES = 1024
+MAX_ADDRESSES = 10
 INTERVAL_S = 60.0
 
 
@@ -48,7 +48,7 @@ class Newcomers:
 
 
 class Complaints:
-    """Lines about peers, for each address at most one a minute; the next one says how many were left out."""
+    """Lines about peers, at most one a minute for each address and few in all; a later one says what was left out."""
 
     def __init__(self, notify: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._notify, self._clock = notify, clock
@@ -65,7 +65,9 @@ class Complaints:
                 return
             if len(self._said) >= MAX_ADDRESSES:
                 self._said = {key: value for key, value in self._said.items() if now - value[0] < INTERVAL_S}
-                if len(self._said) >= MAX_ADDRESSES:
+                if len(self._said) > MAX_ADDRESSES:
                     return
             self._said[address] = now, 0
-        self._notify(line + (f" ({left_out} more like it since the last line)" if left_out else ""))
+            is_last = len(self._said) > MAX_ADDRESSES
+        line += f" ({left_out} more like it since the last line)" if left_out else ""
+        self._notify(f"{line} Lines about further addresses are left out for a minute." if is_last else line)

@@ -175,3 +175,16 @@ def test_numbers_of_nodes() -> None:
     for wrong in ("0", "4:2", "a", "1:2:3", ""):
         with pytest.raises(ConfigError, match="--np"):
             read_np(wrong)
+
+
+@with_etcd
+def test_what_a_record_says_moves_no_cursor_and_begins_no_line(command: Command) -> None:
+    """Without the secret, records are shown as they are, whoever has written them."""
+    host = "\x1b[31mevil\nnode 10.0.0.9: rank 0, running"
+    command.put("world", replace(RUNS, reason=Reason(kind="failed", code=1, node="a", text="\x1b]0;title\x07\r\u202e")))
+    command.put("node/a", Node(host=host, phase="\x1b[2K", generation=3, peer={"name": "\x1b[A"}))
+    for action, num_lines in (("status", 3), ("clean", 1)):
+        _, text = command(action)
+        assert len(text.splitlines()) == num_lines
+        assert "\\x1b[31mevil\\nnode" in text
+        assert all(line.isprintable() for line in text.splitlines())

@@ -49,8 +49,9 @@ def test_one_line_a_minute_for_each_address() -> None:
     assert lines == ["line a", "line b", "line a (999 more like it since the last line)", "line a"]
     for number in range(10 * MAX_ADDRESSES):
         complaints.say(f"{number}", "x")
-    assert len(lines) <= 4 + MAX_ADDRESSES
-    assert len(complaints._said) <= MAX_ADDRESSES
+    assert len(lines) <= 5 + MAX_ADDRESSES
+    assert lines[-1] == "x Lines about further addresses are left out for a minute."
+    assert len(complaints._said) <= MAX_ADDRESSES + 1
     now[0] = 4 * INTERVAL_S
     complaints.say("late", "line late")
     assert lines[-1] == "line late"
