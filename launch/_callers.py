@@ -137,7 +137,7 @@ class Answerer:
                     if key.data is None:
                         self._accept()
                     elif self._callers.get(key.fd) is key.data:  # else it made room for one that came with it
-                        self._serve(key.data)
+                        self._serve(self._callers[key.fd])
                 while self._callers and time.monotonic() - self._oldest().opened_at > self._limit_s:
                     self._drop_oldest()
         finally:
