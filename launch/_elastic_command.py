@@ -181,10 +181,10 @@ class ElasticJob:
     def clean(self) -> str:
         """Removes every key of the job; raises LaunchError while launchers of it are alive."""
         view = self._read()
-        alive = sorted(node.host for node in _world.read_nodes(view).values())
+        alive = sorted(_printable(node.host) for node in _world.read_nodes(view).values())
         if alive:
             raise LaunchError(
-                f"The job {self._job_id!r} still has launchers on {_printable(', '.join(alive))}. Stop them first (SIGTERM); a "
+                f"The job {self._job_id!r} still has launchers on {', '.join(alive)}. Stop them first (SIGTERM); a "
                 "launcher that was killed is forgotten when its lease ends."
             )
         return f"{self._store.delete(self._prefix)} key(s) of the job {self._job_id!r} removed. action clean done"

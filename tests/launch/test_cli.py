@@ -99,7 +99,7 @@ def test_the_name_of_the_program() -> None:
         ("nproc_per_node", "9" * 100_000, "--nproc_per_node is"),
         ("devices", "9" * 100_000, "--devices is"),
         ("servers", f"10.0.0.1:{'9' * 100_000}", "--servers"),
-        ("nnodes", "\u00b2", "it takes N or MIN:MAX"),
+        ("nnodes", "\N{SUPERSCRIPT TWO}", "it takes N or MIN:MAX"),
         ("ips", "a..b", "not in --ips=a..b"),
         ("", "x" * 100_000, "File name too long"),
     ],
