@@ -27,14 +27,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fleet.ps._client import Client, Gradient
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import Rule
-from fleet.ps._server import run_server
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._sparse_table import SparseTable
-from fleet.ps._transport import SocketTransport
+from fleet.ps.client.client import Client, Gradient
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.server.server import run_server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.sparse_table import SparseTable
+from fleet.ps.wire.transport import SocketTransport
 
 DIM = 16
 CONFIG = SparseTableConfig("ads", DIM, Rule("adagrad"))

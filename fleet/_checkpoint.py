@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps._archive import check_archive
+from fleet.ps.files.archive import check_archive
 from fleet.strategies._parts import has_parts
 
 _STALE_AFTER_S = 3600.0  # a temporary file that nobody has written to for so long belongs to a process that died
@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
 
 
 def _paddle_model_in(folder: Path) -> str:
-    from fleet.ps._manifest import paddle_model_in  # which a job without servers does not need
+    from fleet.ps.files.manifest import paddle_model_in  # which a job without servers does not need
 
     return paddle_model_in(folder)
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleet.errors import ConfigError
-from fleet.ps._client import Client
-from fleet.ps._hybrid_trainer import HybridTrainer
-from fleet.ps._table_plan import TablePlan
-from fleet.ps._trainer import TrainerConfig
-from fleet.ps._trainer_group import Alone, ProcessGroupTrainers, TrainerGroup
+from fleet.ps.client.client import Client
+from fleet.ps.worker.hybrid_trainer import HybridTrainer
+from fleet.ps.worker.table_plan import TablePlan
+from fleet.ps.worker.trainer import TrainerConfig
+from fleet.ps.worker.trainer_group import Alone, ProcessGroupTrainers, TrainerGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

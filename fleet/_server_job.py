@@ -30,19 +30,19 @@ from fleet._server_settings import (
 from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
-from fleet.ps._auth import check_secret
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._machine import Machine
-from fleet.ps._sender import SenderConfig
-from fleet.ps._server import Server, run_server
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._server_files import load_tables
-from fleet.ps._shards import TableMap
-from fleet.ps._table_configs import configure_table
-from fleet.ps._table_plan import TablePlan, plan_tables
-from fleet.ps._trainer import Trainer, TrainerConfig
-from fleet.ps._transport import SocketTransport, is_loopback
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.shards import TableMap
+from fleet.ps.server.machine import Machine
+from fleet.ps.server.server import Server, run_server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_files import load_tables
+from fleet.ps.wire.auth import check_secret
+from fleet.ps.wire.transport import SocketTransport, is_loopback
+from fleet.ps.worker.sender import SenderConfig
+from fleet.ps.worker.table_configs import configure_table
+from fleet.ps.worker.table_plan import TablePlan, plan_tables
+from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.strategies.a_sync import ASync, check_hooks
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch._callers import Answerer, listen
-from fleet.ps._metrics import Measure, server_measures, worker_measures
+from fleet.ps.server.metrics import Measure, server_measures, worker_measures
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from fleet.ps._machine import Machine
-    from fleet.ps._trainer import Trainer
+    from fleet.ps.server.machine import Machine
+    from fleet.ps.worker.trainer import Trainer
 
 __all__ = ["Metrics", "address_towards", "serve_measures"]
 

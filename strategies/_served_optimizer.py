@@ -12,7 +12,7 @@ from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOption
 from fleet.strategies._optimizer import OptimizerWrapper
 
 if TYPE_CHECKING:
-    from fleet.ps._trainer import Trainer
+    from fleet.ps.worker.trainer import Trainer
 
 __all__ = ["SERVERS", "ServedOptimizer"]
 

@@ -227,7 +227,7 @@ class ASync(Strategy):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the servers have no rule for ``optimizer``, or there is one already."""
-        from fleet.ps._optimizer_rules import check_geo_optimizer, rule_of_group
+        from fleet.ps.worker.optimizer_rules import check_geo_optimizer, rule_of_group
 
         if self.served is not None:
             raise ConfigError(
@@ -243,7 +243,7 @@ class ASync(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when an embedding cannot be served, or its rows would get scaled gradients."""
-        from fleet.ps._served_embedding import check_embeddings, has_rows
+        from fleet.ps.worker.served_embedding import check_embeddings, has_rows
 
         check_embeddings(model)
         if scales_gradients(self.session.options, self.session.device.type) and has_rows(model):
@@ -255,7 +255,7 @@ class ASync(Strategy):
 
     def prepare_model(self, model: nn.Module) -> None:
         """Makes every ``nn.Embedding(sparse=True)`` one that can read its rows from the servers."""
-        from fleet.ps._served_embedding import serve_embeddings
+        from fleet.ps.worker.served_embedding import serve_embeddings
 
         serve_embeddings(model)
 
@@ -302,7 +302,7 @@ def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
 
 def _rows_among(parameters: Iterable[nn.Parameter]) -> bool:
     """Returns whether one of ``parameters`` stands for the rows of a table of unbounded ids."""
-    from fleet.ps._embedding import SparseEmbedding
+    from fleet.ps.worker.embedding import SparseEmbedding
 
     return any(getattr(p, SparseEmbedding.MARK, False) for p in parameters)
 

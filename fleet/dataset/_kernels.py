@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from fleet.ps._numba import keep_compiled
+from fleet.ps.table.kernels.numba_cache import keep_compiled
 
 TEXT, INT, FLOAT = 0, 1, 2
 _POWERS = 10.0 ** np.arange(23)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
-from fleet.ps._numba import kernels_work
+from fleet.ps.table.kernels.numba_cache import kernels_work
 
 Ints: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[Any]

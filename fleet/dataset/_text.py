@@ -24,7 +24,7 @@ import numpy as np
 from fleet.dataset._samples import Column, Ints, Samples, empty_samples
 from fleet.dataset._slots import Slot
 from fleet.errors import ConfigError
-from fleet.ps._numba import kernels_work
+from fleet.ps.table.kernels.numba_cache import kernels_work
 
 __all__ = ["TextForm", "parse", "parse_plain", "write_text"]
 

@@ -26,8 +26,8 @@ import torch
 
 from fleet._checkpoint import check_readable, flush_folder
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps._archive import check_archive
-from fleet.ps._own_folder import PLAIN
+from fleet.ps.files.archive import check_archive
+from fleet.ps.files.own_folder import PLAIN
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -13,7 +13,7 @@ import torch
 from fleet._hybrid_job import meet_trainers
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
-from tests.fleet.ps.test_hybrid_trainer import check_equal, hybrid
+from tests.fleet.ps.worker.test_hybrid_trainer import check_equal, hybrid
 from tests.fleet.test_server_job import Reference, make_adagrad
 from tests.fleet.test_server_job_integration import ROOT, finish, start
 from tests.helpers.served import WideAndDeep, batches, train

@@ -14,10 +14,10 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
-from fleet.ps import _requests
-from fleet.ps._auth import check_secret
-from fleet.ps._connecting import wait_for_servers
-from fleet.ps._transport import SocketTransport
+from fleet.ps.client.connecting import wait_for_servers
+from fleet.ps.server import requests as _requests
+from fleet.ps.wire.auth import check_secret
+from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.test_server_job import make_sgd, served, strategy
 from tests.helpers.served import batches, run_job, train
 

@@ -22,8 +22,8 @@ CAP_S = 110.0  # each wait ends here, on a machine that others use too; alone it
 # Ends this process as kill -9 does, once the first piece of the initial rows is on its way to one of the servers.
 DIES_WHILE_GIVING = """
 import os, runpy, signal, sys
-from fleet.ps._link import Link
-from fleet.ps._messages import Op
+from fleet.ps.client.link import Link
+from fleet.ps.wire.messages import Op
 transmit = Link._transmit
 def dying(self, request):
     transmit(self, request)

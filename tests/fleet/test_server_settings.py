@@ -17,10 +17,10 @@ from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._transport import SocketTransport
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.wire.transport import SocketTransport
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps.service import Service, serving, silent
 from tests.fleet.ps.test_recovery import TABLES, state_of, train

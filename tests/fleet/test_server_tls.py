@@ -12,9 +12,9 @@ from fleet._server_settings import read_server_tls, read_worker_tls
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._transport import SocketTransport, TlsConnection
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.wire.transport import SocketTransport, TlsConnection
 from tests.fleet.ps.service import SECRET, serving, silent
 from tests.fleet.test_server_job import make_adagrad, served, strategy
 from tests.helpers.certificates import make_certificate

@@ -16,7 +16,7 @@ import fleet
 from fleet.errors import ConfigError, FleetError, UnknownOptionError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps import Accessor, Initializer, Rule, SparseTableConfig
-from fleet.ps._table_configs import configure_table
+from fleet.ps.worker.table_configs import configure_table
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.test_server_job import make_sgd, served, strategy
 from tests.helpers.served import WideAndDeep

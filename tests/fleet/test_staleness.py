@@ -14,12 +14,12 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError, FleetError
 from fleet.facade import Fleet
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._exchange import HalfAsyncExchange
-from fleet.ps._sender import AsyncSender, SenderConfig
-from fleet.ps._table_plan import TablePlan
-from fleet.ps._trainer import Trainer, TrainerConfig
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.worker.exchange import HalfAsyncExchange
+from fleet.ps.worker.sender import AsyncSender, SenderConfig
+from fleet.ps.worker.table_plan import TablePlan
+from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, in_threads, serving, silent
 from tests.fleet.test_server_job import Reference, make_adagrad, served

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 import tests.helpers.ps_fault_job  # noqa: F401
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import Rule
-from fleet.ps._sparse_table import SparseTable
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.sparse_table import SparseTable
 
 _TABLE = SparseTable(SparseTableConfig("warm", 1, Rule("sgd")))
 _TABLE.pull(np.arange(2, dtype=np.int64))

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from fleet.ps._transport import split_endpoint
+from fleet.ps.wire.transport import split_endpoint
 
 Change = Callable[[bytes], bytes]
 

@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._connecting import wait_for_servers
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._link import Link
-from fleet.ps._link_request import Request
-from fleet.ps._messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
-from fleet.ps._shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
-from fleet.ps._ticket import Ticket, fill
-from fleet.ps._transport import SocketTransport, Transport
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.connecting import wait_for_servers
+from fleet.ps.client.link import Link
+from fleet.ps.client.link_request import Request
+from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
+from fleet.ps.client.ticket import Ticket, fill
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.wire.messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
+from fleet.ps.wire.transport import SocketTransport, Transport
 
 __all__ = ["Client", "Gradient", "Ticket"]
 
@@ -156,7 +156,7 @@ class Client:
 
         Args:
             configs: by table id; dense ones with their total size.
-            routing: which server an id goes to, see :func:`fleet.ps._partition.servers_of_keys`.
+            routing: which server an id goes to, see :func:`fleet.ps.table.partition.servers_of_keys`.
         """
         count = len(self._links)
         maps = {key: TableMap(key, config, count, routing) for key, config in configs.items()}
@@ -321,10 +321,10 @@ class Client:
 
         Args:
             dirname: a folder that the servers reach.
-            mode: see :mod:`fleet.ps._files`; dense tables are always saved whole.
+            mode: see :mod:`fleet.ps.files.table_files`; dense tables are always saved whole.
             tables: ids of the tables, all by default.
             key: workers who give the same one ask for the same save, which is made once.
-            text: rows are written as text, see :mod:`fleet.ps._text_format`; mode is 0.
+            text: rows are written as text, see :mod:`fleet.ps.files.text_format`; mode is 0.
         """
         save_id = key or secrets.token_hex(8)
         fields = {"dirname": dirname, "mode": mode, "tables": tables, "save_id": save_id, "text": text}

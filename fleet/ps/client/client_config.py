@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet.errors import ConfigError
-from fleet.ps._messages import MAX_BODY_BYTES
+from fleet.ps.wire.messages import MAX_BODY_BYTES
 
 __all__ = ["ONCE", "ClientConfig"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from fleet.errors import PSError
-from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout, Transport
+from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout, Transport
 
 __all__ = ["wait_for_servers"]
 

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from fleet.errors import PSError
-from fleet.ps._auth import AuthenticationError, check_secret, prove_to_server
-from fleet.ps._client_config import ONCE, ClientConfig
-from fleet.ps._link_request import Request
-from fleet.ps._messages import (
+from fleet.ps.client.client_config import ONCE, ClientConfig
+from fleet.ps.client.link_request import Request
+from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
+from fleet.ps.wire.messages import (
     Header,
     MessageError,
     Op,
@@ -29,8 +29,8 @@ from fleet.ps._messages import (
     decode_header,
     encode_header,
 )
-from fleet.ps._sealed import Sealed
-from fleet.ps._transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
+from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
 
 __all__ = ["Link"]
 

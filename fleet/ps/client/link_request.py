@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet.errors import PSError
-from fleet.ps._messages import Buffer, Flag, Header, Op, Status
+from fleet.ps.wire.messages import Buffer, Flag, Header, Op, Status
 
 __all__ = ["Request"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.ps._messages import Part
-from fleet.ps._shards import Gradient
+from fleet.ps.client.shards import Gradient
+from fleet.ps.wire.messages import Part
 
 __all__ = ["merge_gradients", "merge_parts", "sum_by_id"]
 

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
-from fleet.ps._bfloat16 import from_bfloat16, to_bfloat16
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._layout import SparseTableConfig, plan_layout
-from fleet.ps._messages import Buffer, Header, MessageError, Part, decode_parts
-from fleet.ps._partition import plan_dense_blocks, servers_of_keys
-from fleet.ps._table_spec import spec_of_config
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.layout import SparseTableConfig, plan_layout
+from fleet.ps.table.partition import plan_dense_blocks, servers_of_keys
+from fleet.ps.table.table_spec import spec_of_config
+from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
+from fleet.ps.wire.messages import Buffer, Header, MessageError, Part, decode_parts
 
 __all__ = ["Gradient", "TableMap", "rows_of_answer", "wire_rows"]
 
@@ -40,7 +40,7 @@ class TableMap:
         table_id: the table's number.
         config: the whole table; a dense one has its total size here.
         num_servers: how many servers share it.
-        routing: ``"range"`` or ``"modulo"``, see :func:`fleet.ps._partition.servers_of_keys`.
+        routing: ``"range"`` or ``"modulo"``, see :func:`fleet.ps.table.partition.servers_of_keys`.
     """
 
     def __init__(

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet.ps._link import Link
-from fleet.ps._link_request import Request
-from fleet.ps._messages import Flag, Header, MessageError, Part
-from fleet.ps._shards import rows_of_answer
+from fleet.ps.client.link import Link
+from fleet.ps.client.link_request import Request
+from fleet.ps.client.shards import rows_of_answer
+from fleet.ps.wire.messages import Flag, Header, MessageError, Part
 
 __all__ = ["Ticket", "fill"]
 
 
 @dataclass(slots=True)
 class Ticket:
-    """Requests under way; :meth:`fleet.ps._client.Client.wait` returns their result.
+    """Requests under way; :meth:`fleet.ps.client.client.Client.wait` returns their result.
 
     After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least.
     """

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fleet.errors import CheckpointError
-from fleet.ps._journal import block_checksum
-from fleet.ps._row_file import bytes_left
+from fleet.ps.files.row_file import bytes_left
+from fleet.ps.server.journal import block_checksum
 
 __all__ = ["END_BYTES", "read_chunks", "read_end", "write_chunk", "write_end"]
 

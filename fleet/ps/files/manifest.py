@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fleet.errors import CheckpointError
-from fleet.ps._row_file import LEAST_ROW_BYTES, open_plain, write_atomically
+from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, write_atomically
 
 FORMAT = 1
 _NAME = re.compile(r"part-([0-9]{3,9})\.json")

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import CheckpointError
-from fleet.ps._own_folder import PLAIN
-from fleet.ps._reference import mix, range_of
-from fleet.ps._rows import RowBlock, Statistics
+from fleet.ps.files.own_folder import PLAIN
+from fleet.ps.table.reference import mix, range_of
+from fleet.ps.table.rows import RowBlock, Statistics
 
 _HEADER = struct.Struct("<4sHHIIIHHqQII")
 _MAGIC, _VERSION, _HAS_STATISTICS = b"FPSR", 1, 1

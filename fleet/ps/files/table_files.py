@@ -4,7 +4,7 @@ Every server writes its own part: a row file and, once that is durable, a small 
 grouped by virtual range, so that a loader reads only what it will hold::
 
     {dirname}/{table}/part-{server:03d}.json        manifest: configuration, extents, size
-    {dirname}/{table}/part-{server:03d}-{id}.rows   blocks with a checksum each, see fleet.ps._row_file
+    {dirname}/{table}/part-{server:03d}-{id}.rows   blocks with a checksum each, see fleet.ps.files.row_file
 
 A part replaces an older one of the same server in one step; a crash leaves the old part.
 
@@ -31,10 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps._accessor import accessor_score
-from fleet.ps._dense_table import DenseTable
-from fleet.ps._layout import Float32s, Int64s, SparseTableConfig
-from fleet.ps._manifest import (
+from fleet.ps.files.manifest import (
     Extent,
     Manifest,
     manifest_path,
@@ -44,10 +41,13 @@ from fleet.ps._manifest import (
     table_folder,
     write_manifest,
 )
-from fleet.ps._reference import mix, range_of
-from fleet.ps._row_file import encode_block, open_plain, publish, read_block
-from fleet.ps._rows import RowBlock, join_blocks
-from fleet.ps._sparse_table import SparseTable
+from fleet.ps.files.row_file import encode_block, open_plain, publish, read_block
+from fleet.ps.table.accessor import accessor_score
+from fleet.ps.table.dense_table import DenseTable
+from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig
+from fleet.ps.table.reference import mix, range_of
+from fleet.ps.table.rows import RowBlock, join_blocks
+from fleet.ps.table.sparse_table import SparseTable
 
 Mine = Callable[[Int64s], npt.NDArray[np.bool_]]
 SAVE_MODES = {0: "all", 1: "delta", 2: "base", 3: "batch model"}
@@ -143,7 +143,7 @@ def load_table(
     """
     folder = table_folder(dirname, table.config.name)
     if not list(folder.glob("part-*.json")):
-        from fleet.ps._text_format import import_text, text_parts
+        from fleet.ps.files.text_format import import_text, text_parts
 
         if text_parts(folder):
             return import_text(table, dirname, mine=mine)

@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import CheckpointError
-from fleet.ps._files import Mine, Saved, temporary_file
-from fleet.ps._layout import Float32s
-from fleet.ps._manifest import table_folder
-from fleet.ps._row_file import open_plain
-from fleet.ps._rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
-from fleet.ps._rules import Rule
-from fleet.ps._sparse_table import SparseTable
+from fleet.ps.files.manifest import table_folder
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.files.table_files import Mine, Saved, temporary_file
+from fleet.ps.table.layout import Float32s
+from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.sparse_table import SparseTable
 
 _HEAD = 6
 _ROWS_AT_A_TIME = 4096

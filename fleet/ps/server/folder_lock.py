@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from fleet.errors import PSError
-from fleet.ps._own_folder import PLAIN, own_folder
+from fleet.ps.files.own_folder import PLAIN, own_folder
 
 if sys.platform != "win32":  # no POSIX locks there: nobody is kept out
     import fcntl

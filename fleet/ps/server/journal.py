@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from fleet.errors import CheckpointError, ConfigError, PSError
-from fleet.ps._messages import Buffer
-from fleet.ps._own_folder import PLAIN, own_folder
-from fleet.ps._row_file import open_plain
+from fleet.ps.files.own_folder import PLAIN, own_folder
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.wire.messages import Buffer
 
 __all__ = ["Journal", "Record", "RecordKind", "block_checksum", "read_journal"]
 

@@ -15,13 +15,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._bfloat16 import from_bfloat16
-from fleet.ps._journal import Journal, Record, RecordKind
-from fleet.ps._merge import merge_parts
-from fleet.ps._messages import Flag, Header, Op, Part, Status, decode_parts, encode_parts
-from fleet.ps._served_table import ServedTable, Stamps, missing_parts
-from fleet.ps._session import Held, Refused, Session, Worker
-from fleet.ps._table_spec import difference_of_specs
+from fleet.ps.client.merge import merge_parts
+from fleet.ps.server.journal import Journal, Record, RecordKind
+from fleet.ps.server.served_table import ServedTable, Stamps, missing_parts
+from fleet.ps.server.session import Held, Refused, Session, Worker
+from fleet.ps.table.table_spec import difference_of_specs
+from fleet.ps.wire.bfloat16 import from_bfloat16
+from fleet.ps.wire.messages import Flag, Header, Op, Part, Status, decode_parts, encode_parts
 
 __all__ = ["Machine"]
 

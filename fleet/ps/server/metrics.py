@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleet.ps._machine import Machine
-    from fleet.ps._trainer import Trainer
+    from fleet.ps.server.machine import Machine
+    from fleet.ps.worker.trainer import Trainer
 
 __all__ = ["Measure", "Summary", "server_measures", "worker_measures"]
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from fleet.ps._transport import Connection
+from fleet.ps.wire.transport import Connection
 
 __all__ = ["Complaints", "Newcomers", "address_of"]
 

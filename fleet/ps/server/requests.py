@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import FleetError
-from fleet.ps._bfloat16 import to_bfloat16
-from fleet.ps._machine import Machine
-from fleet.ps._messages import (
+from fleet.ps.server.machine import Machine
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.session import Fenced, Refused, Worker
+from fleet.ps.wire.bfloat16 import to_bfloat16
+from fleet.ps.wire.messages import (
     Buffer,
     Flag,
     Header,
@@ -27,9 +29,7 @@ from fleet.ps._messages import (
     decode_parts,
     encode_parts,
 )
-from fleet.ps._sealed import Sealed
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._session import Fenced, Refused, Worker
+from fleet.ps.wire.sealed import Sealed
 
 __all__ = ["Answer", "Peer", "Requests"]
 

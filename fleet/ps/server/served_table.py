@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps._chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
-from fleet.ps._dense_table import DenseTable, DenseTableConfig
-from fleet.ps._gate import Gate
-from fleet.ps._messages import Part
-from fleet.ps._row_file import encode_block, open_plain, read_block
-from fleet.ps._session import Refused
-from fleet.ps._sparse_table import SparseTable
-from fleet.ps._table_spec import config_of_spec
+from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
+from fleet.ps.files.row_file import encode_block, open_plain, read_block
+from fleet.ps.server.session import Refused
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
+from fleet.ps.table.gate import Gate
+from fleet.ps.table.sparse_table import SparseTable
+from fleet.ps.table.table_spec import config_of_spec
+from fleet.ps.wire.messages import Part
 
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "missing_parts"]
 
@@ -87,7 +87,7 @@ def missing_parts(parts: Sequence[Part], stamps: Mapping[int, Stamps], lsn: int)
 
 
 def make_served_table(spec: Mapping[str, Any]) -> ServedTable:
-    """Returns an empty table of ``spec``, see :mod:`fleet.ps._table_spec`, with all its kernels loaded."""
+    """Returns an empty table of ``spec``, see :mod:`fleet.ps.table.table_spec`, with all its kernels loaded."""
     config = config_of_spec(spec)
     table = DenseTable(config) if isinstance(config, DenseTableConfig) else SparseTable(config)
     table.load_kernels()

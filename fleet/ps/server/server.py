@@ -21,12 +21,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
-from fleet.ps._auth import check_secret, prove_to_worker, turn_away
-from fleet.ps._body_digest import BodyDigest
-from fleet.ps._folder_lock import FolderLock
-from fleet.ps._journal import Journal
-from fleet.ps._machine import Machine, MakeTable
-from fleet.ps._messages import (
+from fleet.ps.server.folder_lock import FolderLock
+from fleet.ps.server.journal import Journal
+from fleet.ps.server.machine import Machine, MakeTable
+from fleet.ps.server.metrics import Summary
+from fleet.ps.server.newcomers import Complaints, Newcomers, address_of
+from fleet.ps.server.open_files import USUAL_CONNECTIONS, connections_allowed
+from fleet.ps.server.requests import Answer, Peer, Requests
+from fleet.ps.server.served_table import make_served_table
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_files import load_tables, save_tables
+from fleet.ps.server.session import Fenced, Refused, Session
+from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
+from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
+from fleet.ps.wire.body_digest import BodyDigest
+from fleet.ps.wire.messages import (
     MAX_CONTROL_BYTES,
     Flag,
     Header,
@@ -37,16 +46,7 @@ from fleet.ps._messages import (
     decode_header,
     encode_header,
 )
-from fleet.ps._metrics import Summary
-from fleet.ps._newcomers import Complaints, Newcomers, address_of
-from fleet.ps._open_files import USUAL_CONNECTIONS, connections_allowed
-from fleet.ps._requests import Answer, Peer, Requests
-from fleet.ps._served_table import make_served_table
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._server_files import load_tables, save_tables
-from fleet.ps._session import Fenced, Refused, Session
-from fleet.ps._snapshot import has_snapshot, is_lost, recover, write_snapshot
-from fleet.ps._transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
+from fleet.ps.wire.transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
 
 __all__ = ["Server", "run_server"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.errors import ConfigError
-from fleet.ps._messages import MAX_BODY_BYTES
+from fleet.ps.wire.messages import MAX_BODY_BYTES
 
 __all__ = ["MODES", "ServerConfig"]
 
@@ -28,7 +28,7 @@ class ServerConfig:
         secret: the job secret; a server without one does not start.
         job: name of the job, for the folder.
         folder: where journal and snapshots live; ``None`` keeps nothing, with level 0.
-        level: of the journal, see :mod:`fleet.ps._journal`; ``None`` is 1 with a folder and 0 without.
+        level: of the journal, see :mod:`fleet.ps.server.journal`; ``None`` is 1 with a folder and 0 without.
         snapshot_bytes: a snapshot is written when the journal has grown by so much.
         snapshot_interval_s: and at least so often, ``None`` never for that reason.
         summary_interval_s: one line about rows, memory, rates and queues so often while rows move; ``None`` never.

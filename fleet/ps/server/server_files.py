@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fleet.ps._files import check_save_mode, load_dense, load_table, save_dense, save_table
-from fleet.ps._machine import Machine
-from fleet.ps._partition import range_bounds, servers_of_keys
-from fleet.ps._served_table import ServedDense, ServedSparse
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._session import Refused
-from fleet.ps._snapshot import write_snapshot
-from fleet.ps._text_format import remove_text, save_text
+from fleet.ps.files.table_files import check_save_mode, load_dense, load_table, save_dense, save_table
+from fleet.ps.files.text_format import remove_text, save_text
+from fleet.ps.server.machine import Machine
+from fleet.ps.server.served_table import ServedDense, ServedSparse
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.session import Refused
+from fleet.ps.server.snapshot import write_snapshot
+from fleet.ps.table.partition import range_bounds, servers_of_keys
 
 __all__ = ["load_tables", "save_tables"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet.errors import PSError
-from fleet.ps._geo_recorder import GeoRecorder
+from fleet.ps.server.geo_recorder import GeoRecorder
 
 __all__ = ["Channel", "Fenced", "Held", "Refused", "Session", "Worker"]
 

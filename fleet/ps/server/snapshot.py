@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import CheckpointError, PSError
-from fleet.ps._chunks import read_chunks, write_chunk, write_end
-from fleet.ps._journal import read_journal
-from fleet.ps._machine import Machine
-from fleet.ps._own_folder import own_folder
-from fleet.ps._row_file import open_plain
-from fleet.ps._served_table import ServedSparse, Stamps
-from fleet.ps._session import Held, Session
+from fleet.ps.files.chunks import read_chunks, write_chunk, write_end
+from fleet.ps.files.own_folder import own_folder
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.server.journal import read_journal
+from fleet.ps.server.machine import Machine
+from fleet.ps.server.served_table import ServedSparse, Stamps
+from fleet.ps.server.session import Held, Session
 
 __all__ = ["has_snapshot", "is_lost", "recover", "write_snapshot"]
 

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigError
-from fleet.ps._gate import Gate
-from fleet.ps._layout import Float32s
-from fleet.ps._numba import kernels_work
-from fleet.ps._reference_rules import update_rows
-from fleet.ps._rule_parameters import LEARNING_RATE as RATE
-from fleet.ps._rule_parameters import rule_parameters
-from fleet.ps._rules import Rule
+from fleet.ps.table.gate import Gate
+from fleet.ps.table.kernels.numba_cache import kernels_work
+from fleet.ps.table.layout import Float32s
+from fleet.ps.table.reference_rules import update_rows
+from fleet.ps.table.rule_parameters import LEARNING_RATE as RATE
+from fleet.ps.table.rule_parameters import rule_parameters
+from fleet.ps.table.rules import Rule
 
 f32 = np.float32
 # adam_d2sum: fixed decays of the velocity and of the sum of squares, and its epsilon.
@@ -155,7 +155,7 @@ class DenseTable:
         )
 
     def _kernel(self) -> Callable[..., None]:
-        from fleet.ps._kernels_rules import update_function
+        from fleet.ps.table.kernels.rule_kernels import update_function
 
         return update_function(self._rule.name)
 

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigError
-from fleet.ps import _reference as twins
-from fleet.ps._layout import Float32s, Int64s
-from fleet.ps._numba import kernels_work
-from fleet.ps._partition import ROUTINGS, check_num_servers, servers_of_keys
+from fleet.ps.table import reference as twins
+from fleet.ps.table.kernels.numba_cache import kernels_work
+from fleet.ps.table.layout import Float32s, Int64s
+from fleet.ps.table.partition import ROUTINGS, check_num_servers, servers_of_keys
 
 Int32s = npt.NDArray[np.int32]
 
@@ -41,7 +41,7 @@ class UniqueKeys:
             raise ConfigError(f"a batch of {n} keys; it takes fewer than 2**31.")
         if not self._use_kernels:
             return twins.unique_keys(keys)
-        from fleet.ps import _kernels_ids as kernels
+        from fleet.ps.table.kernels import id_kernels as kernels
 
         if 2**self._bits < 2 * n or self._bits == 0:
             self._bits = max(10, (2 * n - 1).bit_length())
@@ -73,7 +73,7 @@ class KeyPlaces:
 
     def find(self, keys: Int64s) -> Int64s:
         """Returns the place of each key, -1 where it is unknown."""
-        from fleet.ps import _kernels_ids as kernels
+        from fleet.ps.table.kernels import id_kernels as kernels
 
         _check_array("keys", keys, np.int64, 1)
         keys, places = np.ascontiguousarray(keys), np.empty(len(keys), np.int64)
@@ -82,7 +82,7 @@ class KeyPlaces:
 
     def add(self, every: Int64s, first: int) -> None:
         """Enters ``every[first:]``, distinct keys that are unknown; those before are known."""
-        from fleet.ps import _kernels_ids as kernels
+        from fleet.ps.table.kernels import id_kernels as kernels
 
         _check_array("keys", every, np.int64, 1)
         if 2 * len(every) > 1 << self._bits:
@@ -106,7 +106,7 @@ def merge_gradients(
     _check_inverse(inverse, len(gradients), num_unique)
     if not (kernels_work() if use_kernels is None else use_kernels):
         return twins.merge_gradients(gradients, inverse, num_unique)
-    from fleet.ps import _kernels_ids as kernels
+    from fleet.ps.table.kernels import id_kernels as kernels
 
     gradients, inverse = np.ascontiguousarray(gradients), np.ascontiguousarray(inverse)
     out = np.empty((num_unique, gradients.shape[1]), np.float32)
@@ -129,7 +129,7 @@ def expand_rows(
         raise ConfigError(f"out is {out.dtype} {out.shape}; it takes C-contiguous float32 {shape}.")
     if not (kernels_work() if use_kernels is None else use_kernels):
         return twins.expand_rows(rows, inverse, out)
-    from fleet.ps import _kernels_ids as kernels
+    from fleet.ps.table.kernels import id_kernels as kernels
 
     rows, inverse = np.ascontiguousarray(rows), np.ascontiguousarray(inverse)
     kernels.expand_rows(_address(rows), _address(inverse), len(inverse), rows.shape[1], _address(out))
@@ -150,7 +150,7 @@ def split_keys(
         return twins.split_keys(servers_of_keys(keys, num_servers, routing), num_servers)
     if routing not in ROUTINGS:
         raise ConfigError(f"the routing {routing!r} does not exist; one of {list(ROUTINGS)}.")
-    from fleet.ps import _kernels_ids as kernels
+    from fleet.ps.table.kernels import id_kernels as kernels
 
     keys = np.ascontiguousarray(keys)
     servers, order = np.empty(len(keys), np.int32), np.empty(len(keys), np.int32)

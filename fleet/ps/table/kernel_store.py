@@ -1,7 +1,7 @@
 """KernelStore: the rows of one sparse table in raw memory, worked by the numba kernels.
 
-The same results as :class:`fleet.ps._reference_store.ReferenceStore`. Memory is the kernels' own and is released by
-:meth:`KernelStore.close` or with the object.
+The same results as :class:`fleet.ps.table.reference_store.ReferenceStore`. Memory is the kernels' own and is released
+by :meth:`KernelStore.close` or with the object.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import PSError
-from fleet.ps import _kernels as k
-from fleet.ps import _kernels_draws as draws
-from fleet.ps import _kernels_find as finds
-from fleet.ps import _kernels_life as life
-from fleet.ps import _kernels_requests as requests
-from fleet.ps import _kernels_rows as rows
-from fleet.ps import _kernels_rules as rules
-from fleet.ps._accessor import Accessor
-from fleet.ps._layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
-from fleet.ps._reference import GOLDEN, NUM_SUB_SHARDS, mix_int
-from fleet.ps._rows import MAX_ROW_COUNT, RowBlock, Statistics
-from fleet.ps._rule_parameters import LEARNING_RATE as RATE
-from fleet.ps._rule_parameters import rule_parameters
-from fleet.ps._rules import LEARNING_RATE
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.kernels import common as k
+from fleet.ps.table.kernels import draws as draws
+from fleet.ps.table.kernels import finding as finds
+from fleet.ps.table.kernels import life as life
+from fleet.ps.table.kernels import row_kernels as rows
+from fleet.ps.table.kernels import row_requests as requests
+from fleet.ps.table.kernels import rule_kernels as rules
+from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
+from fleet.ps.table.reference import GOLDEN, NUM_SUB_SHARDS, mix_int
+from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics
+from fleet.ps.table.rule_parameters import LEARNING_RATE as RATE
+from fleet.ps.table.rule_parameters import rule_parameters
+from fleet.ps.table.rules import LEARNING_RATE
 
 Window = tuple[int, int, int]
 _PLACES = 2**32
@@ -113,12 +113,12 @@ class KernelStore:
     @functools.cached_property
     def _rare(self) -> ModuleType:
         """The kernels of rare requests, compiled when one comes."""
-        return import_module("fleet.ps._kernels_add")
+        return import_module("fleet.ps.table.kernels.adding")
 
     @functools.cached_property
     def _walks(self) -> ModuleType:
         """The walk kernels, compiled when a table is first walked."""
-        return import_module("fleet.ps._kernels_walks")
+        return import_module("fleet.ps.table.kernels.walks")
 
     def load_kernels(self) -> None:
         """Compiles every kernel that the table may need, or loads it from the disk; the table is empty and stays so."""

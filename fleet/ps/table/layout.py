@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigError
-from fleet.ps._accessor import Accessor, accessor_parameters
-from fleet.ps._entry import CountFilterEntry, Entry, ProbabilityEntry
-from fleet.ps._initializers import Initializer
-from fleet.ps._rules import Rule
+from fleet.ps.table.accessor import Accessor, accessor_parameters
+from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.rules import Rule
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]

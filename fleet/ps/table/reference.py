@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps._layout import Float32s, Int64s
+from fleet.ps.table.layout import Float32s, Int64s
 
 Uint64s = npt.NDArray[np.uint64]
 
@@ -73,7 +73,7 @@ def _normal(seed: int, key: int, column: int, draw: int) -> float:
 def initial_values(kind: int, a: float, b: float, seed: int, keys: Int64s, start: int, stop: int) -> Float32s:
     """Returns the initial weights [len(keys), stop - start] of columns ``start`` to ``stop``.
 
-    ``kind`` as in :data:`fleet.ps._initializers.KINDS`: 0 constant a, 1 uniform [a, b), 2 normal(a, b), 3 the same
+    ``kind`` as in :data:`fleet.ps.table.initializers.KINDS`: 0 constant a, 1 uniform [a, b), 2 normal(a, b), 3 the same
     cut at two deviations (Box-Muller, redrawn until it fits).
     """
     out = np.empty((len(keys), stop - start), np.float32)

@@ -1,7 +1,7 @@
 """The numpy twins of the sparse update rules, on gathered rows.
 
 Each function changes ``w`` [n, width] and ``state`` [n, state_width] in place, in float32, in the order of
-operations of its kernel. Formulas: :mod:`fleet.ps._rules`.
+operations of its kernel. Formulas: :mod:`fleet.ps.table.rules`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fleet.ps._layout import Float32s
-from fleet.ps._rules import Rule
+from fleet.ps.table.layout import Float32s
+from fleet.ps.table.rules import Rule
 
 f32 = np.float32
 

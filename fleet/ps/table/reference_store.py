@@ -1,7 +1,7 @@
 """ReferenceStore: the rows of one sparse table in a dictionary and numpy arrays.
 
-The oracle of :class:`fleet.ps._kernel_store.KernelStore`, and what stands in for it without numba: the same results
-at a fraction of the speed. One lock, everything in plain sight.
+The oracle of :class:`fleet.ps.table.kernel_store.KernelStore`, and what stands in for it without numba: the same
+results at a fraction of the speed. One lock, everything in plain sight.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps import _reference as twins
-from fleet.ps._accessor import Accessor, accessor_score
-from fleet.ps._layout import Block, Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
-from fleet.ps._reference_rules import update_rows
-from fleet.ps._rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
-from fleet.ps._rules import LEARNING_RATE
+from fleet.ps.table import reference as twins
+from fleet.ps.table.accessor import Accessor, accessor_score
+from fleet.ps.table.layout import Block, Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
+from fleet.ps.table.reference_rules import update_rows
+from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
+from fleet.ps.table.rules import LEARNING_RATE
 
 _NEVER_SCORED = Accessor()
 Window = tuple[int, int, int]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps._layout import Float32s, Int64s
+from fleet.ps.table.layout import Float32s, Int64s
 
 MAX_UNSEEN_DAYS = 65535
 MAX_ROW_COUNT = 32767

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps._rules import Rule
+from fleet.ps.table.rules import Rule
 
 LEARNING_RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, INITIAL_G2SUM = 0, 1, 2, 3, 4, 5
 LOWER, UPPER, SHOW_SCALE, NESTEROV, NUM_CORRECTIONS, CORRECTIONS = 6, 7, 8, 9, 10, 16

@@ -1,7 +1,7 @@
 """Rule: how a pushed gradient changes a row of weights, as data (name, hyper-parameters, state layout).
 
-The formulas stand once in words here, once as numba kernels (:mod:`fleet.ps._kernels_rules`) and once as numpy
-twins (:mod:`fleet.ps._reference_rules`). ``w`` is the weight, ``g`` the gradient (plus ``weight_decay * w`` where
+The formulas stand once in words here, once as numba kernels (:mod:`fleet.ps.table.kernels.rule_kernels`) and once as
+numpy twins (:mod:`fleet.ps.table.reference_rules`). ``w`` is the weight, ``g`` the gradient (plus ``weight_decay * w`` where
 the rule has one), ``s`` the gradient divided by the row's pushed shows:
 
 ==================  ===========================================================================================
@@ -15,7 +15,7 @@ adagrad_v2          G += mean(s^2), one per row;  w -= lr s / sqrt(G)           
 adam                t += 1; m, v moments;  w -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)   (torch Adam)
 shared_adam         one m and v per row: each dimension moves by its own new moments; the row keeps their mean
 sum                 w += g                                                                    (geo: g is a delta)
-adam_d2sum          dense only: decays 0.99 and 0.9999, see :mod:`fleet.ps._dense_table`
+adam_d2sum          dense only: decays 0.99 and 0.9999, see :mod:`fleet.ps.table.dense_table`
 summary             dense only: w = 0.999999 w + g                                         (data_norm statistics)
 ==================  ===========================================================================================
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._gate import Gate
-from fleet.ps._layout import Float32s, Int64s, RowLayout, SparseTableConfig
-from fleet.ps._reference_store import ReferenceStore, Window
-from fleet.ps._rows import RowBlock
+from fleet.ps.table.gate import Gate
+from fleet.ps.table.layout import Float32s, Int64s, RowLayout, SparseTableConfig
+from fleet.ps.table.reference_store import ReferenceStore, Window
+from fleet.ps.table.rows import RowBlock
 
 if TYPE_CHECKING:
-    from fleet.ps._kernel_store import KernelStore
+    from fleet.ps.table.kernel_store import KernelStore
 
 ROWS_PER_WINDOW = 8192
 
@@ -256,11 +256,11 @@ def _check_keys(what: str, keys: Int64s) -> Int64s:
 
 def _new_store(config: SparseTableConfig, use_kernels: bool | None) -> ReferenceStore | KernelStore:
     if use_kernels is None:
-        from fleet.ps._numba import kernels_work
+        from fleet.ps.table.kernels.numba_cache import kernels_work
 
         use_kernels = kernels_work()
     if not use_kernels:
         return ReferenceStore(config)
-    from fleet.ps._kernel_store import KernelStore
+    from fleet.ps.table.kernel_store import KernelStore
 
     return KernelStore(config)

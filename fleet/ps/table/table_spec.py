@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleet.errors import ConfigError
-from fleet.ps._accessor import Accessor
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._entry import entry_from_attr
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import RULES, Rule
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.entry import entry_from_attr
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import RULES, Rule
 
 __all__ = ["config_of_spec", "difference_of_specs", "spec_of_config"]
 

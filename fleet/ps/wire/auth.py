@@ -6,7 +6,7 @@ With HMAC-SHA256 keyed by the secret, each proof over both nonces and the server
     worker -> server   nonce, proof("worker")
     server -> worker   proof("server")
 
-Both derive a key from the same for what follows, see :mod:`fleet.ps._sealed`. A wrong or missing secret closes the
+Both derive a key from the same for what follows, see :mod:`fleet.ps.wire.sealed`. A wrong or missing secret closes the
 connection. Who passes a handshake on between two others has no key, and no server is taken for another one.
 """
 
@@ -16,8 +16,8 @@ import secrets
 
 from fleet._sealing import PROOF_BYTES, prove, same
 from fleet.errors import ConfigError, PSError
-from fleet.ps._sealed import Sealed
-from fleet.ps._transport import Connection, ConnectionLost, TransferTimeout
+from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout
 
 __all__ = ["GREETING_BYTES", "AuthenticationError", "check_secret", "prove_to_server", "prove_to_worker", "turn_away"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.ps._kernels_seal import LANES, add_lanes
-from fleet.ps._messages import Buffer
+from fleet.ps.table.kernels.seal import LANES, add_lanes
+from fleet.ps.wire.messages import Buffer
 
 __all__ = ["BodyDigest"]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fleet.ps._messages import Buffer
-from fleet.ps._transport import ConnectionLost, TransferTimeout
+from fleet.ps.wire.messages import Buffer
+from fleet.ps.wire.transport import ConnectionLost, TransferTimeout
 
 __all__ = ["Fault", "LocalTransport"]
 

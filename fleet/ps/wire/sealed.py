@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleet._sealing import SEAL_BYTES, MessageSeals, prove, same
-from fleet.ps._body_digest import BodyDigest
-from fleet.ps._messages import HEADER_BYTES, Buffer, MessageError
-from fleet.ps._transport import Connection
+from fleet.ps.wire.body_digest import BodyDigest
+from fleet.ps.wire.messages import HEADER_BYTES, Buffer, MessageError
+from fleet.ps.wire.transport import Connection
 
 __all__ = ["Sealed"]
 

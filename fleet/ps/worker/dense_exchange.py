@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import NanInfError, PSError
-from fleet.ps._table_plan import DensePart
-from fleet.ps._trainer_group import TrainerGroup
+from fleet.ps.worker.table_plan import DensePart
+from fleet.ps.worker.trainer_group import TrainerGroup
 
 __all__ = ["DenseExchange", "Round"]
 

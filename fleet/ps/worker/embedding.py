@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps._accessor import Accessor
-from fleet.ps._entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
-from fleet.ps._gradient_scale import scale_gradient
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig, plan_layout
-from fleet.ps._lookup import LocalRows, RowLookup
-from fleet.ps._rules import Rule
-from fleet.ps._served_weight import WatchesWeight
-from fleet.ps._slots import Bags, bags_of, keys_of_slots
-from fleet.ps._table_spec import config_of_spec
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig, plan_layout
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.table_spec import config_of_spec
+from fleet.ps.worker.gradient_scale import scale_gradient
+from fleet.ps.worker.lookup import LocalRows, RowLookup
+from fleet.ps.worker.served_weight import WatchesWeight
+from fleet.ps.worker.slots import Bags, bags_of, keys_of_slots
 
 __all__ = ["COMBINERS", "SparseEmbedding"]
 
@@ -201,8 +201,8 @@ class SparseEmbedding(WatchesWeight):
         """
         if self.lookup.source is not None and self.lookup.source.trains:
             raise ConfigError("SparseEmbedding.load() is for prediction; the rows of this module are on servers.")
-        from fleet.ps._files import load_table
-        from fleet.ps._manifest import read_parts, table_folder
+        from fleet.ps.files.manifest import read_parts, table_folder
+        from fleet.ps.files.table_files import load_table
 
         table = self.name or name or "embedding"
         part = read_parts(table_folder(dirname, table))[0]

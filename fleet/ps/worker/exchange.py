@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleet.errors import ConfigError
-from fleet.ps._client import Client
-from fleet.ps._geo import GeoCommunicator
-from fleet.ps._sender import AsyncSender, HalfAsyncSender, SenderConfig
-from fleet.ps._shards import Gradient, Keys, Rows
-from fleet.ps._table_plan import TablePlan
-from fleet.ps._ticket import Ticket
+from fleet.ps.client.client import Client
+from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.client.ticket import Ticket
+from fleet.ps.worker.geo import GeoCommunicator
+from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
+from fleet.ps.worker.table_plan import TablePlan
 
 __all__ = ["MODES", "AsyncExchange", "Coming", "Exchange", "GeoExchange", "HalfAsyncExchange", "SyncExchange"]
 

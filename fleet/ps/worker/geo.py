@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
-from fleet.ps._client import Client
-from fleet.ps._ids import KeyPlaces
-from fleet.ps._numba import kernels_work
-from fleet.ps._shards import Gradient, Keys, Rows
+from fleet.ps.client.client import Client
+from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.table.ids import KeyPlaces
+from fleet.ps.table.kernels.numba_cache import kernels_work
 
 __all__ = ["GeoCommunicator", "GeoRows"]
 
@@ -51,7 +51,7 @@ class _Run:
 
 
 class SortedKeys:
-    """What :class:`fleet.ps._ids.KeyPlaces` does, in numpy."""
+    """What :class:`fleet.ps.table.ids.KeyPlaces` does, in numpy."""
 
     def __init__(self) -> None:
         self._old, self._recent = _Run(), _Run()

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fleet.ps._client import Client
-from fleet.ps._ids import UniqueKeys
-from fleet.ps._ids import merge_gradients as sum_rows
-from fleet.ps._merge import merge_gradients
-from fleet.ps._shards import Gradient, Rows
+from fleet.ps.client.client import Client
+from fleet.ps.client.merge import merge_gradients
+from fleet.ps.client.shards import Gradient, Rows
+from fleet.ps.table.ids import UniqueKeys
+from fleet.ps.table.ids import merge_gradients as sum_rows
 
 __all__ = ["GradientQueue", "LateGradient", "StepCount", "Waiting", "by_step", "sum_waiting"]
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSError
-from fleet.ps._archive import check_archive
-from fleet.ps._client import Client
-from fleet.ps._dense_exchange import DenseExchange, check_same_round, not_finite
-from fleet.ps._files import temporary_file
-from fleet.ps._row_file import open_plain
-from fleet.ps._table_plan import TablePlan
-from fleet.ps._trainer import Trainer, TrainerConfig
-from fleet.ps._trainer_group import TrainerGroup
+from fleet.ps.client.client import Client
+from fleet.ps.files.archive import check_archive
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.files.table_files import temporary_file
+from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
+from fleet.ps.worker.table_plan import TablePlan
+from fleet.ps.worker.trainer import Trainer, TrainerConfig
+from fleet.ps.worker.trainer_group import TrainerGroup
 
 __all__ = ["STATE_FILE", "HybridTrainer"]
 

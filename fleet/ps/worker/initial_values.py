@@ -1,7 +1,7 @@
 """What a job starts from: worker 0 gives the servers the parameters of its model, whole, whenever it is killed.
 
-The rows of an ``nn.Embedding`` travel as additions on a channel of their own (:data:`~fleet.ps._client_config.ONCE`).
-Its changes have the same numbers in every process, and a server notes the last one beside the rows. So a worker 0 that
+The rows of an ``nn.Embedding`` travel as additions on a channel of their own
+(:data:`~fleet.ps.client.client_config.ONCE`). Its changes have the same numbers in every process, and a server notes the last one beside the rows. So a worker 0 that
 comes back sends the pieces once more, and each server applies those that it lacks, also when others train already.
 Dense values are set, not added: they are given again to all servers until all have some.
 """
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleet.errors import PSError
-from fleet.ps._client import Client
-from fleet.ps._client_config import ONCE
-from fleet.ps._served_embedding import ServedEmbedding
-from fleet.ps._shards import Gradient, Keys, TableMap
-from fleet.ps._table_plan import DensePart, SparsePart, TablePlan
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ONCE
+from fleet.ps.client.shards import Gradient, Keys, TableMap
+from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
 __all__ = ["give_initial_values", "wait_for_values"]
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fleet.errors import NotInitializedError
-from fleet.ps._ids import UniqueKeys
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._merge import merge_gradients
-from fleet.ps._shards import Gradient, Keys, Rows
-from fleet.ps._sparse_table import SparseTable
+from fleet.ps.client.merge import merge_gradients
+from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.table.ids import UniqueKeys
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.sparse_table import SparseTable
 
 __all__ = ["ComingRows", "LocalRows", "RowLookup", "RowSource", "TrainedRows"]
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.ps._rules import LEARNING_RATE, Rule
+from fleet.ps.table.rules import LEARNING_RATE, Rule
 
 __all__ = ["SERVED_OPTIMIZERS", "check_geo_optimizer", "rule_of_group"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fleet.ps._client import Client
+from fleet.ps.client.client import Client
 
 __all__ = ["rejoin"]
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._client import Client
-from fleet.ps._gradient_queue import GradientQueue, LateGradient, StepCount, Waiting, by_step, sum_waiting
-from fleet.ps._shards import Gradient, Rows
+from fleet.ps.client.client import Client
+from fleet.ps.client.shards import Gradient, Rows
+from fleet.ps.worker.gradient_queue import GradientQueue, LateGradient, StepCount, Waiting, by_step, sum_waiting
 
 __all__ = ["AsyncSender", "HalfAsyncSender", "SenderConfig"]
 

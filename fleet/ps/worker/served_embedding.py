@@ -1,7 +1,7 @@
 """ServedEmbedding: an ``nn.Embedding(sparse=True)`` whose rows are trained on the servers.
 
 The module keeps its weight and its name. While it is connected, forward reads the rows from the servers, and so does
-every other use of the weight (:mod:`fleet.ps._served_weight`).
+every other use of the weight (:mod:`fleet.ps.worker.served_weight`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.ps._gradient_scale import scale_gradient
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._lookup import RowLookup
-from fleet.ps._rules import Rule
-from fleet.ps._served_weight import WatchesWeight, as_plain
-from fleet.ps._shards import Gradient
+from fleet.ps.client.shards import Gradient
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.worker.gradient_scale import scale_gradient
+from fleet.ps.worker.lookup import RowLookup
+from fleet.ps.worker.served_weight import WatchesWeight, as_plain
 
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fleet.errors import ConfigError, OptionWarning
 
 if TYPE_CHECKING:
-    from fleet.ps._lookup import RowLookup
+    from fleet.ps.worker.lookup import RowLookup
 
 __all__ = ["ServedWeight", "WatchesWeight", "as_plain"]
 

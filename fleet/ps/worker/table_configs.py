@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.ps._accessor import Accessor, documented_accessor
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
+from fleet.ps.table.accessor import Accessor, documented_accessor
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
 
 __all__ = ["configure_table"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._embedding import SparseEmbedding
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._optimizer_rules import rule_of_group
-from fleet.ps._rules import LEARNING_RATE, Rule
-from fleet.ps._served_embedding import ServedEmbedding
-from fleet.ps._shards import Rows
+from fleet.ps.client.shards import Rows
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import LEARNING_RATE, Rule
+from fleet.ps.worker.embedding import SparseEmbedding
+from fleet.ps.worker.optimizer_rules import rule_of_group
+from fleet.ps.worker.served_embedding import ServedEmbedding
 
 __all__ = ["DensePart", "SparsePart", "TablePlan", "plan_tables"]
 
@@ -223,7 +223,7 @@ def plan_tables(
     """Returns the tables for the modules and parameters that ``optimizer`` trains.
 
     Args:
-        models: the users' modules, after :func:`fleet.ps._served_embedding.serve_embeddings`.
+        models: the users' modules, after :func:`fleet.ps.worker.served_embedding.serve_embeddings`.
         optimizer: the user's optimizer.
         geo: servers add differences, whatever the optimizer.
         adam_d2sum: dense tables take the rule of that name in place of Adam.

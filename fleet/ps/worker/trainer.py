@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import ConfigError, NanInfError, NotInitializedError
-from fleet.ps._client import Client
-from fleet.ps._exchange import (
+from fleet.ps.client.client import Client
+from fleet.ps.client.merge import merge_gradients
+from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.table.rules import LEARNING_RATE
+from fleet.ps.worker.exchange import (
     AsyncExchange,
     Exchange,
     GeoExchange,
@@ -20,15 +23,12 @@ from fleet.ps._exchange import (
     SyncExchange,
     check_mode,
 )
-from fleet.ps._initial_values import give_initial_values, wait_for_values
-from fleet.ps._lookup import ComingRows, TrainedRows
-from fleet.ps._merge import merge_gradients
-from fleet.ps._rejoin import rejoin
-from fleet.ps._rules import LEARNING_RATE
-from fleet.ps._sender import SenderConfig
-from fleet.ps._served_embedding import ServedEmbedding
-from fleet.ps._shards import Gradient, Keys, Rows
-from fleet.ps._table_plan import DensePart, SparsePart, TablePlan
+from fleet.ps.worker.initial_values import give_initial_values, wait_for_values
+from fleet.ps.worker.lookup import ComingRows, TrainedRows
+from fleet.ps.worker.rejoin import rejoin
+from fleet.ps.worker.sender import SenderConfig
+from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
 __all__ = ["Trainer", "TrainerConfig"]
 
@@ -40,7 +40,7 @@ class TrainerConfig:
     """How a worker trains.
 
     Args:
-        mode: one of :data:`fleet.ps._exchange.MODES`.
+        mode: one of :data:`fleet.ps.worker.exchange.MODES`.
         k_steps: steps between the exchanges of geo mode.
         sender: the queues of async mode.
         staleness: how many steps of other workers a step may go without (async, half-async); ``None``: any number.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fleet.ps import SparseTable
-from fleet.ps._reference import _M1, _M2
+from fleet.ps.table.reference import _M1, _M2
 
 DATA = Path(__file__).parents[2] / "data" / "ps"
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from fleet.ps._client import Client, Gradient
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._dense_table import DenseTable, DenseTableConfig
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._local import LocalTransport
-from fleet.ps._rules import Rule
-from fleet.ps._served_table import ServedDense, ServedSparse
-from fleet.ps._server import Server
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._sparse_table import SparseTable
-from fleet.ps._table_spec import config_of_spec
+from fleet.ps.client.client import Client, Gradient
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.server.served_table import ServedDense, ServedSparse
+from fleet.ps.server.server import Server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.sparse_table import SparseTable
+from fleet.ps.table.table_spec import config_of_spec
+from fleet.ps.wire.local import LocalTransport
 
 SECRET = b"of the tests"
 SGD = Rule("sgd", {"learning_rate": 1.0})

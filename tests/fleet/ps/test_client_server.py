@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._local import Fault
-from fleet.ps._messages import Op
-from fleet.ps._transport import SocketTransport
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.wire.local import Fault
+from fleet.ps.wire.messages import Op
+from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps.service import DENSE, SGD, SPARSE, Gradient, gradient, ids, rows, serving
 
 
@@ -257,7 +257,7 @@ def test_other_servers_serve_while_one_is_away():
     with serving(2) as service:
         client = service.client(deadline_s=0.5, retry_interval_s=0.2)
         service.servers[1].stop()
-        from fleet.ps._partition import servers_of_keys
+        from fleet.ps.table.partition import servers_of_keys
 
         keys = np.arange(100)
         mine = keys[servers_of_keys(keys, 2) == 0]
@@ -347,7 +347,7 @@ def test_the_heartbeat_keeps_the_lease():
 
 
 def test_the_wire_knows_every_operation():
-    from fleet.ps._requests import Requests
+    from fleet.ps.server.requests import Requests
 
     with serving() as service:
         requests = service.servers[0]._requests

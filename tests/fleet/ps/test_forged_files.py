@@ -25,8 +25,8 @@ from fleet.ps import (
     save_dense,
 )
 from fleet.ps import save_table as save
-from fleet.ps._manifest import read_manifest
-from fleet.ps._text_format import export_text, import_text, save_text
+from fleet.ps.files.manifest import read_manifest
+from fleet.ps.files.text_format import export_text, import_text, save_text
 
 CONFIG = SparseTableConfig("t", 4, Rule("sgd"))
 

@@ -13,8 +13,8 @@ import time
 import numpy as np
 import pytest
 
-from fleet.ps._auth import GREETING_BYTES, prove_to_server
-from fleet.ps._messages import (
+from fleet.ps.wire.auth import GREETING_BYTES, prove_to_server
+from fleet.ps.wire.messages import (
     HEADER_BYTES,
     Flag,
     Header,
@@ -27,7 +27,7 @@ from fleet.ps._messages import (
     encode_header,
     encode_parts,
 )
-from fleet.ps._transport import ConnectionLost, SocketTransport, TransferTimeout, split_endpoint
+from fleet.ps.wire.transport import ConnectionLost, SocketTransport, TransferTimeout, split_endpoint
 from tests.fleet.ps.service import gradient, ids, rows, serving
 
 SECRET = b"job secret"

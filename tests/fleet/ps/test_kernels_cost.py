@@ -57,7 +57,7 @@ def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
     code = (
         "import numba.core.caching as c\n"
         "c.CacheImpl._locator_classes = []\n"
-        "from fleet.ps._numba import cache_works; print(cache_works())\n" + TABLE
+        "from fleet.ps.table.kernels.numba_cache import cache_works; print(cache_works())\n" + TABLE
     )
     first, second = _run(code).splitlines()
     assert first == "False"
@@ -68,9 +68,9 @@ def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_damaged_files_of_the_cache_are_written_anew(content: bytes, tmp_path: Path) -> None:
     """A machine that died leaves empty files; every start ended with EOFError until somebody removed them."""
     code = (
-        "from fleet.ps._kernels_rules import update_function\n"
+        "from fleet.ps.table.kernels.rule_kernels import update_function\n"
         "update_function('sgd')\n"
-        "from fleet.ps._kernels_ids import expand_rows; expand_rows(0, 0, 0, 0, 0)\n"
+        "from fleet.ps.table.kernels.id_kernels import expand_rows; expand_rows(0, 0, 0, 0, 0)\n"
         "import numpy as np; from fleet.dataset._kernels import copy_runs\n"
         "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
     )

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from fleet.errors import CheckpointError, PSError
-from fleet.ps._journal import Journal
-from fleet.ps._machine import Machine
-from fleet.ps._messages import Header, Op, Part, encode_parts
-from fleet.ps._session import Session
-from fleet.ps._snapshot import recover, write_snapshot
-from fleet.ps._table_spec import spec_of_config
+from fleet.ps.server.journal import Journal
+from fleet.ps.server.machine import Machine
+from fleet.ps.server.session import Session
+from fleet.ps.server.snapshot import recover, write_snapshot
+from fleet.ps.table.table_spec import spec_of_config
+from fleet.ps.wire.messages import Header, Op, Part, encode_parts
 from tests.fleet.ps.service import SPARSE, gradient, make_table, rows, serving
 from tests.helpers.forgetful_disk import ForgetfulDisk
 

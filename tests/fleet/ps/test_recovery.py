@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from fleet.errors import CheckpointError, PSError
-from fleet.ps._accessor import Accessor
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._entry import CountFilterEntry
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._local import Fault, LocalTransport
-from fleet.ps._messages import Part
-from fleet.ps._rules import Rule
-from fleet.ps._server import Server
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._snapshot import write_snapshot
-from fleet.ps._table_spec import spec_of_config
+from fleet.ps.server.server import Server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.snapshot import write_snapshot
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.entry import CountFilterEntry
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.table_spec import spec_of_config
+from fleet.ps.wire.local import Fault, LocalTransport
+from fleet.ps.wire.messages import Part
 from tests.fleet.ps.service import (
     SECRET,
     SPARSE,
@@ -189,8 +189,8 @@ def test_a_row_known_to_a_later_record_is_not_updated_twice(tmp_path, monkeypatc
         now = state_of(service.servers[0])
         assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
         newest = next((tmp_path / "s" / "server-0").glob("snapshot-*"))
-        from fleet.ps._served_table import ServedSparse
-        from fleet.ps._sparse_table import SparseTable
+        from fleet.ps.server.served_table import ServedSparse
+        from fleet.ps.table.sparse_table import SparseTable
 
         stamps = ServedSparse(SparseTable(SPARSE, use_kernels=False)).read(newest / "table-0.rows")
         assert len(set(np.concatenate(stamps._stamps).tolist())) > 1  # or this test shows nothing

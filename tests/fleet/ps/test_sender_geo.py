@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._geo import GeoCommunicator, GeoRows
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._local import Fault
-from fleet.ps._sender import AsyncSender, HalfAsyncSender, SenderConfig
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.wire.local import Fault
+from fleet.ps.worker.geo import GeoCommunicator, GeoRows
+from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from tests.fleet.ps.service import DENSE, SGD, SPARSE, ZEROS, Gradient, gradient, ids, rows, serving
 
 TWO = {0: SPARSE, 1: DENSE, 2: SparseTableConfig("b", 2, SGD, initializer=ZEROS)}
@@ -259,9 +259,9 @@ def test_a_longer_max_merge_var_num_bounds_plain_sgd_too():
 @pytest.mark.parametrize("least", [1, 1000])
 def test_the_sender_rests_after_a_large_push_only(monkeypatch, least):
     """What comes while it rests is one push; the rest ends when a queue is full, with a flush, or by itself."""
-    monkeypatch.setattr("fleet.ps._sender._REST_BYTES", least)
-    monkeypatch.setattr("fleet.ps._sender._REST_TIMES", 1e6)
-    monkeypatch.setattr("fleet.ps._sender._REST_AT_MOST_S", 1e6)
+    monkeypatch.setattr("fleet.ps.worker.sender._REST_BYTES", least)
+    monkeypatch.setattr("fleet.ps.worker.sender._REST_TIMES", 1e6)
+    monkeypatch.setattr("fleet.ps.worker.sender._REST_AT_MOST_S", 1e6)
     with serving() as service:
         sender, clients, pushes = sending(service, SenderConfig(send_queue_size=4), additive=(1,))
         for step in range(1, 8):

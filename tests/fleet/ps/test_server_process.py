@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._rules import Rule
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.rules import Rule
 from tests.fleet.ps.service import SECRET, SPARSE, Gradient, gradient, rows, silent
 from tests.helpers.ps_server_process import ServerProcess
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._exchange import SyncExchange
-from fleet.ps._geo_recorder import GeoRecorder
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import Rule
-from fleet.ps._table_plan import SparsePart, TablePlan
+from fleet.ps.server.geo_recorder import GeoRecorder
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.worker.exchange import SyncExchange
+from fleet.ps.worker.table_plan import SparsePart, TablePlan
 from tests.fleet.ps.service import SPARSE, Gradient, gradient, ids, in_threads, rows, serving
 
 # -- sync --------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def test_sync_averages_over_workers_and_applies_once():
 
 def test_who_waits_says_for_whom_and_where(monkeypatch):
     """D.8: a save that worker 0 alone calls, as in scripts of Paddle, does not stand there in silence."""
-    monkeypatch.setattr("fleet.ps._requests.BEAT_S", 0.02)
+    monkeypatch.setattr("fleet.ps.server.requests.BEAT_S", 0.02)
     with serving(mode="sync", num_workers=2) as service:
         a, b = service.client(0), service.client(1)
         lines: list[str] = []
@@ -258,7 +258,7 @@ def test_a_barrier_does_not_hang_on_a_worker_that_ends(how):
 
 
 def test_a_barrier_survives_a_cut_and_a_restarted_worker_passes_old_ones():
-    from fleet.ps._local import Fault
+    from fleet.ps.wire.local import Fault
 
     with serving(num_workers=2) as service:
         a, b = service.client(0), service.client(1)
@@ -350,7 +350,7 @@ def test_the_recorder_stays_small():
 
 
 def test_a_push_without_a_step_is_refused_in_sync_mode():
-    from fleet.ps._messages import Op
+    from fleet.ps.wire.messages import Op
 
     with serving(mode="sync") as service:
         client = service.client()

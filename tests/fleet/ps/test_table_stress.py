@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, load_table, save_table, saved_blocks
-from fleet.ps._kernels import CAPACITY, LENGTH, NUM_ENTRIES
-from fleet.ps._kernels_life import FIRST_CAPACITY
-from fleet.ps._rows import RowBlock
+from fleet.ps.table.kernels.common import CAPACITY, LENGTH, NUM_ENTRIES
+from fleet.ps.table.kernels.life import FIRST_CAPACITY
+from fleet.ps.table.rows import RowBlock
 from tests.fleet.ps._tables import key_with_bits, rows_of
 
 EXACT = Rule("sgd", {"learning_rate": 1.0})

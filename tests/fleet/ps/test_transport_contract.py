@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._auth import AuthenticationError, check_secret, prove_to_server, prove_to_worker
-from fleet.ps._local import Fault, LocalTransport
-from fleet.ps._transport import (
+from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server, prove_to_worker
+from fleet.ps.wire.local import Fault, LocalTransport
+from fleet.ps.wire.transport import (
     Connection,
     ConnectionLost,
     Listener,

@@ -23,7 +23,7 @@ from fleet.ps import (
     servers_of_keys,
     split_keys,
 )
-from fleet.ps._rules import RULES
+from fleet.ps.table.rules import RULES
 from tests.fleet.ps._tables import assert_same_rows, rows_of
 
 KEYS = st.one_of(st.integers(-40, 40), st.sampled_from([2**63 - 1, -(2**63)]))

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Kernels of the rarer requests: add (geo) and contains; see :mod:`fleet.ps._kernels_requests`."""
+"""Kernels of the rarer requests: add (geo) and contains; see :mod:`fleet.ps.table.kernels.row_requests`."""
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     GROUP,
     HAS_EMBEDX,
     LOW32,
@@ -21,10 +21,10 @@ from fleet.ps._kernels import (
     part,
     words,
 )
-from fleet.ps._kernels_find import HASHES, order_in, slots_in
-from fleet.ps._kernels_index import find
-from fleet.ps._kernels_requests import LINE_BYTES, hold, let_go, span_of
-from fleet.ps._kernels_rows import ADD, FIND_ONLY, initialise_state, row_at
+from fleet.ps.table.kernels.finding import HASHES, order_in, slots_in
+from fleet.ps.table.kernels.index import find
+from fleet.ps.table.kernels.row_kernels import ADD, FIND_ONLY, initialise_state, row_at
+from fleet.ps.table.kernels.row_requests import LINE_BYTES, hold, let_go, span_of
 
 _EMBEDX_BIT = -(2**63)
 

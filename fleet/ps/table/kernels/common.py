@@ -30,8 +30,8 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from fleet.ps._numba import keep_compiled
-from fleet.ps._reference import _M1, _M2
+from fleet.ps.table.kernels.numba_cache import keep_compiled
+from fleet.ps.table.reference import _M1, _M2
 
 # Words of the header.
 NUM_WEIGHTS, ROW_BYTES, NUM_COUNTERS, HAS_STATISTICS, NUM_BLOCKS = 0, 1, 2, 3, 4
@@ -77,7 +77,7 @@ def _fingerprint() -> str:
     numba's cache looks at the file of a function alone and would run code compiled against another version of the
     words below. With the checksum in their names, functions of different versions do not meet.
     """
-    sources = sorted(Path(__file__).parent.glob("_kernels*.py"))
+    sources = sorted(Path(__file__).parent.glob("*.py"))
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
 
 
@@ -193,13 +193,13 @@ DRAW_ARGUMENTS = (i64, i64, i64)
 
 @_intrinsic
 def call_update(typing, function, rows, n, order, gradients, stride, shows, column, width, state, params):
-    """Calls an update rule, see :mod:`fleet.ps._kernels_rules`."""
+    """Calls an update rule, see :mod:`fleet.ps.table.kernels.rule_kernels`."""
     return _indirect(none, *UPDATE_ARGUMENTS)
 
 
 @_intrinsic
 def call_group(typing, function, table, keys, n, scratch):
-    """Calls :func:`fleet.ps._kernels_find.group_keys`."""
+    """Calls :func:`fleet.ps.table.kernels.finding.group_keys`."""
     return _indirect(none, *GROUP_ARGUMENTS)
 
 
@@ -207,19 +207,19 @@ def call_group(typing, function, table, keys, n, scratch):
 def call_find(
     typing, function, table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes, data, data_bytes
 ):
-    """Calls :func:`fleet.ps._kernels_find.find_rows`."""
+    """Calls :func:`fleet.ps.table.kernels.finding.find_rows`."""
     return _indirect(i64, *FIND_ARGUMENTS)
 
 
 @_intrinsic
 def call_admit(typing, function, table, sub, h, at, mode, score, nonce):
-    """Calls :func:`fleet.ps._kernels_rows.admit`."""
+    """Calls :func:`fleet.ps.table.kernels.row_kernels.admit`."""
     return _indirect(i64, *ADMIT_ARGUMENTS)
 
 
 @_intrinsic
 def call_draw(typing, function, numbers, key, column):
-    """Calls a function of :mod:`fleet.ps._kernels_draws`."""
+    """Calls a function of :mod:`fleet.ps.table.kernels.draws`."""
     return _indirect(f64, *DRAW_ARGUMENTS)
 
 

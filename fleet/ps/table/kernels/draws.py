@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Initial weights as C functions ``draw(numbers, key, column)``: a pure function of (seed, key, column).
 
-``numbers`` is the address of the table's floats. Twins: :func:`fleet.ps._reference.initial_values`.
+``numbers`` is the address of the table's floats. Twins: :func:`fleet.ps.table.reference.initial_values`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     DRAW_ARGUMENTS,
     INIT_A,
     INIT_B,
@@ -26,7 +26,7 @@ from fleet.ps._kernels import (
     u64,
     words,
 )
-from fleet.ps._reference import GOLDEN
+from fleet.ps.table.reference import GOLDEN
 
 _TWO_PI = 2.0 * math.pi
 

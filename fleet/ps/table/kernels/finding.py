@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     ADMIT,
     CAPACITY,
     CHUNK_ROWS,
@@ -41,7 +41,7 @@ from fleet.ps._kernels import (
     sub_shard_of,
     words,
 )
-from fleet.ps._kernels_rows import COUNT, FIND_ONLY
+from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY
 
 _AHEAD, SMALL_BATCH = 12, 4096
 _COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48

@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Worker kernels: distinct keys of a batch, sums of their gradients, rows back to the batch, keys to servers.
 
-Twins: :mod:`fleet.ps._reference`.
+Twins: :mod:`fleet.ps.table.reference`.
 """
 
 from __future__ import annotations
 
-from fleet.ps._kernels import floats, i32, i64, ints, kernel, mix, prefetch, u64, words
+from fleet.ps.table.kernels.common import floats, i32, i64, ints, kernel, mix, prefetch, u64, words
 
 _AHEAD = 16
 

@@ -7,7 +7,7 @@ of the array stays empty and ends every probe.
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     CAPACITY,
     EMPTY,
     INDEX,

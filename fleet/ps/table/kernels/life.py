@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     CAPACITY,
     CHUNKS,
     FREE_SLOT,
@@ -31,7 +31,7 @@ from fleet.ps._kernels import (
     unlock_mutex,
     words,
 )
-from fleet.ps._kernels_index import grow
+from fleet.ps.table.kernels.index import grow
 
 FIRST_CAPACITY = 32
 

@@ -6,7 +6,7 @@ The caller holds the sub-shard's lock.
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     ADMISSION,
     ADMISSION_ARGUMENT,
     ADMIT_ARGUMENTS,
@@ -69,8 +69,8 @@ from fleet.ps._kernels import (
     unmix,
     words,
 )
-from fleet.ps._kernels_draws import uniform_of
-from fleet.ps._kernels_index import insert_entry
+from fleet.ps.table.kernels.draws import uniform_of
+from fleet.ps.table.kernels.index import insert_entry
 
 # What a find does with the ids it meets; COUNT is a push, ADD the same without the gate of create_by_score.
 FIND_ONLY, CREATE, COUNT, ADD = 0, 1, 2, 3

@@ -8,7 +8,7 @@ of 1 means that memory ran out.
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     BLOCK_WORDS,
     BLOCKS,
     COLUMN,
@@ -48,9 +48,9 @@ from fleet.ps._kernels import (
     unlock_mutex,
     words,
 )
-from fleet.ps._kernels_find import HASHES, SMALL_BATCH, order_in, rows_in, score_of, slots_in
-from fleet.ps._kernels_index import find
-from fleet.ps._kernels_rows import COUNT, CREATE, FIND_ONLY, initialise_block, row_at, statistics_at
+from fleet.ps.table.kernels.finding import HASHES, SMALL_BATCH, order_in, rows_in, score_of, slots_in
+from fleet.ps.table.kernels.index import find
+from fleet.ps.table.kernels.row_kernels import COUNT, CREATE, FIND_ONLY, initialise_block, row_at, statistics_at
 
 LINE_BYTES = 512
 _EMBEDX_BIT = -(2**63)

@@ -4,7 +4,8 @@
 All arguments are int64. ``rows`` points to ``n`` row addresses (0 is skipped); row i takes the gradient at line
 ``order[i]`` of ``gradients`` (``stride`` floats a line) and columns ``column`` to ``column + width``; its state
 starts at float ``state``. ``shows`` points to float32 or is 0. ``params`` points to float64, see
-:mod:`fleet.ps._rule_parameters`. Formulas: :mod:`fleet.ps._rules`; twins: :mod:`fleet.ps._reference_rules`.
+:mod:`fleet.ps.table.rule_parameters`. Formulas: :mod:`fleet.ps.table.rules`; twins:
+:mod:`fleet.ps.table.reference_rules`.
 
 A rule is compiled when the first table uses it; kernels call it by address.
 """
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable
 from typing import Any, cast
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     UPDATE_ARGUMENTS,
     c_function,
     doubles,
@@ -29,7 +30,7 @@ from fleet.ps._kernels import (
     small_part,
     words,
 )
-from fleet.ps._rule_parameters import (
+from fleet.ps.table.rule_parameters import (
     BETA_1,
     BETA_2,
     CORRECTIONS,
@@ -44,7 +45,7 @@ from fleet.ps._rule_parameters import (
     UPPER,
     WEIGHT_DECAY,
 )
-from fleet.ps._rules import Rule
+from fleet.ps.table.rules import Rule
 
 _SIGNATURE = none(*UPDATE_ARGUMENTS)
 _PLAIN: dict[str, Any] = {}

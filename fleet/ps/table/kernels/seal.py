@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The kernel of :mod:`fleet.ps._body_digest`."""
+"""The kernel of :mod:`fleet.ps.wire.body_digest`."""
 
 from __future__ import annotations
 
-from fleet.ps._kernels import LOW32, i64, kernel, u64, words
+from fleet.ps.table.kernels.common import LOW32, i64, kernel, u64, words
 
 LANES = 512
 

@@ -7,7 +7,7 @@ moved by growth between two windows, so a walk meets every row that exists throu
 
 from __future__ import annotations
 
-from fleet.ps._kernels import (
+from fleet.ps.table.kernels.common import (
     CAPACITY,
     DAY,
     EMPTY,
@@ -47,9 +47,9 @@ from fleet.ps._kernels import (
     unmix,
     words,
 )
-from fleet.ps._kernels_find import HASHES, order_in, score_of, slots_in
-from fleet.ps._kernels_index import find, insert_entry
-from fleet.ps._kernels_rows import FIND_ONLY, new_slot, row_at, statistics_at
+from fleet.ps.table.kernels.finding import HASHES, order_in, score_of, slots_in
+from fleet.ps.table.kernels.index import find, insert_entry
+from fleet.ps.table.kernels.row_kernels import FIND_ONLY, new_slot, row_at, statistics_at
 
 
 @part(none(i64, i64))

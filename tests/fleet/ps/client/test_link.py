@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._local import Fault
-from fleet.ps._transport import SocketTransport
+from fleet.ps.wire.local import Fault
+from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps.service import SPARSE, gradient, rows, serving, until
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_in_the_middle_of_a_message_does_not_spoil_the_next():
 
 def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
     """A server that is stopped: not the limit of an answer and then the deadline, one after the other."""
-    monkeypatch.setattr("fleet.ps._link._LEAST_LIMIT_S", 0.1)
+    monkeypatch.setattr("fleet.ps.client.link._LEAST_LIMIT_S", 0.1)
     with serving() as service:
         client = service.client(deadline_s=0.2, answer_timeout_s=3600.0)
         service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "drop"))
@@ -85,7 +85,7 @@ def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
 
 @pytest.mark.slow
 def test_a_worker_that_comes_during_a_save_is_told_to_wait(monkeypatch):
-    monkeypatch.setattr("fleet.ps._requests.BEAT_S", 0.02)
+    monkeypatch.setattr("fleet.ps.server.requests.BEAT_S", 0.02)
     with serving() as service:
         snapshots = service.servers[0].machine.snapshots
         snapshots.acquire()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleet.ps._accessor import Accessor
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._merge import merge_gradients, merge_parts, sum_by_id
-from fleet.ps._messages import Part
-from fleet.ps._rules import rule_from_paddle
+from fleet.ps.client.merge import merge_gradients, merge_parts, sum_by_id
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import rule_from_paddle
+from fleet.ps.wire.messages import Part
 from tests.fleet.ps.service import SGD, ZEROS, Gradient, ids, rows, serving
 
 

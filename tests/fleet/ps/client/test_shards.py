@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._messages import Flag, Header, MessageError, Op, Part, encode_parts
-from fleet.ps._partition import servers_of_keys
-from fleet.ps._shards import Gradient, TableMap
-from fleet.ps._ticket import Ticket, fill
+from fleet.ps.client.shards import Gradient, TableMap
+from fleet.ps.client.ticket import Ticket, fill
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.partition import servers_of_keys
+from fleet.ps.wire.messages import Flag, Header, MessageError, Op, Part, encode_parts
 from tests.fleet.ps.service import ids
 
 

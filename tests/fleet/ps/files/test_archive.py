@@ -14,7 +14,7 @@ import torch
 import fleet
 from fleet.elastic._folder import Part, parse_part, read_entry, write_manifest
 from fleet.errors import CheckpointError
-from fleet.ps._archive import check_archive
+from fleet.ps.files.archive import check_archive
 
 
 def packed(path: Path, pack: int = zipfile.ZIP_DEFLATED) -> Path:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import CheckpointError
-from fleet.ps._chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
+from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 
 CHUNKS = st.lists(
     st.tuples(st.integers(0, 2**63), st.integers(0, 2**63), st.integers(0, 2**31), st.integers(0, 9), st.binary()),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import ConfigError, FleetError
-from fleet.ps._journal import Journal
-from fleet.ps._own_folder import own_folder
+from fleet.ps.files.own_folder import own_folder
+from fleet.ps.server.journal import Journal
 from tests.fleet.ps.service import SPARSE, gradient, rows, serving
 
 SEGMENT = f"journal-{1:020d}.log"

@@ -28,8 +28,8 @@ from fleet.ps import (
     save_table,
     servers_of_keys,
 )
-from fleet.ps._files import check_save_mode, temporary_file
-from fleet.ps._partition import range_bounds
+from fleet.ps.files.table_files import check_save_mode, temporary_file
+from fleet.ps.table.partition import range_bounds
 from tests.fleet.ps._tables import rows_of
 
 CONFIGS = {
@@ -148,7 +148,7 @@ def test_a_failed_delta_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest
     """D.8: delta scores are taken off only after the file is complete."""
     table = _mode_table()
     _push(table, 1, 10)
-    monkeypatch.setattr("fleet.ps._files.encode_block", lambda block: 1 / 0)
+    monkeypatch.setattr("fleet.ps.files.table_files.encode_block", lambda block: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_table(table, tmp_path, mode=1)
     assert not list((tmp_path / "t").iterdir()), "nothing is left of it"
@@ -280,7 +280,9 @@ def test_crash_between_the_two_files_leaves_the_old_save(tmp_path: Path, monkeyp
     save_table(table, tmp_path)
     old = rows_of(table)
     _train([table], "range", seed=5)
-    monkeypatch.setattr("fleet.ps._files.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "fleet.ps.files.table_files.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         save_table(table, tmp_path)
     copy = SparseTable(CONFIGS["plain adam"])

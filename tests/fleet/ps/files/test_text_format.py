@@ -21,7 +21,7 @@ from fleet.ps import (
     rule_from_paddle,
     servers_of_keys,
 )
-from fleet.ps._rules import RULES
+from fleet.ps.table.rules import RULES
 from tests.fleet.ps._tables import DATA, rows_of
 
 

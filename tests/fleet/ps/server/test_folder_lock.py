@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._folder_lock import FolderLock
+from fleet.ps.server.folder_lock import FolderLock
 from tests.fleet.ps.service import SPARSE, gradient, rows, serving, until
 
 OTHER = """
@@ -35,7 +35,7 @@ def test_a_second_server_on_the_folder_is_refused_and_leaves_it_alone(tmp_path, 
         assert other.stdout is not None
         assert other.stdin is not None
         assert other.stdout.readline() == "held\n"
-        monkeypatch.setattr("fleet.ps._server.FolderLock", lambda path: FolderLock(path, patience_s=0.0))
+        monkeypatch.setattr("fleet.ps.server.server.FolderLock", lambda path: FolderLock(path, patience_s=0.0))
         with pytest.raises(PSError, match="another process uses"), serving(folder=tmp_path):
             pass
         assert torn.read_bytes() == b"half a record of the first server"

@@ -1,10 +1,10 @@
-"""What a server and a worker measure of themselves (fleet.ps._metrics)."""
+"""What a server and a worker measure of themselves (fleet.ps.server.metrics)."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fleet.ps._metrics import Summary, resident_bytes, server_measures
+from fleet.ps.server.metrics import Summary, resident_bytes, server_measures
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, serving
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fleet.ps._newcomers import INTERVAL_S, MAX_ADDRESSES, Complaints, Newcomers, address_of
-from fleet.ps._server import MAX_UNPROVEN
-from fleet.ps._transport import SocketTransport, split_endpoint
+from fleet.ps.server.newcomers import INTERVAL_S, MAX_ADDRESSES, Complaints, Newcomers, address_of
+from fleet.ps.server.server import MAX_UNPROVEN
+from fleet.ps.wire.transport import SocketTransport, split_endpoint
 from tests.fleet.ps.service import gradient, rows, serving, until
 from tests.fleet.ps.test_transport_contract import tls_contexts
 

@@ -7,11 +7,11 @@ import resource
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps import _server
-from fleet.ps._open_files import RESERVED, USUAL_CONNECTIONS, connections_allowed
-from fleet.ps._server import Server
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._transport import SocketTransport
+from fleet.ps.server import server as _server
+from fleet.ps.server.open_files import RESERVED, USUAL_CONNECTIONS, connections_allowed
+from fleet.ps.server.server import Server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps.service import SECRET, make_table, serving
 
 NEVER = resource.RLIM_INFINITY

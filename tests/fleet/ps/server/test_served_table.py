@@ -6,20 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SCRIPT = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._journal import Journal
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._machine import Machine
-from fleet.ps._messages import Header, Op, Part, encode_parts
-from fleet.ps._rules import Rule
-from fleet.ps._served_table import make_served_table
-from fleet.ps._session import Session
-from fleet.ps._table_spec import spec_of_config
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.server.journal import Journal
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.server.machine import Machine
+from fleet.ps.wire.messages import Header, Op, Part, encode_parts
+from fleet.ps.table.rules import Rule
+from fleet.ps.server.served_table import make_served_table
+from fleet.ps.server.session import Session
+from fleet.ps.table.table_spec import spec_of_config
 
 journal = Journal(Path(sys.argv[1]), 2)
 machine = Machine(Session(1, journal.lock), journal, make_served_table, sync=False)

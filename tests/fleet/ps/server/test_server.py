@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._journal import Journal
-from fleet.ps._link import Link
-from fleet.ps._link_request import Request
-from fleet.ps._local import LocalTransport
-from fleet.ps._machine import MAX_AHEAD, Machine
-from fleet.ps._messages import Header, Op, Part, Status, encode_parts
-from fleet.ps._server import run_server
-from fleet.ps._server_config import ServerConfig
-from fleet.ps._session import Channel, Fenced, Refused, Session
-from fleet.ps._snapshot import write_snapshot
-from fleet.ps._table_spec import spec_of_config
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.link import Link
+from fleet.ps.client.link_request import Request
+from fleet.ps.server.journal import Journal
+from fleet.ps.server.machine import MAX_AHEAD, Machine
+from fleet.ps.server.server import run_server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.session import Channel, Fenced, Refused, Session
+from fleet.ps.server.snapshot import write_snapshot
+from fleet.ps.table.table_spec import spec_of_config
+from fleet.ps.wire.local import LocalTransport
+from fleet.ps.wire.messages import Header, Op, Part, Status, encode_parts
 from tests.fleet.ps.service import SECRET, SPARSE, gradient, ids, in_threads, make_table, serving, silent
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._accessor import Accessor
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._local import Fault
-from fleet.ps._server_files import save_tables
-from fleet.ps._session import Refused
+from fleet.ps.server.server_files import save_tables
+from fleet.ps.server.session import Refused
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.wire.local import Fault
 from tests.fleet.ps.service import SGD, SPARSE, gradient, rows, serving
 
 

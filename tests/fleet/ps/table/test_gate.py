@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from fleet.ps._gate import Gate
+from fleet.ps.table.gate import Gate
 
 
 def _run(*targets: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fleet.ps import Rule
-from fleet.ps import _rule_parameters as numbers
+from fleet.ps.table import rule_parameters as numbers
 
 
 def test_adam_corrections_are_those_of_step_one_on() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from fleet.errors import ConfigError
 from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, rule_from_paddle
-from fleet.ps._reference import merge_gradients, unique_keys
-from fleet.ps._text_format import export_text
+from fleet.ps.files.text_format import export_text
+from fleet.ps.table.reference import merge_gradients, unique_keys
 from tests.fleet.ps._tables import DATA
 
 BACKENDS = [pytest.param(True, id="kernels"), pytest.param(False, id="twins")]

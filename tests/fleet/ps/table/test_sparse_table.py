@@ -20,8 +20,8 @@ from fleet.ps import (
     documented_accessor,
     servers_of_keys,
 )
-from fleet.ps._entry import entry_from_attr
-from fleet.ps._initializers import initializer_from_paddle
+from fleet.ps.table.entry import entry_from_attr
+from fleet.ps.table.initializers import initializer_from_paddle
 from tests.fleet.ps._tables import rows_of
 
 SGD = Rule("sgd", {"learning_rate": 1.0})

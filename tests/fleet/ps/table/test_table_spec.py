@@ -7,13 +7,13 @@ import json
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.ps._accessor import Accessor
-from fleet.ps._dense_table import DenseTableConfig
-from fleet.ps._entry import CountFilterEntry, ProbabilityEntry, ShowClickEntry
-from fleet.ps._initializers import Initializer
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import Rule
-from fleet.ps._table_spec import config_of_spec, spec_of_config
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.entry import CountFilterEntry, ProbabilityEntry, ShowClickEntry
+from fleet.ps.table.initializers import Initializer
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.table_spec import config_of_spec, spec_of_config
 
 CONFIGS = [
     SparseTableConfig("a", 8),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._messages import Header, Op, control_body, encode_header
-from fleet.ps._transport import SocketListener, SocketTransport
+from fleet.ps.wire.messages import Header, Op, control_body, encode_header
+from fleet.ps.wire.transport import SocketListener, SocketTransport
 from tests.fleet.ps.service import gradient, rows, serving, until
 from tests.helpers.relay import Relay
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from fleet.ps._body_digest import JOINED_BYTES, BodyDigest
-from fleet.ps._kernels_seal import LANES
+from fleet.ps.table.kernels.seal import LANES
+from fleet.ps.wire.body_digest import JOINED_BYTES, BodyDigest
 
 KEY = b"k" * 32
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.ps._bfloat16 import from_bfloat16, to_bfloat16
-from fleet.ps._messages import (
+from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
+from fleet.ps.wire.messages import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,

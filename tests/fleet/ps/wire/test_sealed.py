@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fleet.ps._local import LocalTransport
-from fleet.ps._messages import HEADER_BYTES, MessageError
-from fleet.ps._sealed import SMALL_BODY_BYTES, Sealed
+from fleet.ps.wire.local import LocalTransport
+from fleet.ps.wire.messages import HEADER_BYTES, MessageError
+from fleet.ps.wire.sealed import SMALL_BODY_BYTES, Sealed
 
 HEADER = bytes(range(HEADER_BYTES))
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fleet.errors import NanInfError, PSError
-from fleet.ps._dense_exchange import DenseExchange, check_same_round
-from fleet.ps._table_plan import plan_tables
-from fleet.ps._trainer_group import Alone
+from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round
+from fleet.ps.worker.table_plan import plan_tables
+from fleet.ps.worker.trainer_group import Alone
 from tests.helpers.trainers import thread_trainers
 
 

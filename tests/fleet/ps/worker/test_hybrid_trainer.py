@@ -12,8 +12,8 @@ import torch
 import fleet
 from fleet.errors import NanInfError, UnsupportedOptionError
 from fleet.facade import Fleet
-from fleet.ps._client import Client
-from fleet.ps._hybrid_trainer import HybridTrainer
+from fleet.ps.client.client import Client
+from fleet.ps.worker.hybrid_trainer import HybridTrainer
 from tests.fleet.test_server_job import Reference, make_adagrad, rows_of, served, strategy
 from tests.helpers.served import Batch, WideAndDeep, batches, run_job, train
 from tests.helpers.trainers import thread_trainers

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from fleet.errors import PSError
-from fleet.ps import _served_embedding
-from fleet.ps._client import Client
-from fleet.ps._client_config import ClientConfig
-from fleet.ps._link import Link
-from fleet.ps._link_request import Request
-from fleet.ps._messages import Op
-from fleet.ps._served_embedding import serve_embeddings
-from fleet.ps._table_plan import TablePlan, plan_tables
-from fleet.ps._trainer import Trainer, TrainerConfig
+from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.link import Link
+from fleet.ps.client.link_request import Request
+from fleet.ps.wire.messages import Op
+from fleet.ps.worker import served_embedding as _served_embedding
+from fleet.ps.worker.served_embedding import serve_embeddings
+from fleet.ps.worker.table_plan import TablePlan, plan_tables
+from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from tests.fleet.ps.service import Service, gradient, rows, serving, silent
 
 NUM_ROWS = 20

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.ps._accessor import Accessor
-from fleet.ps._dense_table import DenseTable, DenseTableConfig
-from fleet.ps._entry import CountFilterEntry
-from fleet.ps._optimizer_rules import check_geo_optimizer, rule_of_group
-from fleet.ps._rules import Rule
-from fleet.ps._sparse_table import SparseTable, SparseTableConfig
+from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
+from fleet.ps.table.entry import CountFilterEntry
+from fleet.ps.table.rules import Rule
+from fleet.ps.table.sparse_table import SparseTable, SparseTableConfig
+from fleet.ps.worker.optimizer_rules import check_geo_optimizer, rule_of_group
 
 MAKERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01),

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps._link_request import Request
-from fleet.ps._messages import Op
-from fleet.ps._served_table import ServedSparse
-from fleet.ps._trainer import SAVE, Trainer
+from fleet.ps.client.link_request import Request
+from fleet.ps.server.served_table import ServedSparse
+from fleet.ps.wire.messages import Op
+from fleet.ps.worker.trainer import SAVE, Trainer
 from tests.fleet.ps.service import Service, gradient, in_threads, rows, serving
-from tests.fleet.ps.test_initial_values import made, trainer_of
+from tests.fleet.ps.worker.test_initial_values import made, trainer_of
 
 CAP_S = 20.0
 together = partial(in_threads, timeout_s=CAP_S)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fleet
 from fleet.errors import ConfigError, OptionWarning
 from fleet.facade import Fleet
-from fleet.ps import _served_weight
+from fleet.ps.worker import served_weight as _served_weight
 from tests.helpers.served import run_job
 
 _SEEDING = threading.Lock()

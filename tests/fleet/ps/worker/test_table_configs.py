@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.ps._layout import SparseTableConfig
-from fleet.ps._rules import Rule
-from fleet.ps._table_configs import configure_table
+from fleet.ps.table.layout import SparseTableConfig
+from fleet.ps.table.rules import Rule
+from fleet.ps.worker.table_configs import configure_table
 
 PLAIN = SparseTableConfig("ads", 9, Rule("sgd", {"learning_rate": 0.3}))
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.ps._embedding import SparseEmbedding
-from fleet.ps._served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
-from fleet.ps._table_configs import configure_table
-from fleet.ps._table_plan import plan_tables
+from fleet.ps.worker.embedding import SparseEmbedding
+from fleet.ps.worker.served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
+from fleet.ps.worker.table_configs import configure_table
+from fleet.ps.worker.table_plan import plan_tables
 
 
 class Towers(nn.Module):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, NotInitializedError
-from fleet.ps._exchange import MODES, check_mode
-from fleet.ps._table_plan import TablePlan
-from fleet.ps._trainer import Trainer, TrainerConfig
+from fleet.ps.worker.exchange import MODES, check_mode
+from fleet.ps.worker.table_plan import TablePlan
+from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, ids, serving
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fleet.errors import PSError
-from fleet.ps._trainer_group import ProcessGroupTrainers
+from fleet.ps.worker.trainer_group import ProcessGroupTrainers
 from tests.helpers.workers import run_workers
 
 

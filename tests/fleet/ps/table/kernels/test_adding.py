@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig
-from fleet.ps import _kernels_add as rare
+from fleet.ps.table.kernels import adding as rare
 
 
 @pytest.mark.parametrize("n", [1, 63, 4096, 4097, 30_000])

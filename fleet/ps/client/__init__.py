@@ -1,0 +1,1 @@
+"""The worker's connection to the servers: requests, retries, and how a batch is split over servers."""

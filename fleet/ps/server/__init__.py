@@ -1,0 +1,1 @@
+"""A server: its requests, state and workers, journal, snapshots and metrics."""

@@ -1,0 +1,1 @@
+"""Loops over rows and ids, compiled by numba."""
