@@ -224,18 +224,18 @@ def test_nothing_needs_a_newer_python() -> None:
 
 
 def covering_tests(path: Path) -> list[str]:
-    """Returns the test files of a module: the one named after it, and those of its folder that import it.
+    """Returns the test files of a module: the one named after it, and those of its folder, or above, that import it.
 
     ``launch/_plan.py`` has ``tests/launch/test_plan.py``.
     """
-    folder = f"tests/{path.parent.as_posix()}"
+    folders = [Path("tests") / folder for folder in (path.parent, *path.parent.parents[:-1])]
     return [
         test.as_posix()
         for test in python_files("tests")
-        if test.parent.as_posix() == folder
+        if test.parent in folders
         and test.stem.startswith("test_")
         and (
-            test.stem == f"test_{path.stem.strip('_')}"
+            (test.parent == folders[0] and test.stem == f"test_{path.stem.strip('_')}")
             or any(found.within(module_name(path)) for found in imports_of(test))
         )
     ]

@@ -280,9 +280,8 @@ def test_crash_between_the_two_files_leaves_the_old_save(tmp_path: Path, monkeyp
     save_table(table, tmp_path)
     old = rows_of(table)
     _train([table], "range", seed=5)
-    monkeypatch.setattr(
-        "fleet.ps.files.table_files.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    full = "fleet.ps.files.table_files.write_manifest"
+    monkeypatch.setattr(full, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_table(table, tmp_path)
     copy = SparseTable(CONFIGS["plain adam"])
