@@ -1,8 +1,8 @@
 """Rule: how a pushed gradient changes a row of weights, as data (name, hyper-parameters, state layout).
 
 The formulas stand once in words here, once as numba kernels (:mod:`fleet.ps.table.kernels.rule_kernels`) and once as
-numpy twins (:mod:`fleet.ps.table.reference_rules`). ``w`` is the weight, ``g`` the gradient (plus ``weight_decay * w`` where
-the rule has one), ``s`` the gradient divided by the row's pushed shows:
+numpy twins (:mod:`fleet.ps.table.reference_rules`). ``w`` is the weight, ``g`` the gradient (plus ``weight_decay * w``
+where the rule has one), ``s`` the gradient divided by the row's pushed shows:
 
 ==================  ===========================================================================================
 sgd                 w -= lr g

@@ -1,9 +1,10 @@
 """What a job starts from: worker 0 gives the servers the parameters of its model, whole, whenever it is killed.
 
 The rows of an ``nn.Embedding`` travel as additions on a channel of their own
-(:data:`~fleet.ps.client.client_config.ONCE`). Its changes have the same numbers in every process, and a server notes the last one beside the rows. So a worker 0 that
-comes back sends the pieces once more, and each server applies those that it lacks, also when others train already.
-Dense values are set, not added: they are given again to all servers until all have some.
+(:data:`~fleet.ps.client.client_config.ONCE`). Its changes have the same numbers in every process, and a server notes
+the last one beside the rows. So a worker 0 that comes back sends the pieces once more, and each server applies those
+that it lacks, also when others train already. Dense values are set, not added: they are given again to all servers
+until all have some.
 """
 
 from __future__ import annotations
