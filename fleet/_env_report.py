@@ -11,8 +11,8 @@ from importlib import metadata
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import FleetError
-from fleet.launch._addresses import hide_user
-from fleet.launch._redact import is_secret_name, redact
+from fleet.launch.plan.addresses import hide_user
+from fleet.launch.processes.redact import is_secret_name, redact
 
 _PREFIXES = ("FLEET", "PADDLE_", "FLAGS_", "TORCH", "NCCL_", "GLOO_", "CUDA_")
 _LONGEST = 80

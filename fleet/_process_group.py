@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fleet.env import Environment, export
 from fleet.errors import RendezvousError
-from fleet.launch._interfaces import interface_to, means_itself
+from fleet.launch.plan.interfaces import interface_to, means_itself
 
 _REPORT_EVERY_S = 3.0
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
-from fleet.launch._callers import Answerer, listen
+from fleet.launch.membership.callers import Answerer, listen
 from fleet.ps.server.metrics import Measure, server_measures, worker_measures
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from fleet._role_record import Role
 from fleet._session import Session
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch._interfaces import means_itself
+from fleet.launch.plan.interfaces import means_itself
 from fleet.options import DistributedStrategy
 from fleet.role_maker import PaddleCloudRoleMaker
 from fleet.strategies._plan import plan

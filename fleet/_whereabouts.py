@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from fleet.launch._stacks import Frame, Stack
+from fleet.launch.processes.stacks import Frame, Stack
 
 BUSY, WAITS, MEETS, ENDED, SILENT = "busy", "waits", "meets", "ended", "silent"
 _LIBRARIES = (

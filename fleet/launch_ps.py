@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fleet.launch._launch_ps import main
+from fleet.launch.cli.launch_ps import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from fleet._starter_fleet import read_device_ids
 from fleet._starters import read_record
 from fleet.env import Environment, export
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError, did_you_mean
-from fleet.launch._ports import free_ports
+from fleet.launch.plan.ports import free_ports
 
 __all__ = ["ParallelEnv", "get_rank", "get_world_size", "spawn"]
 

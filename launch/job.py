@@ -22,32 +22,8 @@ from pathlib import Path
 
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
-from fleet.launch._addresses import split_endpoint
-from fleet.launch._elastic import needs_etcd, split_hook
-from fleet.launch._gpu_log import write_gpu_log
-from fleet.launch._guardian import MARK_VARIABLE, Guardian, make_mark
-from fleet.launch._interfaces import interface_to, means_itself
-from fleet.launch._job_files import write_job_files
-from fleet.launch._log_folder import own_log_folder
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import (
-    Alone,
-    Generation,
-    LeftJobError,
-    Membership,
-    Outcome,
-    StoppedBySignalError,
-    taken_name,
-)
-from fleet.launch._peers import peer_from_json, peer_to_json
-from fleet.launch._plan import plan_processes
-from fleet.launch._port_hold import hold_ports
-from fleet.launch._ports import make_peer
-from fleet.launch._records import GroupResult, LaunchConfig, Peer, ProcessSpec
-from fleet.launch._report import failure_report, first_failure_line, oom_kill_count
-from fleet.launch._signals import SignalInbox
-from fleet.launch._supervisor import Supervisor
-from fleet.launch._texts import (
+from fleet.launch.cli.elastic import needs_etcd, split_hook
+from fleet.launch.cli.texts import (
     announce,
     copy_command_lines,
     job_line,
@@ -56,8 +32,32 @@ from fleet.launch._texts import (
     start_messages,
     watching_pod_line,
 )
-from fleet.launch._watch import open_watch
-from fleet.launch._worker_file import PREEMPTED
+from fleet.launch.membership.membership import (
+    Alone,
+    Generation,
+    LeftJobError,
+    Membership,
+    Outcome,
+    StoppedBySignalError,
+    taken_name,
+)
+from fleet.launch.plan.addresses import split_endpoint
+from fleet.launch.plan.interfaces import interface_to, means_itself
+from fleet.launch.plan.peers import peer_from_json, peer_to_json
+from fleet.launch.plan.plan import plan_processes
+from fleet.launch.plan.port_hold import hold_ports
+from fleet.launch.plan.ports import make_peer
+from fleet.launch.plan.records import GroupResult, LaunchConfig, Peer, ProcessSpec
+from fleet.launch.processes.gpu_log import write_gpu_log
+from fleet.launch.processes.guardian import MARK_VARIABLE, Guardian, make_mark
+from fleet.launch.processes.job_files import write_job_files
+from fleet.launch.processes.log_folder import own_log_folder
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.report import failure_report, first_failure_line, oom_kill_count
+from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.processes.supervisor import Supervisor
+from fleet.launch.processes.watch import open_watch
+from fleet.launch.processes.worker_file import PREEMPTED
 
 
 def run(config: LaunchConfig, environment: Environment) -> int:
@@ -166,14 +166,14 @@ def _open_membership(
     config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox
 ) -> tuple[LaunchConfig, Membership]:
     if needs_etcd(config):
-        from fleet.launch._elastic_job import open_elastic
+        from fleet.launch.membership.elastic_job import open_elastic
 
         return open_elastic(config, environment, log, signals)
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
         peers = tuple(peer_to_json(peer) for peer in config.static_peers)
         alone = Alone(max_restarts=config.group_restarts, peers=peers, node_rank=max(config.node_rank, 0))
         return config, alone
-    from fleet.launch._meeting import open_meeting
+    from fleet.launch.membership.meeting import open_meeting
 
     meeting, master = open_meeting(config, log, signals)
     if config.master is None:
@@ -286,7 +286,7 @@ class JobLoop:
     def _run_hook(self) -> None:
         words = split_hook(self._config.elastic_pre_hook, "--elastic_pre_hook")
         if words:
-            from fleet.launch._elastic_job import run_hook
+            from fleet.launch.membership.elastic_job import run_hook
 
             run_hook(words, {**self._environment.inherited(), MARK_VARIABLE: self._mark}, self._log, self._signals)
 

@@ -106,7 +106,7 @@ def test_the_old_namespaces_say_where_to_look(module: str) -> None:
 
 
 def test_importing_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, fleet, fleet.launch._cli; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    code = "import sys, fleet, fleet.launch.cli.cli; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
     assert fresh(code) == "[]"
 
 
@@ -122,7 +122,7 @@ def state():
             "filters": len(warnings.filters), "folder": os.getcwd()}
 """
 FULL_IMPORT = """
-import fleet, fleet.launch._cli, fleet.strategies
+import fleet, fleet.launch.cli.cli, fleet.strategies
 for name in fleet.__all__:
     if name not in ("session", "util"):
         getattr(fleet, name)

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import fleet
-from fleet.launch._flags import BY_SPELLING
+from fleet.launch.cli.flags import BY_SPELLING
 from tests.helpers.sources import ROOT, project_files
 
 TEXTS = [path for path in project_files() if path.suffix == ".md"]

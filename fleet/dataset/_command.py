@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch._redact import redact
+from fleet.launch.processes.redact import redact
 
 __all__ = ["split_pipeline"]
 

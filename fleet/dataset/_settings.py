@@ -12,7 +12,7 @@ from fleet.dataset._slots import Slot, read_slots
 from fleet.dataset._source import Source
 from fleet.dataset._text import TextForm
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError, did_you_mean
-from fleet.launch._redact import HIDDEN, is_secret_name, redact
+from fleet.launch.processes.redact import HIDDEN, is_secret_name, redact
 
 __all__ = ["BASE_OPTIONS", "MEMORY_OPTIONS", "Settings"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from fleet.errors import ConfigError
-from fleet.launch._redact import redact_arguments
+from fleet.launch.processes.redact import redact_arguments
 
 __all__ = ["Source", "read_blocks"]
 

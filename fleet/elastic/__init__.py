@@ -17,7 +17,7 @@ from typing import Any
 _HOMES = {
     "Checkpoint": "fleet.elastic._checkpoint",
     "ElasticSampler": "fleet.elastic._sampler",
-    "PREEMPTED": "fleet.launch._worker_file",
+    "PREEMPTED": "fleet.launch.processes.worker_file",
     "keep_global_batch": "fleet.elastic._resize",
     "scale_lr": "fleet.elastic._resize",
 }

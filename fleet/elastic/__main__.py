@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fleet.launch._elastic_command import main
+from fleet.launch.cli.elastic_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

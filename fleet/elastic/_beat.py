@@ -11,7 +11,7 @@ from typing import TextIO
 from torch import Tensor, nn
 
 from fleet.env import Environment
-from fleet.launch._worker_file import (
+from fleet.launch.processes.worker_file import (
     BEAT_NS,
     OWN_NS,
     OWN_STEPS,

@@ -13,7 +13,7 @@ from fleet.elastic._faults import Faults
 from fleet.elastic._preemption import Agreement, TerminationNotice
 from fleet.elastic._state import is_synchronised
 from fleet.env import Environment
-from fleet.launch._worker_file import PREEMPTED
+from fleet.launch.processes.worker_file import PREEMPTED
 
 if TYPE_CHECKING:
     from fleet._session import Session

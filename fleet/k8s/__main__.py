@@ -71,7 +71,7 @@ def check_etcd_server(text: str | None) -> None:
     """Raises ConfigError when ``--etcd-server`` is no address of etcd."""
     if text is not None:
         from fleet.env import Environment
-        from fleet.launch._etcd_address import read_etcd_address
+        from fleet.launch.membership.etcd_address import read_etcd_address
 
         read_etcd_address(text, Environment(), "--etcd-server")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from fleet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fleet.launch._elastic_command import ElasticJob
-    from fleet.launch._etcd import EtcdStore
+    from fleet.launch.cli.elastic_command import ElasticJob
+    from fleet.launch.membership.etcd import EtcdStore
 
 
 def write_size(server: str | None, job_id: str, replicas: int) -> None:
@@ -34,9 +34,9 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
             f"The elastic job {job_id!r} was edited to {replicas} pods, and the operator does not know etcd. Start it "
             "with --etcd-server host:port."
         )
-    from fleet.launch._elastic_job import job_prefix
-    from fleet.launch._elastic_world import ElasticRules, first_world
-    from fleet.launch._world import WORLD_KEY, to_text
+    from fleet.launch.membership.elastic_job import job_prefix
+    from fleet.launch.membership.elastic_world import ElasticRules, first_world
+    from fleet.launch.membership.world import WORLD_KEY, to_text
 
     with _opened(server, job_id) as (store, job):
         first = to_text(first_world(ElasticRules(min_nodes=replicas, max_nodes=replicas)))
@@ -59,9 +59,9 @@ def forget_job(server: str | None, job_id: str) -> None:
 def _opened(server: str, job_id: str) -> Iterator[tuple[EtcdStore, ElasticJob]]:
     # Only standard library and the etcd client; they are needed where an elastic job is made or edited.
     from fleet.env import Environment
-    from fleet.launch._elastic_command import ElasticJob
-    from fleet.launch._etcd import EtcdStore
-    from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
+    from fleet.launch.cli.elastic_command import ElasticJob
+    from fleet.launch.membership.etcd import EtcdStore
+    from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
 
     check_etcd_client()
     store = EtcdStore(read_etcd_address(server, Environment()), timeout_s=5.0)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from fleet.errors import ConfigError
-from fleet.launch._redact import redact_arguments
+from fleet.launch.processes.redact import redact_arguments
 from fleet.utils._fs_base import FS, ExecuteError, FSFileExistsError, FSFileNotExistsError, FSShellCmdAborted, FSTimeOut
 
 _ABORTED = 134

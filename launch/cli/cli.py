@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
-from fleet.launch._config import PROGRAM, read_config
-from fleet.launch._elastic import check_elastic
-from fleet.launch._machine import Machine, read_machine
-from fleet.launch._parser import UsageError
-from fleet.launch._redact import one_sentence
+from fleet.launch.cli.config import PROGRAM, read_config
+from fleet.launch.cli.elastic import check_elastic
+from fleet.launch.cli.parser import UsageError
+from fleet.launch.plan.machine import Machine, read_machine
+from fleet.launch.processes.redact import one_sentence
 
 USAGE_ERROR = 2
 
@@ -37,7 +37,7 @@ def main(
     try:
         config = read_config(arguments, environment, machine or read_machine(), program)
         check_elastic(config, environment)
-        from fleet.launch._job import run
+        from fleet.launch.job import run
 
         return run(config, environment)
     except SystemExit as stop:  # --help, after argparse printed it

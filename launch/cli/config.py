@@ -18,17 +18,17 @@ from typing import Any
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.launch._addresses import split_endpoint
-from fleet.launch._devices import DeviceChoice, choose_devices, visible_cards
-from fleet.launch._elastic import check_server_job, read_elastic
-from fleet.launch._machine import Machine
-from fleet.launch._modes import PS, infer_mode, log_style
-from fleet.launch._nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready
-from fleet.launch._parser import CommandLine, parse_command_line
-from fleet.launch._records import LaunchConfig
-from fleet.launch._roles import Roles, read_roles
-from fleet.launch._script import check_shadow, misplaced_flags, read_script
-from fleet.launch._settings import Settings, launcher_environment, read_settings
+from fleet.launch.cli.elastic import check_server_job, read_elastic
+from fleet.launch.cli.modes import PS, infer_mode, log_style
+from fleet.launch.cli.parser import CommandLine, parse_command_line
+from fleet.launch.cli.roles import Roles, read_roles
+from fleet.launch.cli.script import check_shadow, misplaced_flags, read_script
+from fleet.launch.cli.settings import Settings, launcher_environment, read_settings
+from fleet.launch.plan.addresses import split_endpoint
+from fleet.launch.plan.devices import DeviceChoice, choose_devices, visible_cards
+from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready
+from fleet.launch.plan.records import LaunchConfig
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _LONGEST_NAME = 200

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
-from fleet.launch import _world
-from fleet.launch._config import check_name
-from fleet.launch._etcd_address import check_etcd_client, read_etcd_address
-from fleet.launch._kv_client import View
-from fleet.launch._plan import JOB_SECRET
-from fleet.launch._record_proof import RecordProofs
-from fleet.launch._redact import one_sentence
+from fleet.launch.cli.config import check_name
+from fleet.launch.membership import world as _world
+from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.plan.plan import JOB_SECRET
+from fleet.launch.processes.redact import one_sentence
 
 _TIMEOUT_S = 3.0
 _PROGRAM = "python -m fleet.elastic"
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace, environment: Environment) -> int:
             raise ConfigError("scale needs the number of nodes: --np=N or --np=MIN:MAX.")
         read_np(arguments.np)
     check_etcd_client()
-    from fleet.launch._etcd import EtcdStore
+    from fleet.launch.membership.etcd import EtcdStore
 
     address = read_etcd_address(arguments.elastic_server, environment, "--elastic_server")
     store = EtcdStore(address, timeout_s=_TIMEOUT_S)
@@ -140,14 +140,14 @@ class ElasticJob:
     """One job as etcd shows it.
 
     Args:
-        store: an open :class:`fleet.launch._etcd.EtcdStore`.
+        store: an open :class:`fleet.launch.membership.etcd.EtcdStore`.
         job_id: the job's name.
         secret: its secret, under which records are checked; None: they are taken as they are.
     """
 
     def __init__(self, store: object, job_id: str, secret: bytes | None = None) -> None:
-        from fleet.launch._elastic_job import job_prefix
-        from fleet.launch._etcd import EtcdStore
+        from fleet.launch.membership.elastic_job import job_prefix
+        from fleet.launch.membership.etcd import EtcdStore
 
         assert isinstance(store, EtcdStore)
         self._store, self._job_id, self._prefix = store, job_id, job_prefix(job_id)
@@ -163,7 +163,7 @@ class ElasticJob:
 
         Raises LaunchError for a job that does not exist, is complete, or has failed.
         """
-        from fleet.launch._elastic_world import wanted_text
+        from fleet.launch.membership.elastic_world import wanted_text
 
         while True:
             view = self._read()
@@ -191,7 +191,7 @@ class ElasticJob:
 
     def status(self) -> str:
         """Returns the state of the job and its nodes, one line each."""
-        from fleet.launch._elastic_world import wanted_text
+        from fleet.launch.membership.elastic_world import wanted_text
 
         view = self._read()
         world, nodes = self._world(view), _world.read_nodes(view)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet.launch._flags_health import HEALTH_FLAGS
+from fleet.launch.cli.flags_health import HEALTH_FLAGS
 
 USED, WARNED, REFUSED = "used", "warned", "refused"
 LAUNCH, FLEETRUN = "launch", "fleetrun"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.launch._flags import BY_SPELLING, FLAGS, GROUPS, REFUSED, REMOVED, Flag
+from fleet.launch.cli.flags import BY_SPELLING, FLAGS, GROUPS, REFUSED, REMOVED, Flag
 
 SWITCH_WORDS = frozenset({"1", "0", "true", "false", "yes", "no", "on", "off"})
 

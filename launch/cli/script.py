@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fleet.errors import ConfigError
-from fleet.launch._flags import BY_SPELLING
-from fleet.launch._parser import CommandLine
+from fleet.launch.cli.flags import BY_SPELLING
+from fleet.launch.cli.parser import CommandLine
 
 _IMPORTS_FLEET = re.compile(r"^\s*(from|import) fleet\b", re.MULTILINE)
 

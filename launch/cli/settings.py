@@ -11,10 +11,10 @@ import re
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.launch._flags import FLAGS, REFUSED, WARNED, Flag
-from fleet.launch._parser import CommandLine
-from fleet.launch._records import Note
-from fleet.launch._redact import redact
+from fleet.launch.cli.flags import FLAGS, REFUSED, WARNED, Flag
+from fleet.launch.cli.parser import CommandLine
+from fleet.launch.plan.records import Note
+from fleet.launch.processes.redact import redact
 
 Value = str | int | float | bool | None
 _TRUE = {"1", "true", "yes", "on"}

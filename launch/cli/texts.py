@@ -11,11 +11,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleet.launch._addresses import split_endpoint
-from fleet.launch._logs import MAX_OPENING_LINES, LaunchLog
-from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
-from fleet.launch._records import LaunchConfig, ProcessSpec
-from fleet.launch._redact import is_secret_name, redact, redact_arguments
+from fleet.launch.plan.addresses import split_endpoint
+from fleet.launch.plan.plan_ps import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.plan.records import LaunchConfig, ProcessSpec
+from fleet.launch.processes.logs import MAX_OPENING_LINES, LaunchLog
+from fleet.launch.processes.redact import is_secret_name, redact, redact_arguments
 
 _LAUNCH_NAMES = (
     "auto_cluster_config",

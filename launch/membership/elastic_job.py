@@ -10,20 +10,20 @@ from dataclasses import replace
 
 from fleet.env import Environment
 from fleet.errors import LaunchError, RendezvousError
-from fleet.launch._addresses import split_endpoint
-from fleet.launch._elastic import etcd_server
-from fleet.launch._elastic_membership import PORT_FIELD, ElasticMembership, ElasticSettings
-from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, ElasticRules
-from fleet.launch._etcd import EtcdUnreachableError
-from fleet.launch._etcd_address import EtcdAddress, read_etcd_address
-from fleet.launch._etcd_contact import EtcdContact
-from fleet.launch._interfaces import address_towards
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import StoppedBySignalError
-from fleet.launch._outage import ContactAnswer, nobody_has_contact
-from fleet.launch._records import LaunchConfig
-from fleet.launch._signals import SignalInbox
-from fleet.launch._world import NODE_PREFIX, Node
+from fleet.launch.cli.elastic import etcd_server
+from fleet.launch.membership.elastic_membership import PORT_FIELD, ElasticMembership, ElasticSettings
+from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER, ElasticRules
+from fleet.launch.membership.etcd import EtcdUnreachableError
+from fleet.launch.membership.etcd_address import EtcdAddress, read_etcd_address
+from fleet.launch.membership.etcd_contact import EtcdContact
+from fleet.launch.membership.membership import StoppedBySignalError
+from fleet.launch.membership.outage import ContactAnswer, nobody_has_contact
+from fleet.launch.membership.world import NODE_PREFIX, Node
+from fleet.launch.plan.addresses import split_endpoint
+from fleet.launch.plan.interfaces import address_towards
+from fleet.launch.plan.records import LaunchConfig
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.signals import SignalInbox
 
 _RETRY_S = 0.5
 _NOTICE_PERIOD_S = 5.0

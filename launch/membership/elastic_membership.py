@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch import _elastic_world, _world
-from fleet.launch._elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
-from fleet.launch._etcd_contact import EtcdContact
-from fleet.launch._kv_client import View
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
-from fleet.launch._outage import ContactAnswer
-from fleet.launch._record_proof import RecordProofs
-from fleet.launch._records import GroupResult
-from fleet.launch._report import looks_like_victim
-from fleet.launch._signals import SignalInbox
-from fleet.launch._supervisor import PeerEvent
-from fleet.launch._world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
+from fleet.launch.membership import elastic_world as _elastic_world
+from fleet.launch.membership import world as _world
+from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
+from fleet.launch.membership.etcd_contact import EtcdContact
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
+from fleet.launch.membership.outage import ContactAnswer
+from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
+from fleet.launch.plan.records import GroupResult
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.report import looks_like_victim
+from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.processes.supervisor import PeerEvent
 
 PORT_FIELD = "contact_port"  # in what a node publishes: where it can be asked about etcd
 RESTART_CODE = 101  # asks the scheduler of an elastic job to start this node again

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fleet.launch import _world
-from fleet.launch._world import COMPLETE, FIXED, OVER, PROPOSED, Node, Reason, World
+from fleet.launch.membership import world as _world
+from fleet.launch.membership.world import COMPLETE, FIXED, OVER, PROPOSED, Node, Reason, World
 
 # What a failed worker means for the job.
 SCHEDULER, IN_PLACE, END = "scheduler", "in_place", "end"

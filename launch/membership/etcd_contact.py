@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 from fleet.errors import LaunchError
-from fleet.launch._etcd import EtcdStore, EtcdUnreachableError
-from fleet.launch._etcd_address import EtcdAddress
-from fleet.launch._kv_client import View
+from fleet.launch.membership.etcd import EtcdStore, EtcdUnreachableError
+from fleet.launch.membership.etcd_address import EtcdAddress
+from fleet.launch.membership.kv_client import View
 
 # How long the record of a job that is over stays, for launchers that come late.
 END_LEASE_S = 600

@@ -16,8 +16,8 @@ from typing import Any
 
 from fleet._sealing import PROOF_BYTES, same
 from fleet.errors import LaunchError
-from fleet.launch import _wire
-from fleet.launch._wire import Message
+from fleet.launch.membership import wire as _wire
+from fleet.launch.membership.wire import Message
 
 CONNECTIONS_OF_A_NODE = 2  # for requests, and to wait
 _CONNECT_S = 2.0

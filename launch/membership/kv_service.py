@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet._sealing import same
-from fleet.launch import _wire
-from fleet.launch._callers import accept, most_connections
-from fleet.launch._wire import Message, WireError
+from fleet.launch.membership import wire as _wire
+from fleet.launch.membership.callers import accept, most_connections
+from fleet.launch.membership.wire import Message, WireError
 
 MAX_KEY_CHARACTERS = 512
 MAX_VALUE_CHARACTERS = 1 << 20

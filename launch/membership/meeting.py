@@ -15,17 +15,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch._addresses import join_endpoint, split_endpoint
-from fleet.launch._callers import Seldom, listen, most_connections
-from fleet.launch._interfaces import reachable
-from fleet.launch._kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient, StoreLostError
-from fleet.launch._kv_service import MAX_CONNECTIONS, KeyValueService
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation, Outcome, StoppedBySignalError
-from fleet.launch._records import GroupResult, LaunchConfig
-from fleet.launch._rendezvous import Rendezvous
-from fleet.launch._signals import SignalInbox
-from fleet.launch._world import Node, Reason, Rules
+from fleet.launch.membership.callers import Seldom, listen, most_connections
+from fleet.launch.membership.kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient, StoreLostError
+from fleet.launch.membership.kv_service import MAX_CONNECTIONS, KeyValueService
+from fleet.launch.membership.membership import Generation, Outcome, StoppedBySignalError
+from fleet.launch.membership.rendezvous import Rendezvous
+from fleet.launch.membership.world import Node, Reason, Rules
+from fleet.launch.plan.addresses import join_endpoint, split_endpoint
+from fleet.launch.plan.interfaces import reachable
+from fleet.launch.plan.records import GroupResult, LaunchConfig
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.signals import SignalInbox
 
 # A killed launcher is noticed by its broken connections, within about a second; this bounds a silent loss.
 LEASE_S = 5.0

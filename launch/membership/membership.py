@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fleet.errors import LaunchError
-from fleet.launch._records import GroupResult
-from fleet.launch._supervisor import PeerNews
+from fleet.launch.plan.records import GroupResult
+from fleet.launch.processes.supervisor import PeerNews
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable, Sequence
 
 from fleet.errors import LaunchError
-from fleet.launch._callers import Answerer, listen
-from fleet.launch._ports import free_ports
+from fleet.launch.membership.callers import Answerer, listen
+from fleet.launch.plan.ports import free_ports
 
 _NONCE_BYTES = 16
 _SEAL_BYTES = 32

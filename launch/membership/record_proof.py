@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fleet.launch import _world
-from fleet.launch._elastic_world import ElasticRules, first_world
-from fleet.launch._kv_client import View
-from fleet.launch._world import NODE_PREFIX, WORLD_KEY, Node, Reason, World
+from fleet.launch.membership import world as _world
+from fleet.launch.membership.elastic_world import ElasticRules, first_world
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.world import NODE_PREFIX, WORLD_KEY, Node, Reason, World
 
 _SIZES = ("min_nodes", "max_nodes")
 _MOST_NODES = 1_000_000

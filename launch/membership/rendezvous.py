@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch import _world
-from fleet.launch._kv_client import KeyValueClient, StoreLostError, View
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation, StoppedBySignalError, taken_name
-from fleet.launch._signals import SignalInbox
-from fleet.launch._supervisor import PeerEvent
-from fleet.launch._world import Node, Reason, Rules, World
+from fleet.launch.membership import world as _world
+from fleet.launch.membership.kv_client import KeyValueClient, StoreLostError, View
+from fleet.launch.membership.membership import Generation, StoppedBySignalError, taken_name
+from fleet.launch.membership.world import Node, Reason, Rules, World
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.processes.supervisor import PeerEvent
 
 _NOTICE_PERIOD_S = 5.0
 _LOOK_S = 0.5

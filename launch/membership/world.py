@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fleet.launch._kv_client import View
+from fleet.launch.membership.kv_client import View
 
 NODE_PREFIX = "node/"
 WORLD_KEY = "world"

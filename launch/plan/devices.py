@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.launch._machine import Machine
-from fleet.launch._settings import Settings
+from fleet.launch.cli.settings import Settings
+from fleet.launch.plan.machine import Machine
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _OTHER_BACKENDS = ("bkcl", "heter", "xccl", "flagcx", "hccl", "mpi", "ucc")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.launch._interfaces import address_towards, own_address
+from fleet.launch.plan.interfaces import address_towards, own_address
 
 _NVIDIA_SMI_LIMIT_S = 5.0
 

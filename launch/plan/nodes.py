@@ -10,11 +10,18 @@ from dataclasses import dataclass
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, did_you_mean
-from fleet.launch._addresses import check_distinct, is_loopback, join_endpoint, split_endpoint, split_list, split_master
-from fleet.launch._interfaces import means_itself
-from fleet.launch._machine import Machine
-from fleet.launch._records import Peer
-from fleet.launch._settings import Settings
+from fleet.launch.cli.settings import Settings
+from fleet.launch.plan.addresses import (
+    check_distinct,
+    is_loopback,
+    join_endpoint,
+    split_endpoint,
+    split_list,
+    split_master,
+)
+from fleet.launch.plan.interfaces import means_itself
+from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.records import Peer
 
 _TORCHRUN_PORT = 29500
 _NODE_FLAGS = ("nnodes", "master", "ips", "master_addr")

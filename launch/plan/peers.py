@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from fleet.errors import LaunchError
-from fleet.launch._records import Peer
+from fleet.launch.plan.records import Peer
 
 _MAX_PROCESSES = 4096
 _MAX_TEXT = 253  # the longest host name

@@ -1,7 +1,7 @@
 """What the plans of both modes share: the entry point, the command, the variables every process gets.
 
 A plan is pure: a configuration and the nodes' records in, process records out. Nothing is started and nothing on
-this machine is looked at; ports were chosen by :func:`fleet.launch._ports.make_peer`.
+this machine is looked at; ports were chosen by :func:`fleet.launch.plan.ports.make_peer`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fleet.env import Environment
 from fleet.errors import LaunchError
-from fleet.launch._addresses import join_endpoint
-from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
-from fleet.launch._script import python_command
+from fleet.launch.cli.script import python_command
+from fleet.launch.plan.addresses import join_endpoint
+from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 PROXIES = ("http_proxy", "https_proxy")
 # Of an outer torchrun: they would send the worker to a store and a run that are not this job's.
@@ -47,8 +47,8 @@ def plan_processes(
     Raises:
         LaunchError: the job has no worker, or two processes share an endpoint.
     """
-    from fleet.launch._plan_collective import plan_collective
-    from fleet.launch._plan_ps import plan_ps
+    from fleet.launch.plan.plan_collective import plan_collective
+    from fleet.launch.plan.plan_ps import plan_ps
 
     plan = plan_ps if config.mode == "ps" else plan_collective
     specs = plan(config, peers, node_rank, generation, environment)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from fleet.env import Environment
 from fleet.errors import LaunchError
-from fleet.launch._addresses import join_endpoint
-from fleet.launch._plan import check_endpoints, common_variables, place, store_variables, torch_variables
-from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
+from fleet.launch.plan.addresses import join_endpoint
+from fleet.launch.plan.plan import check_endpoints, common_variables, place, store_variables, torch_variables
+from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 
 def plan_collective(

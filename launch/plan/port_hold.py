@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from fleet.launch._addresses import split_endpoint
-from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
+from fleet.launch.plan.addresses import split_endpoint
+from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 
 class PortHold:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fleet.errors import LaunchError
-from fleet.launch._addresses import split_endpoint
-from fleet.launch._records import LaunchConfig, Peer
+from fleet.launch.plan.addresses import split_endpoint
+from fleet.launch.plan.records import LaunchConfig, Peer
 
 _RANGE = (35100, 64000)
 _random = random.SystemRandom()  # two launchers that start at once must not look at the same ports

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fleet.errors import LaunchError
-from fleet.launch._logs import LaunchLog, open_log, write_all
-from fleet.launch._records import LaunchConfig
+from fleet.launch.plan.records import LaunchConfig
+from fleet.launch.processes.logs import LaunchLog, open_log, write_all
 
 PERIOD_S = 10.0
 _LIMIT_S = 8.0

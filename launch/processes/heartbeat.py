@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.launch._logs import LaunchLog
-from fleet.launch._process import Process
-from fleet.launch._stacks import Stack, ask_for_stacks, is_stopped
-from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, PID, STEP, WorkerFile
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.process import Process
+from fleet.launch.processes.stacks import Stack, ask_for_stacks, is_stopped
+from fleet.launch.processes.worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, PID, STEP, WorkerFile
 
 # The first step compiles, opens data and waits for the others to do so.
 FIRST_STEP_FACTOR = 10

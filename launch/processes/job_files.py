@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleet.launch._logs import open_log, write_all
-from fleet.launch._records import ProcessSpec
-from fleet.launch._texts import backup_environment, endpoints_log, environment_log
+from fleet.launch.cli.texts import backup_environment, endpoints_log, environment_log
+from fleet.launch.plan.records import ProcessSpec
+from fleet.launch.processes.logs import open_log, write_all
 
 
 def write_job_files(log_dir: Path, specs: Sequence[ProcessSpec]) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fleet.launch._logs import no_plain_file, open_log
+from fleet.launch.processes.logs import no_plain_file, open_log
 
 PREVIOUS = "previous"
 _LOCK = ".launchers"

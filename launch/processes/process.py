@@ -17,9 +17,9 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from fleet.errors import LaunchError
-from fleet.launch._guardian import MARK_VARIABLE
-from fleet.launch._logs import mark_start, open_log
-from fleet.launch._records import ProcessExit, ProcessSpec
+from fleet.launch.plan.records import ProcessExit, ProcessSpec
+from fleet.launch.processes.guardian import MARK_VARIABLE
+from fleet.launch.processes.logs import mark_start, open_log
 
 _PR_SET_PDEATHSIG = 1
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from fleet.launch._logs import read_tail
-from fleet.launch._records import ProcessExit
-from fleet.launch._redact import redact_arguments
+from fleet.launch.plan.records import ProcessExit
+from fleet.launch.processes.logs import read_tail
+from fleet.launch.processes.redact import redact_arguments
 
 # Six lines stand around the tail, two may be hints; "Exit code" follows. 30 lines in all.
 MAX_TAIL_LINES = 20

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.launch._worker_file import MAIN_THREAD, SHOWS_STACKS, STACK_SIGNAL, WorkerFile
+from fleet.launch.processes.worker_file import MAIN_THREAD, SHOWS_STACKS, STACK_SIGNAL, WorkerFile
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")

@@ -18,14 +18,14 @@ from signal import SIGTERM
 from types import TracebackType
 from typing import Protocol
 
-from fleet.launch._guardian import Guardian, kill_group, kill_marked
-from fleet.launch._logs import LaunchLog, LogEcho
-from fleet.launch._process import Process
-from fleet.launch._records import GroupResult, ProcessExit, ProcessSpec
-from fleet.launch._report import choose_first_failure, looks_like_victim
-from fleet.launch._signals import SignalInbox
-from fleet.launch._watch import WorkerWatch
-from fleet.launch._worker_file import PREEMPTED
+from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
+from fleet.launch.processes.guardian import Guardian, kill_group, kill_marked
+from fleet.launch.processes.logs import LaunchLog, LogEcho
+from fleet.launch.processes.process import Process
+from fleet.launch.processes.report import choose_first_failure, looks_like_victim
+from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.processes.watch import WorkerWatch
+from fleet.launch.processes.worker_file import PREEMPTED
 
 # After a failure the others may sit in a collective that nobody will join: they get this long, not the user's grace.
 FAILURE_GRACE_S = 0.3

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from signal import SIGTERM
 
-from fleet.launch._heartbeat import Heartbeats
-from fleet.launch._logs import LaunchLog
-from fleet.launch._process import Process
-from fleet.launch._records import LaunchConfig, ProcessSpec
-from fleet.launch._worker_file import PID, STEP, STOP_ASKED, TAKES_TIMES, WorkerFile
+from fleet.launch.plan.records import LaunchConfig, ProcessSpec
+from fleet.launch.processes.heartbeat import Heartbeats
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.process import Process
+from fleet.launch.processes.worker_file import PID, STEP, STOP_ASKED, TAKES_TIMES, WorkerFile
 
 FILE_VARIABLE = "FLEET_WORKER_FILE"
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleet.env import Environment
-from fleet.launch._config import read_config
-from fleet.launch._machine import Machine
-from fleet.launch._plan import plan_processes
-from fleet.launch._records import LaunchConfig, Peer, ProcessSpec
+from fleet.launch.cli.config import read_config
+from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.plan import plan_processes
+from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 SCRIPT = __file__  # any Python file that exists
 

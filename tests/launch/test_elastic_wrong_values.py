@@ -6,8 +6,8 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.launch._elastic import check_elastic
-from fleet.launch._elastic_command import main
+from fleet.launch.cli.elastic import check_elastic
+from fleet.launch.cli.elastic_command import main
 from tests.helpers import etcd
 from tests.helpers.launching import read
 
@@ -87,7 +87,7 @@ NP = {"PADDLE_ELASTIC_NP": "2"}
     ],
 )
 def test_a_variable(family: dict[str, str], env: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.launch._etcd_address.find_spec", lambda name: True)
+    monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: True)
     with pytest.raises(ConfigError) as caught:
         check_elastic(read(*flags(family), env=env), Environment(env))
     assert said in f"{caught.value}"
@@ -112,7 +112,7 @@ def test_an_argument_of_the_command(
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("etcd was asked")
 
-    monkeypatch.setattr("fleet.launch._etcd.EtcdStore._call", opened)
+    monkeypatch.setattr("fleet.launch.membership.etcd.EtcdStore._call", opened)
     given = (
         words if any(word.startswith("--elastic_server") for word in words) else (*words, f"--elastic_server={SERVER}")
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch import _job
+from fleet.launch import job as _job
 from tests.helpers.launching import read
 from tests.launch.launcher import Launcher, wait_until_gone
 

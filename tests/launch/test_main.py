@@ -21,5 +21,5 @@ def test_help() -> None:
     assert done.returncode == 0
     assert "--server_num" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "fleet.launch._cli" in imported
+    assert "fleet.launch.cli.cli" in imported
     assert imported.isdisjoint({"torch", "numpy", "yaml"})

@@ -14,7 +14,7 @@ from fleet.elastic._beat import Beat
 from fleet.elastic._calls import HealthCalls
 from fleet.env import Environment
 from fleet.facade import Fleet
-from fleet.launch._worker_file import (
+from fleet.launch.processes.worker_file import (
     OWN_NS,
     OWN_STEPS,
     PAUSED,

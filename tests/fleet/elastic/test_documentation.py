@@ -12,7 +12,7 @@ import pytest
 
 import fleet
 from fleet.elastic._faults import ACTIONS, POINTS
-from fleet.launch._flags import BY_SPELLING
+from fleet.launch.cli.flags import BY_SPELLING
 from tests.helpers.sources import ROOT
 
 NAMES = ("docs/checkpoint.md", "docs/checkpoint.zh-CN.md")

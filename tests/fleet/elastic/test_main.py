@@ -1,4 +1,4 @@
-"""``python -m fleet.elastic``: the command itself is tested in tests/launch/test_elastic_command.py."""
+"""``python -m fleet.elastic``: the command itself is tested in tests/launch/cli/test_elastic_command.py."""
 
 from __future__ import annotations
 

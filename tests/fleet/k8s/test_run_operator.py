@@ -46,8 +46,8 @@ def test_the_image_holds_what_the_operator_imports(tmp_path: Path) -> None:
         "import importlib, fleet\n"
         f"assert fleet.__file__.startswith({str(tmp_path)!r})\n"
         f"for name in {MODULES!r}: importlib.import_module('fleet.k8s.' + name)\n"
-        "from fleet.launch._elastic_command import ElasticJob\n"
-        "from fleet.launch._etcd import EtcdStore\n"
+        "from fleet.launch.cli.elastic_command import ElasticJob\n"
+        "from fleet.launch.membership.etcd import EtcdStore\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr

@@ -11,8 +11,8 @@ import pytest
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.k8s._size_record import forget_job, write_size
-from fleet.launch._elastic_world import ElasticRules, first_world
-from fleet.launch._world import COMPLETE, Node, to_json
+from fleet.launch.membership.elastic_world import ElasticRules, first_world
+from fleet.launch.membership.world import COMPLETE, Node, to_json
 from tests.helpers import etcd
 
 
@@ -24,8 +24,8 @@ def test_without_an_address_the_edit_is_refused() -> None:
 @pytest.mark.skipif(bool(etcd.missing()), reason=etcd.missing() or "no reason")
 def test_a_job_that_has_not_started_gets_its_size(tmp_path: Path) -> None:
     """004-17: pods that started before the edit come with the old one; a job that runs is in test_operator."""
-    from fleet.launch._etcd import EtcdStore
-    from fleet.launch._etcd_address import read_etcd_address
+    from fleet.launch.membership.etcd import EtcdStore
+    from fleet.launch.membership.etcd_address import read_etcd_address
 
     with etcd.Etcd(tmp_path / "etcd") as server:
         address = server.endpoint
@@ -43,8 +43,8 @@ def test_a_job_that_has_not_started_gets_its_size(tmp_path: Path) -> None:
 @pytest.mark.skipif(bool(etcd.missing()), reason=etcd.missing() or "no reason")
 def test_what_an_earlier_job_left_is_removed_unless_its_launchers_live(tmp_path: Path) -> None:
     """004-16: else the launchers of a job that is made again with the same name would hear that it is complete."""
-    from fleet.launch._etcd import EtcdStore
-    from fleet.launch._etcd_address import read_etcd_address
+    from fleet.launch.membership.etcd import EtcdStore
+    from fleet.launch.membership.etcd_address import read_etcd_address
 
     forget_job(None, "default-demo")  # nobody knows an etcd
     record = to_json(replace(first_world(ElasticRules(min_nodes=2, max_nodes=2)), state=COMPLETE))

@@ -9,9 +9,9 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import LaunchError
-from fleet.launch._cli import main, program_name
-from fleet.launch._machine import Machine
-from fleet.launch._records import LaunchConfig
+from fleet.launch.cli.cli import main, program_name
+from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.records import LaunchConfig
 from tests.helpers.launching import SCRIPT
 
 
@@ -26,9 +26,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[LaunchConfig]:
             raise LaunchError("no", 77)
         return 5
 
-    job = types.ModuleType("fleet.launch._job")
+    job = types.ModuleType("fleet.launch.job")
     job.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fleet.launch._job", job)
+    monkeypatch.setitem(sys.modules, "fleet.launch.job", job)
     return configs
 
 

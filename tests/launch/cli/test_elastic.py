@@ -6,7 +6,7 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch._elastic import check_elastic, etcd_server, needs_etcd, split_hook
+from fleet.launch.cli.elastic import check_elastic, etcd_server, needs_etcd, split_hook
 from tests.helpers.launching import notes, read
 
 FLAGS = ("--elastic_server=10.0.0.1:2379", "--np=2", "--job_id=J")
@@ -128,7 +128,7 @@ def test_which_jobs_need_etcd() -> None:
 
 def test_missing_client_is_refused_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """004-20."""
-    monkeypatch.setattr("fleet.launch._etcd_address.find_spec", lambda name: None)
+    monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: None)
     check_elastic(read("--nnodes=2"), Environment({}))
     with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[elastic\]'"):
         check_elastic(read(*FLAGS), Environment({}))

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.launch._elastic_command import main, read_np
-from fleet.launch._elastic_world import ElasticRules, first_world
-from fleet.launch._etcd_address import EtcdAddress
-from fleet.launch._record_proof import RecordProofs
-from fleet.launch._world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
+from fleet.launch.cli.elastic_command import main, read_np
+from fleet.launch.membership.elastic_world import ElasticRules, first_world
+from fleet.launch.membership.etcd_address import EtcdAddress
+from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 
@@ -29,7 +29,7 @@ class Command:
     """The command on one etcd, and the store behind it."""
 
     def __init__(self, server: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
-        from fleet.launch._etcd import EtcdStore
+        from fleet.launch.membership.etcd import EtcdStore
 
         self.store = EtcdStore(EtcdAddress(endpoints=(server.endpoint,)), timeout_s=2.0)
         self._capsys, self._env = capsys, {"PADDLE_ELASTIC_SERVER": server.endpoint, "PADDLE_ELASTIC_JOB_ID": "J"}
@@ -165,7 +165,7 @@ def test_etcd_that_is_not_there_exits_with_1(capsys: pytest.CaptureFixture[str])
 
 def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """004-20."""
-    monkeypatch.setattr("fleet.launch._etcd_address.find_spec", lambda name: None)
+    monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: None)
     assert main(("--elastic_server=127.0.0.1:1", "--job_id=J", "status"), {}) == 2
     assert "pip install 'torch-fleet[elastic]'" in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.launch._launch_ps import main, translate
+from fleet.launch.cli.launch_ps import main, translate
 from tests.helpers.launching import SCRIPT, plan, read
 
 

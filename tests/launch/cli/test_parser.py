@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.launch._flags import FLAGS, GROUPS, REMOVED
-from fleet.launch._parser import UsageError, build_parser, parse_command_line
+from fleet.launch.cli.flags import FLAGS, GROUPS, REMOVED
+from fleet.launch.cli.parser import UsageError, build_parser, parse_command_line
 
 
 def parse(*argv: str) -> dict[str, str]:

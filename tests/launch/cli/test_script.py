@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.launch._script import Script, python_command
+from fleet.launch.cli.script import Script, python_command
 from tests.helpers.launching import notes, read
 
 

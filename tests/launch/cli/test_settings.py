@@ -6,9 +6,9 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.launch._flags import FLAGS
-from fleet.launch._parser import CommandLine
-from fleet.launch._settings import Settings, convert, launcher_environment, read_settings
+from fleet.launch.cli.flags import FLAGS
+from fleet.launch.cli.parser import CommandLine
+from fleet.launch.cli.settings import Settings, convert, launcher_environment, read_settings
 
 
 def settings(flags: dict[str, str], env: dict[str, str] | None = None) -> Settings:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch import _texts
-from fleet.launch._logs import LaunchLog
-from fleet.launch._plan_ps import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.cli import texts as _texts
+from fleet.launch.plan.plan_ps import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.processes.logs import LaunchLog
 from tests.helpers.launching import SCRIPT, peer_of, plan, read
 
 SEED_NAMES = {

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._callers import Answerer, Seldom, most_connections
-from fleet.launch._kv_client import KeyValueClient
-from fleet.launch._kv_service import KeyValueService
-from fleet.launch._outage import ContactAnswer, ask
+from fleet.launch.membership.callers import Answerer, Seldom, most_connections
+from fleet.launch.membership.kv_client import KeyValueClient
+from fleet.launch.membership.kv_service import KeyValueService
+from fleet.launch.membership.outage import ContactAnswer, ask
 from tests.helpers.crowd import Crowd
 from tests.launch.launcher import ROOT, Launcher
-from tests.launch.test_meeting import HELLO, TWO, master, ranks
+from tests.launch.membership.test_meeting import HELLO, TWO, master, ranks
 
 SECRET = b"0123456789abcdef"
 # Runs a command with few open files allowed, the limit users meet most being 1,024.
@@ -112,8 +112,8 @@ def test_descriptors_that_others_took_stop_no_service() -> None:
     few_files(
         """
 import os, socket
-from fleet.launch._kv_client import KeyValueClient
-from fleet.launch._kv_service import KeyValueService
+from fleet.launch.membership.kv_client import KeyValueClient
+from fleet.launch.membership.kv_service import KeyValueService
 service = KeyValueService(socket.create_server(("127.0.0.1", 0)), b"s", lambda *about: None)
 address = service._listener.getsockname()
 strangers = [socket.create_connection(address) for _ in range(20)]

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
-from fleet.launch._elastic_world import END, IN_PLACE, ElasticRules
-from fleet.launch._etcd_address import EtcdAddress
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import LeftJobError, Outcome
-from fleet.launch._outage import ContactAnswer
-from fleet.launch._records import GroupResult, ProcessExit, ProcessSpec
-from fleet.launch._signals import SignalInbox
-from fleet.launch._world import NODE_PREFIX, Node
+from fleet.launch.membership.elastic_world import END, IN_PLACE, ElasticRules
+from fleet.launch.membership.etcd_address import EtcdAddress
+from fleet.launch.membership.membership import LeftJobError, Outcome
+from fleet.launch.membership.outage import ContactAnswer
+from fleet.launch.membership.world import NODE_PREFIX, Node
+from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.signals import SignalInbox
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch._elastic_membership import ElasticMembership, ElasticSettings
-    from fleet.launch._etcd import EtcdStore
-    from fleet.launch._etcd_contact import EtcdContact
+    from fleet.launch.membership.elastic_membership import ElasticMembership, ElasticSettings
+    from fleet.launch.membership.etcd import EtcdStore
+    from fleet.launch.membership.etcd_contact import EtcdContact
 
 RULES = ElasticRules(min_nodes=2, max_nodes=2, quiet_s=0.5)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.launch._elastic_world import (
+from fleet.launch.membership.elastic_world import (
     IN_PLACE,
     ElasticRules,
     blamed_reason,
@@ -21,8 +21,8 @@ from fleet.launch._elastic_world import (
     own_node,
     wanted_text,
 )
-from fleet.launch._kv_client import View
-from fleet.launch._world import (
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.world import (
     COMPLETE,
     DONE,
     FIXED,

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from fleet.env import Environment
-from fleet.launch._etcd_address import EtcdAddress, read_etcd_address
+from fleet.launch.membership.etcd_address import EtcdAddress, read_etcd_address
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch._etcd import EtcdRefusedError, EtcdStore, EtcdUnreachableError
+    from fleet.launch.membership.etcd import EtcdRefusedError, EtcdStore, EtcdUnreachableError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.launch._etcd_address import EtcdAddress, check_etcd_client, read_etcd_address
+from fleet.launch.membership.etcd_address import EtcdAddress, check_etcd_client, read_etcd_address
 
 
 def read(server: str, **env: str) -> EtcdAddress:
@@ -53,6 +53,6 @@ def test_tls_files(tmp_path: Path) -> None:
 
 def test_missing_client_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """004-20."""
-    monkeypatch.setattr("fleet.launch._etcd_address.find_spec", lambda name: None)
+    monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[elastic\]'"):
         check_etcd_client()

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._etcd_address import EtcdAddress
+from fleet.launch.membership.etcd_address import EtcdAddress
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch._etcd import EtcdUnreachableError
-    from fleet.launch._etcd_contact import EtcdContact
+    from fleet.launch.membership.etcd import EtcdUnreachableError
+    from fleet.launch.membership.etcd_contact import EtcdContact
 
 TTL_S = 2
 

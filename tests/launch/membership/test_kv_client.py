@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.launch._kv_client import KeyValueClient, StoreLostError, StoreRefusedError
-from fleet.launch._kv_service import KeyValueService
+from fleet.launch.membership.kv_client import KeyValueClient, StoreLostError, StoreRefusedError
+from fleet.launch.membership.kv_service import KeyValueService
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.launch import _wire
-from fleet.launch._kv_client import KeyValueClient, StoreLostError, StoreRefusedError
-from fleet.launch._kv_service import KeyValueService, Store
+from fleet.launch.membership import wire as _wire
+from fleet.launch.membership.kv_client import KeyValueClient, StoreLostError, StoreRefusedError
+from fleet.launch.membership.kv_service import KeyValueService, Store
 
 SECRET = b"0123456789abcdef"
 

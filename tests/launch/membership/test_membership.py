@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleet.launch._membership import Alone
-from fleet.launch._records import GroupResult, ProcessExit, ProcessSpec
+from fleet.launch.membership.membership import Alone
+from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 
 SPEC = ProcessSpec(role="worker", index=0, local_index=0, command=("x",), environment={}, log_path=Path("log"))
 FAILED = ProcessExit(spec=SPEC, pid=1, exit_code=7, signal_name=None, lifetime_s=1.0, ended_at=1.0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.launch._outage import ContactAnswer, ask, nobody_has_contact
+from fleet.launch.membership.outage import ContactAnswer, ask, nobody_has_contact
 
 SECRET = b"secret"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fleet.launch import _world
-from fleet.launch._elastic_world import ElasticRules, first_world
-from fleet.launch._kv_client import View
-from fleet.launch._record_proof import RecordProofs
-from fleet.launch._world import FIXED, Node, World
+from fleet.launch.membership import world as _world
+from fleet.launch.membership.elastic_world import ElasticRules, first_world
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.world import FIXED, Node, World
 
 PROOFS = RecordProofs(b"secret", "/paddle/job/")
 WORLD = World(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
-from fleet.launch._kv_client import KeyValueClient
-from fleet.launch._kv_service import KeyValueService
-from fleet.launch._logs import LaunchLog
-from fleet.launch._membership import Generation
-from fleet.launch._rendezvous import Rendezvous
-from fleet.launch._signals import SignalInbox
-from fleet.launch._world import Node, Rules
+from fleet.launch.membership.kv_client import KeyValueClient
+from fleet.launch.membership.kv_service import KeyValueService
+from fleet.launch.membership.membership import Generation
+from fleet.launch.membership.rendezvous import Rendezvous
+from fleet.launch.membership.world import Node, Rules
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.signals import SignalInbox
 
 SECRET = b"secret"
 

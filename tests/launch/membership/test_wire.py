@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.launch import _wire
-from fleet.launch._wire import Seals, WireError, proof, same
+from fleet.launch.membership import wire as _wire
+from fleet.launch.membership.wire import Seals, WireError, proof, same
 
 
 def ends(secret: bytes = b"s") -> tuple[Seals, Seals]:

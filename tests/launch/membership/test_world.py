@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fleet.launch._kv_client import View
-from fleet.launch._world import (
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.world import (
     COMPLETE,
     DONE,
     FIXED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.launch._addresses import hide_user, is_loopback, join_endpoint, split_endpoint, split_list, split_master
+from fleet.launch.plan.addresses import hide_user, is_loopback, join_endpoint, split_endpoint, split_list, split_master
 
 
 @pytest.mark.parametrize(

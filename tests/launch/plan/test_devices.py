@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch._devices import visible_cards
-from fleet.launch._records import LaunchConfig
+from fleet.launch.plan.devices import visible_cards
+from fleet.launch.plan.records import LaunchConfig
 from tests.helpers.launching import notes, read
 
 VISIBLE = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}

@@ -15,10 +15,10 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
-from fleet.launch import _interfaces
-from fleet.launch._interfaces import interface_to, interfaces, means_itself, own_address, reachable
-from fleet.launch._job import _with_interface
-from fleet.launch._records import Peer
+from fleet.launch.job import _with_interface
+from fleet.launch.plan import interfaces as _interfaces
+from fleet.launch.plan.interfaces import interface_to, interfaces, means_itself, own_address, reachable
+from fleet.launch.plan.records import Peer
 from tests.helpers import etcd as etcd_helper
 from tests.helpers import namespaces
 from tests.helpers.etcd import Etcd

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch._peers import peer_from_json, peer_to_json
-from fleet.launch._records import Peer
+from fleet.launch.plan.peers import peer_from_json, peer_to_json
+from fleet.launch.plan.records import Peer
 
 PEER = Peer(
     name="abc",

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fleet.launch._records import LaunchConfig, ProcessSpec
+from fleet.launch.plan.records import LaunchConfig, ProcessSpec
 from tests.helpers.launching import SCRIPT, plan, read
 
 MODES = [(), ("--server_num=1", "--worker_num=1")]

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from fleet.launch._port_hold import PortHold, hold_ports
-from fleet.launch._ports import free_ports, is_free
-from fleet.launch._records import Peer
+from fleet.launch.plan.port_hold import PortHold, hold_ports
+from fleet.launch.plan.ports import free_ports, is_free
+from fleet.launch.plan.records import Peer
 from tests.helpers.launching import plan, read
 
 CONFIG = read("--server_num=1", "--worker_num=1")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fleet.errors import ConfigError, LaunchError
-from fleet.launch._ports import check_ports, fixed_ports, free_ports, is_free, make_peer
+from fleet.launch.plan.ports import check_ports, fixed_ports, free_ports, is_free, make_peer
 from tests.helpers.launching import notes, plan, read
 
 

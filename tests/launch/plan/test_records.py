@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from fleet.launch._records import LaunchConfig, Peer
+from fleet.launch.plan.records import LaunchConfig, Peer
 
 
 def test_a_configuration_cannot_change() -> None:

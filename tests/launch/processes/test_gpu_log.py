@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._gpu_log import HEADER, write_gpu_log
-from fleet.launch._logs import LaunchLog
-from fleet.launch._records import LaunchConfig
+from fleet.launch.plan.records import LaunchConfig
+from fleet.launch.processes.gpu_log import HEADER, write_gpu_log
+from fleet.launch.processes.logs import LaunchLog
 
 
 def fake_smi(folder: Path, text: str, code: int = 0) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._guardian import MARK_VARIABLE, Guardian, kill_marked, make_mark, marked_processes
+from fleet.launch.processes.guardian import MARK_VARIABLE, Guardian, kill_marked, make_mark, marked_processes
 from tests.launch.launcher import is_running, wait_until_gone
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fleet.launch import _heartbeat
-from fleet.launch._heartbeat import FIRST_STEP_FACTOR, Heartbeats, processor_s, slow_line
-from fleet.launch._logs import LaunchLog
-from fleet.launch._stacks import Frame, Stack
-from fleet.launch._worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, STEP, WorkerFile
+from fleet.launch.processes import heartbeat as _heartbeat
+from fleet.launch.processes.heartbeat import FIRST_STEP_FACTOR, Heartbeats, processor_s, slow_line
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.stacks import Frame, Stack
+from fleet.launch.processes.worker_file import BEAT_NS, OWN_NS, OWN_STEPS, PAUSED, STEP, WorkerFile
 
 OWN = Stack((Frame("/code/train.py", 33, "load"),), "own")
 WAITING = Stack((Frame("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce"), *OWN.frames), "waiting")

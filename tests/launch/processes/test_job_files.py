@@ -6,8 +6,8 @@ import json
 import stat
 from pathlib import Path
 
-from fleet.launch._job_files import write_job_files
-from fleet.launch._records import ProcessSpec
+from fleet.launch.plan.records import ProcessSpec
+from fleet.launch.processes.job_files import write_job_files
 
 
 def test_files_hold_only_the_launchers_variables(tmp_path: Path) -> None:

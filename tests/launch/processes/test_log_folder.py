@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch._log_folder import own_log_folder
+from fleet.launch.processes.log_folder import own_log_folder
 from tests.launch.launcher import Launcher
 
 OLD = {

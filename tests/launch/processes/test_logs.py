@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._logs import LaunchLog, LogEcho, mark_start, open_log, read_tail, write_all
+from fleet.launch.processes.logs import LaunchLog, LogEcho, mark_start, open_log, read_tail, write_all
 
 
 def test_line_format_and_levels(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_echo_survives_a_reader_that_leaves(tmp_path: Path) -> None:
 
 
 def test_echo_does_not_wait_for_ever_for_a_stuck_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.launch._logs._STUCK_READER_S", 0.3)
+    monkeypatch.setattr("fleet.launch.processes.logs._STUCK_READER_S", 0.3)
     path = tmp_path / "log"
     path.write_bytes(b"x" * (1 << 20))
     read_fd, write_fd = os.pipe()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch._process import Process
-from fleet.launch._records import ProcessSpec
+from fleet.launch.plan.records import ProcessSpec
+from fleet.launch.processes.process import Process
 
 
 def spec(path: Path, *command: str, **fields: object) -> ProcessSpec:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.launch._redact import is_secret_name, redact, redact_arguments
+from fleet.launch.processes.redact import is_secret_name, redact, redact_arguments
 
 SECRET = "s3cr3tValue"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._records import ProcessExit, ProcessSpec
-from fleet.launch._report import (
+from fleet.launch.plan.records import ProcessExit, ProcessSpec
+from fleet.launch.processes.report import (
     choose_first_failure,
     failure_report,
     first_failure_line,

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 
-from fleet.launch._signals import SignalInbox
+from fleet.launch.processes.signals import SignalInbox
 
 
 def test_signals_are_collected_in_order() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._stacks import Frame, Stack, ask_for_stacks, is_stopped, read_stack
-from fleet.launch._worker_file import PID, WorkerFile
+from fleet.launch.processes.stacks import Frame, Stack, ask_for_stacks, is_stopped, read_stack
+from fleet.launch.processes.worker_file import PID, WorkerFile
 from tests.helpers.sources import ROOT
 
 TEXT = """\
@@ -58,7 +58,7 @@ WORKER = """
 import sys, threading, time
 from pathlib import Path
 from fleet.elastic._beat import Beat
-from fleet.launch._worker_file import WorkerFile
+from fleet.launch.processes.worker_file import WorkerFile
 beat = Beat(WorkerFile(Path(sys.argv[1])))
 def deep():
     sum(range(10**12)) if sys.argv[2] == "c code" else time.sleep(100)

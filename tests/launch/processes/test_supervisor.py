@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch import _process
-from fleet.launch._guardian import Guardian
-from fleet.launch._logs import LaunchLog
-from fleet.launch._records import GroupResult, ProcessSpec
-from fleet.launch._signals import SignalInbox
-from fleet.launch._supervisor import PeerEvent, Supervisor
-from fleet.launch._watch import WorkerWatch
+from fleet.launch.plan.records import GroupResult, ProcessSpec
+from fleet.launch.processes import process as _process
+from fleet.launch.processes.guardian import Guardian
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.processes.supervisor import PeerEvent, Supervisor
+from fleet.launch.processes.watch import WorkerWatch
 
 
 def spec(path: Path, index: int, code: str, role: str = "worker") -> ProcessSpec:

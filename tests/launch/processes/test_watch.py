@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fleet.launch._flags_health import HEALTH_FLAGS
-from fleet.launch._logs import LaunchLog
-from fleet.launch._records import ProcessSpec
-from fleet.launch._watch import FILE_VARIABLE, WorkerWatch, open_watch
-from fleet.launch._worker_file import PID, STOP_ASKED, WorkerFile
+from fleet.launch.cli.flags_health import HEALTH_FLAGS
+from fleet.launch.plan.records import ProcessSpec
+from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.watch import FILE_VARIABLE, WorkerWatch, open_watch
+from fleet.launch.processes.worker_file import PID, STOP_ASKED, WorkerFile
 from tests.helpers.launching import plan, read
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch._worker_file import BEAT_NS, PID, STEP, WorkerFile
+from fleet.launch.processes.worker_file import BEAT_NS, PID, STEP, WorkerFile
 
 
 def test_what_one_side_writes_the_other_reads(tmp_path: Path) -> None:

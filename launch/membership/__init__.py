@@ -1,0 +1,1 @@
+"""How the nodes of a job find each other and agree on who takes part."""

@@ -1,0 +1,1 @@
+"""What runs where: nodes, addresses, ports and devices, and the environment of each process."""

@@ -1,0 +1,1 @@
+"""The processes of one node: their start, logs, health and end."""
