@@ -40,6 +40,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/id_kernels.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernels/index.py": "tests/fleet/ps/test_table_stress.py",
+    "fleet/ps/table/kernels/seal.py": "tests/fleet/ps/wire/test_body_digest.py",
     "fleet/ps/table/kernels/row_requests.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/row_kernels.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/rule_kernels.py": "tests/fleet/ps/test_twins.py",
