@@ -31,7 +31,7 @@ from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.client.client import Client
-from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.link import ClientConfig
 from fleet.ps.client.shards import TableMap
 from fleet.ps.server.machine import Machine
 from fleet.ps.server.server import Server, run_server

@@ -33,7 +33,6 @@ MAX_LONG_FUNCTIONS = 8
 TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/elastic/_running.py": "tests/fleet/elastic/test_sampler.py",
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
-    "fleet/ps/worker/gradient_queue.py": "tests/fleet/ps/test_sender_geo.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/draws.py": "tests/fleet/ps/test_twins.py",

@@ -11,7 +11,7 @@ from typing import Any
 _HOMES = {
     "SparseEmbedding": "worker.embedding",
     "Client": "client.client",
-    "ClientConfig": "client.client_config",
+    "ClientConfig": "client.link",
     "Gradient": "client.shards",
     "Server": "server.server",
     "ServerConfig": "server.server_config",

@@ -8,8 +8,7 @@ accepted with one warning that gives the reason, or refused with the reason; ``f
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from fleet.launch.cli.flags_health import HEALTH_FLAGS
+from typing import Any
 
 USED, WARNED, REFUSED = "used", "warned", "refused"
 LAUNCH, FLEETRUN = "launch", "fleetrun"
@@ -22,6 +21,25 @@ FAILURE = "Failure and elastic"
 NO_EFFECT = "Accepted without effect (one warning says why)"
 NOT_HERE = "Known and refused (the message says why)"
 GROUPS = (NODES, PROCESSES, SERVERS, LOGS, FAILURE, NO_EFFECT, NOT_HERE)
+
+
+HEALTH_FLAGS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
+    (
+        "heartbeat_timeout",
+        1800,
+        "seconds without a finished step after which a worker counts as hung: its stack is shown, it is killed, and "
+        "--max_restart applies; 0: never. Not given, only workers that all wait for each other are killed then, and "
+        "others are reported",
+        {"kind": "seconds", "env": ("FLEET_HEARTBEAT_TIMEOUT",)},
+    ),
+    (
+        "preempt_grace",
+        0,
+        "seconds that SIGTERM to the launcher gives the workers to agree on a step, save a checkpoint and exit "
+        "with 75; 0: they are ended at once",
+        {"kind": "seconds", "env": ("FLEET_PREEMPT_GRACE",)},
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

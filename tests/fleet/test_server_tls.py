@@ -13,7 +13,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
-from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.link import ClientConfig
 from fleet.ps.wire.transport import SocketTransport, TlsConnection
 from tests.fleet.ps.service import SECRET, serving, silent
 from tests.fleet.test_server_job import make_adagrad, served, strategy

@@ -19,25 +19,56 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.client.client_config import ClientConfig
-from fleet.ps.client.connecting import wait_for_servers
-from fleet.ps.client.link import Link
-from fleet.ps.client.link_request import Request
+from fleet.ps.client.link import ClientConfig, Link, Request
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
-from fleet.ps.client.ticket import Ticket, fill
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
-from fleet.ps.wire.transport import SocketTransport, Transport
+from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
-__all__ = ["Client", "Gradient", "Ticket"]
+__all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Requests under way; :meth:`fleet.ps.client.client.Client.wait` returns their result.
+
+    After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least.
+    """
+
+    requests: list[tuple[Link, Request]] = field(default_factory=list)
+    result: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+    reached: int | None = None
+
+
+def fill(share: list[tuple[Part, Any]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
+    """Returns what puts one server's answer to ``ticket`` where it belongs: an array, or (array, places)."""
+
+    def take(header: Header, body: memoryview) -> None:
+        ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
+        answered = rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16))
+        if len(answered) != len(share):
+            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
+        for part, (asked, target) in zip(answered, share, strict=True):
+            if part.table_id != asked.table_id or part.n != asked.n * asked.dim or part.rows is None:
+                raise MessageError(f"the answer for table {asked.table_id} has another size.")
+            rows = part.rows.reshape(asked.n, asked.dim)
+            if isinstance(target, tuple):
+                target[0][target[1]] = rows
+            else:
+                target[:] = rows
+
+    return take
 
 
 class Client:
@@ -401,3 +432,91 @@ class Client:
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
                     link.beat(every_s)
+
+
+_POLL_S = 0.2
+_GREETING_S = 0.05
+_SILENT_ENDS = 2
+
+
+def wait_for_servers(
+    endpoints: Sequence[str],
+    transport: Transport,
+    *,
+    notify: Callable[[str], None] = print,
+    timeout_s: float | None = None,
+    interval_s: float = 3.0,
+    connect_timeout_s: float = 1.0,
+) -> None:
+    """Returns once a server greets at every endpoint; says every ``interval_s`` seconds where none does.
+
+    Raises:
+        PSError: some were not there within ``timeout_s``; the message names them.
+    """
+    began = time.monotonic()
+    said, explained = began - interval_s, False
+    with ExitStack() as stack:
+        probes = [_Probe(endpoint, transport, connect_timeout_s) for endpoint in endpoints]
+        for probe in probes:
+            stack.callback(probe.close)
+        while True:
+            probes = [probe for probe in probes if not probe.answers()]
+            absent = [probe.endpoint for probe in probes]
+            if not absent:
+                return
+            now = time.monotonic()
+            if timeout_s is not None and now - began > timeout_s:
+                raise PSError(
+                    f"parameter servers {absent} did not come within {timeout_s} s. Look at their logs, or raise the "
+                    "timeout."
+                )
+            if now - said >= interval_s:
+                said = now
+                notify(f"server not ready, wait {interval_s:g} sec to retry...")
+                notify(f"not ready endpoints:{absent}")
+                if now - began >= interval_s and not explained:
+                    explained = True
+                    notify(_explanation(absent, timeout_s))
+            time.sleep(_POLL_S)
+
+
+def _explanation(absent: Sequence[str], timeout_s: float | None) -> str:
+    limit = "" if timeout_s is None else f" This worker waits {timeout_s:g} s (FLAGS_stop_check_timeout)."
+    return (
+        f"nobody listens on {', '.join(absent)}: that parameter server has not come to fleet.run_server() yet, has "
+        f"ended (its log says why), or PADDLE_PSERVERS_IP_PORT_LIST is wrong here.{limit}"
+    )
+
+
+class _Probe:
+    """A look at one endpoint: that it takes connections says little, for the launcher holds the port of a server.
+
+    A connection that nobody has greeted yet is kept: the server that comes greets it first.
+    """
+
+    def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self._transport, self._timeout_s = transport, timeout_s
+        self._connection: Connection | None = None
+        self._silent_ends = 0
+
+    def answers(self) -> bool:
+        """Returns whether a server has greeted, or has hung up twice because it awaits TLS: then connecting says so."""
+        try:
+            if self._connection is None:
+                self._connection = self._transport.connect(self.endpoint, self._timeout_s)
+            self._connection.receive(memoryview(bytearray(1)), _GREETING_S, _GREETING_S)
+        except TransferTimeout:
+            return False
+        except ConnectionLost:
+            self._silent_ends += self._connection is not None
+            self.close()
+            return self._silent_ends == _SILENT_ENDS
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Lets go of the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

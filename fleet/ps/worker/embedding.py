@@ -17,16 +17,39 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
-from fleet.ps.worker.gradient_scale import scale_gradient
 from fleet.ps.worker.lookup import LocalRows, RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight
 from fleet.ps.worker.slots import Bags, bags_of, keys_of_slots
 
-__all__ = ["COMBINERS", "SparseEmbedding"]
+__all__ = ["COMBINERS", "SparseEmbedding", "scale_gradient"]
 
 COMBINERS = ("none", "sum", "mean")
 Ids = Tensor | Sequence[Any]
 _INT64 = (-(2**63), 2**63 - 1)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Returns ``tensor`` with the same values; backward multiplies its gradient by ``factor``.
+
+    Example:
+        >>> leaf = torch.ones(2, requires_grad=True)
+        >>> scale_gradient(leaf, 3.0).sum().backward()
+        >>> leaf.grad.tolist()
+        [3.0, 3.0]
+    """
+    scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 class SparseEmbedding(WatchesWeight):

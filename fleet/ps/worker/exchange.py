@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleet.errors import ConfigError
-from fleet.ps.client.client import Client
+from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.shards import Gradient, Keys, Rows
-from fleet.ps.client.ticket import Ticket
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan

@@ -16,7 +16,7 @@ from fleet.ps.client.shards import Gradient
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-from fleet.ps.worker.gradient_scale import scale_gradient
+from fleet.ps.worker.embedding import scale_gradient
 from fleet.ps.worker.lookup import RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight, as_plain
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fleet.errors import ConfigError, NanInfError, NotInitializedError
+from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError
 from fleet.ps.client.client import Client
+from fleet.ps.client.link import ONCE
 from fleet.ps.client.merge import merge_gradients
-from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
 from fleet.ps.table.rules import LEARNING_RATE
 from fleet.ps.worker.exchange import (
     AsyncExchange,
@@ -23,14 +25,12 @@ from fleet.ps.worker.exchange import (
     SyncExchange,
     check_mode,
 )
-from fleet.ps.worker.initial_values import give_initial_values, wait_for_values
 from fleet.ps.worker.lookup import ComingRows, TrainedRows
-from fleet.ps.worker.rejoin import rejoin
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
-__all__ = ["Trainer", "TrainerConfig"]
+__all__ = ["Trainer", "TrainerConfig", "give_initial_values", "rejoin", "wait_for_values"]
 
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
 
@@ -399,3 +399,92 @@ class Trainer:
             if what:
                 return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} such in all)."
         return ""
+
+
+def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
+    """Makes ``client`` go on at the right step and barriers.
+
+    Without a checkpoint it goes on where the others are: after the last barrier that the servers know. With one it
+    passes again those that came after it, at once, for the others have; and where the servers know fewer (they were
+    started anew, from a save) the count begins with theirs, which all workers see. So does the count of steps: a pull
+    of sync mode waits for the steps before it, and servers that were started anew will never have had them.
+
+    Args:
+        client: open.
+        state: what ``client.state_dict()`` was at the checkpoint.
+    """
+    own = client.state_dict()
+    welcomes = client.welcomes() if client.staleness is not None else client.welcomes()[:1]  # where barriers are
+    known = [welcome.get("barriers", {}) for welcome in welcomes]
+    saved = {} if state is None else dict(state["barriers"])
+    passed = {
+        name: max(own["barriers"].get(name, 0), min(int(numbers.get(name, 0)) for numbers in known))
+        for name in {*own["barriers"], *saved, *(name for numbers in known for name in numbers)}
+    }
+    if state is not None:
+        passed = {name: min(number, int(saved.get(name, 0))) for name, number in passed.items()}
+    merged = {**own, **(state or {}), "barriers": passed}
+    had = max(max(int(welcome["clock"]), int(welcome["applied_step"])) for welcome in client.welcomes())
+    client.load_state_dict({**merged, "step": min(int(merged["step"]), max(had, own["step"]))})
+
+
+_POLL_S = 0.05
+
+
+def give_initial_values(client: Client, plan: TablePlan, connect: Callable[[int], Client]) -> None:
+    """Gives the servers what they lack of the model's parameters; what they have of a save or of training stays.
+
+    Rows come first and dense values last: who finds the dense values set finds the rows, too.
+
+    Args:
+        client: worker 0's.
+        plan: the tables.
+        connect: returns an open client on the channel with the given number.
+    """
+    facts = client.stat()
+    for table in plan.sparse:
+        served = [module for module in table.modules if isinstance(module, ServedEmbedding)]
+        if served:
+            empty = not sum(fact["tables"][str(table.table_id)]["rows"] for fact in facts)
+            _give_rows(table, served[0], empty, connect)
+    unset = [part for part in plan.dense if not _is_set(facts, part)]
+    if unset:
+        client.wait(client.set_dense({part.table_id: part.values() for part in unset}))
+
+
+def _give_rows(table: SparsePart, module: ServedEmbedding, empty: bool, connect: Callable[[int], Client]) -> None:
+    giver = connect(ONCE + table.table_id)
+    try:
+        given = [int(welcome["last"]) for welcome in giver.welcomes()]
+        if not any(given) and not empty:
+            return  # the rows are those of a save
+        pieces = module.initial_rows()
+        if given == _pieces_of_servers(giver.tables[table.table_id], [ids for ids, _ in pieces]):
+            return
+        for ids, rows in pieces:
+            giver.wait(giver.add({table.table_id: Gradient(ids, rows)}))
+        giver.flush()
+    finally:
+        giver.close()
+
+
+def _pieces_of_servers(place: TableMap, pieces: Sequence[Keys]) -> list[int]:
+    """Returns, per server, how many of ``pieces`` have rows for it."""
+    shares = [[len(ids[own]) > 0 for own in place.split(ids)] for ids in pieces]
+    return [sum(share) for share in zip(*shares, strict=True)]
+
+
+def wait_for_values(client: Client, plan: TablePlan) -> None:
+    """Returns when every dense table has values; raises PSError when worker 0 gives none within the deadline."""
+    deadline = time.monotonic() + client.config.deadline_s
+    while not all(_is_set(facts, part) for facts in [client.stat()] for part in plan.dense):
+        if time.monotonic() > deadline:
+            raise PSError(
+                f"worker 0 has not given the servers the first parameters within {client.config.deadline_s:g} s. "
+                "Is it running? Look at its log and restart it: it goes on where it stopped."
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_set(facts: list[dict[str, Any]], part: DensePart) -> bool:
+    return all(fact["tables"][str(part.table_id)]["is_set"] for fact in facts)

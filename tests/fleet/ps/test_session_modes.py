@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.server.geo_recorder import GeoRecorder
+from fleet.ps.server.session import GeoRecorder
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule

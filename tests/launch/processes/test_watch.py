@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet.launch.cli.flags_health import HEALTH_FLAGS
+from fleet.launch.cli.flags import HEALTH_FLAGS
 from fleet.launch.plan.records import ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.watch import FILE_VARIABLE, WorkerWatch, open_watch

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError
+from fleet.ps.client.client import Ticket, fill
 from fleet.ps.client.shards import Gradient, TableMap
-from fleet.ps.client.ticket import Ticket, fill
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.partition import servers_of_keys

@@ -9,9 +9,7 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
-from fleet.ps.client.client_config import ClientConfig
-from fleet.ps.client.link import Link
-from fleet.ps.client.link_request import Request
+from fleet.ps.client.link import ClientConfig, Link, Request
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.machine import MAX_AHEAD, Machine
 from fleet.ps.server.server import run_server

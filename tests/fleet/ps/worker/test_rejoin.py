@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps.client.link_request import Request
+from fleet.ps.client.link import Request
 from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.wire.messages import Op
 from fleet.ps.worker.trainer import SAVE, Trainer
