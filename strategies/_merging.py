@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two, written_too_early
+from fleet.strategies._optimizer import OptimizerWrapper, came_since, gradients_left, shared_by_two, written_too_early
 from fleet.strategies._passes import Passes, accumulator_of
 
 
@@ -178,7 +178,7 @@ class Window:
     def end(self) -> None:
         """Starts a new window, after the update."""
         self.batch, self.sums, self._restored = 0, {}, False
-        self._left = {p: TensorWeakRef(p.grad) for p in self._accumulators if p.grad is not None}
+        self._left = gradients_left(self._accumulators)
 
     def _check_frozen(self) -> None:
         """Raises ConfigError where the exchange leaves out a parameter that earlier batches have gradients of."""
@@ -193,12 +193,7 @@ class Window:
 
         What code makes of the zeros it finds is no gradient of its own: a penalty is added to the merged ones later.
         """
-        for parameter in self._accumulators if not self.is_last else ():
-            gradient, left = parameter.grad, self._left.get(parameter)
-            is_old = gradient is None or parameter is self._zeros or (left is not None and left() is gradient)
-            if not is_old:
-                return True
-        return False
+        return not self.is_last and any(p is not self._zeros for p in came_since(self._accumulators, self._left))
 
     def _restore(self) -> None:
         for parameter, total in self.sums.items():

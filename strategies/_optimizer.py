@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 
 class OptimizerWrapper(Optimizer):
@@ -153,6 +155,18 @@ def shared_by_two(option: str) -> str:
         f"optimizer. {option} keeps what it needs of a parameter for one of them: step the later one, or put all "
         "parameters into one optimizer."
     )
+
+
+def gradients_left(parameters: Iterable[Tensor]) -> dict[Tensor, TensorWeakRef]:
+    """Returns the gradients that ``parameters`` have now, held weakly."""
+    return {p: TensorWeakRef(p.grad) for p in parameters if p.grad is not None}
+
+
+def came_since(parameters: Iterable[Tensor], left: Mapping[Tensor, TensorWeakRef]) -> Iterator[Tensor]:
+    """Yields those of ``parameters`` whose gradient is not one of ``left``."""
+    for p in parameters:
+        if p.grad is not None and not (p in left and left[p]() is p.grad):
+            yield p
 
 
 def written_too_early(option: str) -> str:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper, shared_by_two, written_too_early
+from fleet.strategies._optimizer import OptimizerWrapper, came_since, gradients_left, shared_by_two, written_too_early
 from fleet.strategies._parts import is_part, part_of
 
 
@@ -183,14 +183,13 @@ class CountingOptimizer(OptimizerWrapper):
             return None
         batches.done = 0
         loss = super().step()
-        self._left = {p: TensorWeakRef(p.grad) for p in self.parameters() if p.grad is not None}
+        self._left = gradients_left(self.parameters())
         return loss
 
     def _check_gradients(self) -> None:
         """Raises ConfigError for gradients written in a batch that completes no update: they would be lost."""
-        for p in self.parameters() if self.only_counts() else ():
-            if p.grad is not None and is_part(p) and ((left := self._left.get(p)) is None or left() is not p.grad):
-                raise ConfigError(written_too_early("sharding_configs['gradient_merge_acc_step']"))
+        if self.only_counts() and any(map(is_part, came_since(self.parameters(), self._left))):
+            raise ConfigError(written_too_early("sharding_configs['gradient_merge_acc_step']"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; raises ConfigError where some wait inside the model for an exchange."""

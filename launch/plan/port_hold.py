@@ -25,9 +25,8 @@ class PortHold:
         self._sockets: dict[tuple[str, int], socket.socket] = {}
         self._handed_on: set[tuple[str, int]] = set()
         for host, port in endpoints:
-            with contextlib.suppress(
-                OSError, UnicodeError
-            ):  # a name that is not an address here, or taken: the process will say so
+            # A name that is not an address here, or a port that is taken: the process will say so.
+            with contextlib.suppress(OSError, UnicodeError):
                 self._hold(host, port)
 
     def _hold(self, host: str, port: int, listens: bool = True) -> None:

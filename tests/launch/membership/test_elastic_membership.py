@@ -214,7 +214,7 @@ def test_a_victim_does_not_take_the_blame(place: Place) -> None:
     victim.start()
     place.nodes.remove(one)
     one.close()  # its node is gone
-    victim.join(10)
+    victim.join(60)  # etcd may take long to answer while the disk is busy
     assert [outcome.restart for outcome in blamed] == [True]
 
 
