@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _table import markdown  # noqa: E402
 
-from fleet._server_metrics import serve_measures  # noqa: E402
 from fleet.errors import CheckpointError  # noqa: E402
 from fleet.launch.membership.kv_client import KeyValueClient  # noqa: E402
 from fleet.launch.membership.kv_service import KeyValueService  # noqa: E402
 from fleet.ps.server.metrics import Measure  # noqa: E402
 from fleet.ps.wire.messages import Header, Op, encode_header  # noqa: E402
 from fleet.ps.wire.transport import SocketTransport  # noqa: E402
+from fleet.ps_job.server_metrics import serve_measures  # noqa: E402
 from tests.fleet.ps.service import gradient, rows, serving  # noqa: E402
 from tests.fleet.ps.test_forged_files import forge, load_table, save, table  # noqa: E402
 from tests.fleet.ps.wire.test_auth import OnThePath  # noqa: E402

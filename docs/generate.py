@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from fleet._guide_text import strategies_markdown
-from fleet._options_text import option_listing_markdown, option_table_markdown
 from fleet.env import VARIABLES
+from fleet.options import option_listing_markdown, option_table_markdown
+from fleet.options.guide_text import strategies_markdown
 
 ROOT = Path(__file__).parents[1]
 TEXTS = (

@@ -30,7 +30,7 @@ _HOMES = {
     "ClipGradByValue": "fleet.clip",
     "CommunicateTopology": "fleet.topology",
     "CountFilterEntry": "fleet.ps",
-    "DataParallel": "fleet.data_parallel",
+    "DataParallel": "fleet.paddle.data_parallel_layer",
     "DatasetFactory": "fleet.dataset._factory",
     "DistributedStrategy": "fleet.options",
     "ExecutionStrategy": "fleet.options",
@@ -47,15 +47,15 @@ _HOMES = {
     "Role": "fleet.role_maker",
     "ShowClickEntry": "fleet.ps",
     "SparseEmbedding": "fleet.ps",
-    "StrategyFactory": "fleet._strategy_factory",
+    "StrategyFactory": "fleet.paddle.strategy_factory",
     "UserDefinedRoleMaker": "fleet.role_maker",
     "UtilBase": "fleet._util",
-    "estimate_memory": "fleet._estimate",
+    "estimate_memory": "fleet.estimate.memory",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
     "infer_from_dataset": "fleet.dataset._training",
-    "recompute": "fleet.strategies._segments",
-    "recompute_sequential": "fleet.strategies._segments",
+    "recompute": "fleet.strategies._shared.segments",
+    "recompute_sequential": "fleet.strategies._shared.segments",
     "spawn": "fleet.parallel",
     "train_from_dataset": "fleet.dataset._training",
 }
@@ -194,9 +194,10 @@ def __getattr__(name: str) -> Any:
 def _instance() -> Fleet:
     """Returns the one Fleet of this process, made at the first use."""
     if "_fleet" not in globals():
+        from fleet._running import RUNNING
         from fleet.facade import Fleet
 
-        globals()["_fleet"] = Fleet()
+        globals()["_fleet"] = Fleet(RUNNING)
     found: Fleet = globals()["_fleet"]
     return found
 

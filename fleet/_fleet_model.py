@@ -15,10 +15,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from fleet._checkpoint import known_entries
+from fleet._save_load import known_entries
 from fleet.errors import ConfigError
-from fleet.strategies._exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
-from fleet.strategies._parts import (
+from fleet.strategies._shared.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
+from fleet.strategies._shared.parts import (
     PART,
     has_parts,
     load_from_rank_0,
@@ -28,7 +28,7 @@ from fleet.strategies._parts import (
     warn_of_parts,
     whole_state,
 )
-from fleet.strategies._passes import passes_of
+from fleet.strategies._shared.passes import passes_of
 
 # Kept out of the module's own attributes: they belong to the wrapper.
 _OWN = frozenset(

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning
-from fleet.strategies._amp_optimizer import AmpOptimizer
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._parts import PART, has_parts, local_state, warn_of_parts, whole_state
-from fleet.strategies._passes import forwards_behind
-from fleet.strategies._sharding_owners import PartitionedOptimizer
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import PART, has_parts, local_state, warn_of_parts, whole_state
+from fleet.strategies._shared.passes import forwards_behind
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer
+from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 
 class StepObserver(Protocol):

@@ -21,7 +21,7 @@ import torch
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive
-from fleet.strategies._parts import has_parts
+from fleet.strategies._shared.parts import has_parts
 
 _STALE_AFTER_S = 3600.0  # a temporary file that nobody has written to for so long belongs to a process that died
 _CHUNK_BYTES = 1 << 20

@@ -1,6 +1,6 @@
 """Session: everything one ``fleet.init`` set up. It is handed down; nothing else of the project keeps state.
 
-Strategies see it as ``fleet.strategies._base.Workers``.
+Strategies see it as ``fleet.strategies._declare.strategy.Workers``.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet._broken_exchange import UncaughtErrors, explained
-from fleet._first_step import TrainingChecks
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
-from fleet._roll_call import RollCall
-from fleet._same_job import check_model, check_options
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet._util import UtilBase
+from fleet.checks.broken_exchange import UncaughtErrors, explained
+from fleet.checks.first_step import TrainingChecks
+from fleet.checks.roll_call import RollCall
+from fleet.checks.same_job import check_model, check_options
 from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
-from fleet.strategies._base import Stage, Strategy
-from fleet.strategies._mesh import make_mesh, plan_axes
-from fleet.strategies._plan import Plan, plan
+from fleet.strategies._declare.strategy import Stage, Strategy
+from fleet.strategies._declare.strategy_plan import Plan, plan
+from fleet.strategies._shared.mesh import make_mesh, plan_axes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet._role_record import RoleRecord
-    from fleet._server_job import ServerJob
     from fleet.elastic._checkpoint import Checkpoint
+    from fleet.ps_job.server_job import ServerJob
+    from fleet.role.record import RoleRecord
     from fleet.role_maker import RoleMakerBase
 
 

@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from fleet._log import LOGGER, show_log
 from fleet._process_group import Meeting, start_process_group
-from fleet._role_record import Role
 from fleet._session import Session
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch.plan.interfaces import means_itself
 from fleet.options import DistributedStrategy
+from fleet.role.record import Role
 from fleet.role_maker import PaddleCloudRoleMaker
-from fleet.strategies._plan import plan
+from fleet.strategies._declare.strategy_plan import plan
 
 if TYPE_CHECKING:
-    from fleet._role_record import RoleRecord
+    from fleet.role.record import RoleRecord
     from fleet.role_maker import RoleMakerBase
 
 
@@ -64,7 +64,7 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         meet_workers=meet_workers,
     )
     if record.server_endpoints or alone:
-        from fleet._server_job import ServerJob  # collective jobs do without the parameter server
+        from fleet.ps_job.server_job import ServerJob  # collective jobs do without the parameter server
 
         session.server_job = ServerJob(session)
     if record.with_gloo and record.kind is Role.WORKER:

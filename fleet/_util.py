@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from fleet._file_shard import split_files
-from fleet.elastic._running import running_session
+from fleet._running import running_session
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from fleet._roll_call import RollCall
+    from fleet.checks.roll_call import RollCall
     from fleet.role_maker import RoleMakerBase
 
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | np.generic"

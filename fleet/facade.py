@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
+import math
+import os
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,34 +16,46 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet import _checkpoint
+from fleet import _save_load
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet._log import LOGGER, set_log_level
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
-from fleet._server_calls import ServerCalls
+from fleet._running import Running
 from fleet._session import Session
-from fleet._sharding_calls import ShardingCalls
 from fleet._start import start_session
 from fleet._util import UtilBase
-from fleet.elastic._calls import HealthCalls
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.options import DistributedStrategy, mark_copied
+from fleet.paddle import group_sharded
 from fleet.role_maker import RoleMakerBase
-from fleet.strategies._amp_scaler import share_scaler
-from fleet.strategies.amp import Amp
+from fleet.strategies.amp.amp import Amp
+from fleet.strategies.amp.explicit_scaler import share_scaler
+from fleet.topology import HybridCommunicateGroup, communicate_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from fleet.ps_job.server_job import ServerJob
 
-class Fleet(ShardingCalls, ServerCalls, HealthCalls):
+Path = str | os.PathLike[str]
+
+
+class Fleet:
     """The calls of the ``fleet`` namespace; the package binds one instance of it to its own name."""
 
-    def __init__(self) -> None:
-        self._session: Session | None = None
+    def __init__(self, running: Running | None = None) -> None:
+        self._running = Running() if running is None else running
         self._init_had_strategy = False
         self._util: Any = None
+
+    @property
+    def _session(self) -> Session | None:
+        return self._running.session
+
+    @_session.setter
+    def _session(self, session: Session | None) -> None:
+        self._running.session = session
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -293,6 +308,69 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         """Updates the parameters of the last distributed optimizer; see ``FleetOptimizer.minimize``."""
         return self._last_optimizer("minimize").minimize(loss, startup_program, parameter_list, no_grad_set)
 
+    def group_sharded_parallel(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        level: str,
+        scaler: Any = None,
+        group: dist.ProcessGroup | None = None,
+        offload: bool = False,
+        sync_buffers: bool = False,
+        buffer_max_size: int = 2**23,
+        segment_size: int = 2**20,
+        sync_comm: bool = False,
+        dp_group: dist.ProcessGroup | None = None,
+        exclude_layer: list[Any] | None = None,
+    ) -> tuple[FleetModel, FleetOptimizer, Any]:
+        """Returns model, optimizer and scaler with the state divided among workers, without a strategy.
+
+        Args:
+            model: the user's module; load a checkpoint before this call.
+            optimizer: the user's optimizer.
+            level: ``"os"`` divides the optimizer state, ``"os_g"`` the gradients too, ``"p_g_os"`` the parameters too.
+            scaler: a ``torch.amp.GradScaler`` or ``None``.
+            group: the workers that share one copy; ``None`` is all.
+            offload: keep the optimizer state in host memory (with "os_g" and "p_g_os" gradients and parts too).
+            sync_buffers: accepted; buffers are worker 0's before each training forward in any case.
+            buffer_max_size: bytes that are gathered or sent at once.
+            segment_size: accepted; it changes nothing.
+            sync_comm: accepted; it changes nothing.
+            dp_group: workers that hold copies of what ``group`` shares.
+            exclude_layer: must be empty.
+
+        Raises:
+            NotInitializedError: before ``fleet.init``.
+            ConfigError: an argument is wrong, or options are on that need ``distributed_model``.
+
+        Example:
+            >>> model, optimizer, scaler = fleet.group_sharded_parallel(model, optimizer, "p_g_os")
+        """
+        session = self._need("group_sharded_parallel")
+        group_sharded.check_arguments(level, buffer_max_size, segment_size, sync_comm, exclude_layer)
+        wrapped, stepped = group_sharded.shard_by_groups(
+            session, model, optimizer, level, group=group, dp_group=dp_group, offload=offload,
+            buffer_max_size=buffer_max_size,
+        )  # fmt: skip
+        return wrapped, stepped, None if scaler is None else self.distributed_scaler(scaler)
+
+    def save_group_sharded_model(self, model: FleetModel, output: str, optimizer: FleetOptimizer | None = None) -> None:
+        """Writes the whole states to ``output``/model.pdmodel and model.pdopt; every worker must call it.
+
+        Worker 0 writes, and all return when the files are there.
+
+        Raises:
+            ConfigError: model or optimizer are not those that were returned by Fleet.
+            CheckpointError: ``output`` is a file, or cannot be written.
+        """
+        session = self._need("save_group_sharded_model")
+        group_sharded.save_states(model, output, optimizer, session.global_rank == 0)
+        self.barrier_worker()
+
+    def get_hybrid_communicate_group(self) -> HybridCommunicateGroup:
+        """Returns this worker's place along every axis of the mesh, and the process groups."""
+        return communicate_group(self._need("get_hybrid_communicate_group"))
+
     # ---- Fleet as the optimizer (its 2.0 form) ----------------------------------------------------------------------
 
     def step(self) -> None:
@@ -321,15 +399,245 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
         """Loads a state into the last distributed optimizer."""
         self._last_optimizer("set_state_dict").set_state_dict(state_dict)
 
+    # ---- health --------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, pause: bool = False) -> None:
+        """Tells the launcher that this worker is alive; each step of a distributed optimizer does it as well.
+
+        Under ``--heartbeat_timeout`` a worker that is silent for so long is killed. Call it in what takes long between
+        two steps: in an evaluation for each batch, or once with ``pause=True`` before it, which allows silence until
+        the next step or call. It takes less than a microsecond, and does nothing where nobody listens.
+
+        Example:
+            >>> fleet.heartbeat(pause=True)
+        """
+        session = self._need("heartbeat")
+        if pause not in (True, False):
+            raise ConfigError(f"heartbeat(pause={pause!r}) takes True or False.")
+        session.beat(pause)
+
+    def preempted(self) -> bool:
+        """Returns whether the job was asked to stop and all workers have agreed that this is the last step.
+
+        The answer is the same on every worker after the same step, so that all may save now. It stays False without
+        ``--preempt_grace``. With a ``fleet.elastic.Checkpoint`` it need not be asked: where the loop begins its next
+        batch, the checkpoint is written and the process exits with ``fleet.elastic.PREEMPTED``.
+
+        Example:
+            >>> fleet.preempted()
+            False
+        """
+        health = self._need("preempted").health
+        return health is not None and health.is_preempted
+
+    # ---- servers -------------------------------------------------------------------------------------------------
+
+    def init_server(self, dirname: Path | None = None, var_names: Sequence[str] | None = None) -> None:
+        """Prepares this parameter server, with the rows and parameters of an earlier save where ``dirname`` is given.
+
+        Args:
+            dirname: a folder that ``save_persistables`` wrote, by any number of servers.
+            var_names: loads only these sparse tables; their names are those of the model's embeddings.
+
+        Raises:
+            NotInitializedError: before ``fleet.init``, or ``dirname`` is given and the model is not known yet.
+            ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
+        """
+        job = self._job("init_server", "server")
+        if job is not None:
+            job.init_server(None if dirname is None else _path("init_server", "dirname", dirname), var_names)
+
+    def run_server(self) -> None:
+        """Serves, and returns when every worker has called ``stop_worker`` (or has been silent too long)."""
+        job = self._job("run_server", "server")
+        if job is not None:
+            job.run_server()
+
+    # ---- workers -------------------------------------------------------------------------------------------------
+
+    def init_worker(self, scopes: object = None) -> None:
+        """Connects this worker to the servers; training starts from worker 0's parameters, or the servers' own.
+
+        It waits for servers that are not there yet and says which, for at most FLAGS_stop_check_timeout seconds. A
+        single process without servers in its environment gets one inside itself.
+
+        Args:
+            scopes: accepted for Fleet's signature; torch has no scopes.
+
+        Raises:
+            NotInitializedError: before ``fleet.init``, ``distributed_optimizer`` or ``distributed_model``.
+            ConfigError: the model cannot be served.
+            PSError: servers did not come in time; the message names them.
+        """
+        job = self._job("init_worker", "worker")
+        if job is not None:
+            job.start_worker()
+
+    def stop_worker(self) -> None:
+        """Sends what is still waiting and leaves the job; the servers end when all workers have left."""
+        job = self._job("stop_worker", "worker")
+        if job is not None:
+            job.stop_worker()
+
+    # ---- files ---------------------------------------------------------------------------------------------------
+
+    def save_persistables(
+        self,
+        executor: object = None,
+        dirname: Path | None = None,
+        main_program: object = None,
+        mode: int = 0,
+        *,
+        text: bool = False,
+    ) -> None:
+        """Makes the servers write all tables to ``dirname``; every worker calls it and returns when it is written.
+
+        Args:
+            executor: accepted for Fleet's signature; the folder may stand in its place.
+            dirname: a folder that all servers reach.
+            main_program: accepted for Fleet's signature.
+            mode: 0 every row; 1 the rows that changed enough since the last save; 2 the rows with a score high
+                enough; 3 every row, and a day passes. 1 and 2 need an accessor on each table.
+            text: writes rows as lines of text, which other programs read and ``load_model`` too; with mode 0.
+        """
+        folder, number = _folder("save_persistables", executor, dirname), _check_mode(mode)
+        if not isinstance(text, bool) or (text and number):
+            raise ConfigError(
+                f"fleet.save_persistables(mode={mode!r}, text={text!r}): text is True or False, and True writes every "
+                "row: mode 0."
+            )
+        job = self._job("save_persistables", "worker")
+        if job is not None:
+            job.running().save(folder, number, text=text)
+
+    def save_inference_model(
+        self,
+        executor: object = None,
+        dirname: Path | None = None,
+        feeded_var_names: object = None,
+        target_vars: object = None,
+        main_program: object = None,
+        export_for_deployment: bool = True,
+        mode: int = 0,
+    ) -> None:
+        """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
+
+        Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
+        ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding of unbounded ids.
+
+        Args:
+            executor: accepted for Fleet's signature; the folder may stand in its place.
+            dirname: a folder that all servers reach.
+            feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
+                model is the module that was given to ``distributed_model``.
+            mode: as in :meth:`save_persistables`.
+        """
+        folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
+        job = self._job("save_inference_model", "worker")
+        if job is None:
+            return
+        job.running().save(folder, number)
+        model = self._need("save_inference_model").models[0]
+        state = model.state_dict()
+        if self.is_first_worker():
+            _save_load.save(state, os.path.join(folder, "model.pt"))
+
+    def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
+        """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
+        folder, number = _path("save_one_table", "path", path), _check_mode(mode)
+        job = self._job("save_one_table", "worker")
+        if job is not None:
+            trainer = job.running()
+            trainer.save(folder, number, [_table(trainer.plan.configs, table_id)])
+
+    def load_model(self, path: Path, mode: int = 0) -> None:
+        """Makes the servers read all tables from a save; every worker calls it and goes on with what was read.
+
+        Args:
+            path: a folder that ``save_persistables`` wrote.
+            mode: accepted; a save says itself what it holds.
+        """
+        folder = _path("load_model", "path", path)
+        _check_mode(mode)
+        job = self._job("load_model", "worker")
+        if job is not None:
+            job.running().load(folder)
+
+    def load_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
+        """Makes the servers read one table, by its number, as :meth:`load_model` does."""
+        folder = _path("load_one_table", "path", path)
+        _check_mode(mode)
+        job = self._job("load_one_table", "worker")
+        if job is not None:
+            trainer = job.running()
+            trainer.load(folder, [_table(trainer.plan.configs, table_id)])
+
+    # ---- the life of rows ----------------------------------------------------------------------------------------
+
+    def shrink(self, threshold: float | None = None) -> int:
+        """Deletes rows that are not worth keeping; every worker calls it. Worker 0 gets the number of rows deleted.
+
+        Args:
+            threshold: the least score of a row that stays (of tables without accessor: the least number of pushes);
+                ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor, and
+                leaves tables without one alone. The rows of ``nn.Embedding`` stay unless their table has an accessor.
+
+        Raises:
+            ConfigError: no table has rows to delete in this way; said on every worker, and nothing is deleted.
+        """
+        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if threshold is not None and not (number and math.isfinite(threshold) and threshold >= 0):
+            raise ConfigError(
+                f"fleet.shrink(threshold={threshold!r}) takes a number of 0 or more, the least score of a row that "
+                "stays, or None for the settings of each table."
+            )
+        job = self._job("shrink", "worker")
+        return 0 if job is None else job.running().shrink(threshold)
+
+    def print_table_stat(self, table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
+        """Prints how many rows and bytes a table has on all servers together.
+
+        Args:
+            table_id: number of the table.
+            pass_id: a number that stands in the line.
+            threshold: refused above 0: servers do not count rows by their score.
+        """
+        if isinstance(pass_id, bool) or not isinstance(pass_id, int):
+            raise ConfigError(f"print_table_stat(pass_id={pass_id!r}) takes a whole number, for the line.")
+        if threshold:
+            raise ConfigError(
+                f"print_table_stat(threshold={threshold!r}): rows are counted without a threshold; use 0."
+            )
+        job = self._job("print_table_stat", "worker")
+        if job is not None:
+            trainer = job.running()
+            facts = trainer.table_facts(_table(trainer.plan.configs, table_id))
+            print(f"pass {pass_id}, table {table_id}: {facts['rows']} rows, {facts['bytes']} bytes", flush=True)
+
+    def set_date(self, table_id: int, day_id: str | int) -> None:
+        """Lets a day pass for the rows of a table, for tables that forget rows unseen for long; worker 0 triggers it.
+
+        Args:
+            table_id: number of the table.
+            day_id: the new day. One that the servers have been told last changes nothing, so that a worker 0 which is
+                started again may repeat its call.
+        """
+        if isinstance(day_id, bool) or not isinstance(day_id, str | int) or not str(day_id).strip():
+            raise ConfigError(f"fleet.set_date(day_id={day_id!r}) takes the day as text or number, such as '20260131'.")
+        job = self._job("set_date", "worker")
+        if job is not None:
+            trainer = job.running()
+            trainer.set_date(_table(trainer.plan.configs, table_id), str(day_id))
+
     # ---- files and logs ------------------------------------------------------------------------------------------
 
     def save(self, obj: Any, path: str) -> None:
         """Writes ``obj`` to exactly ``path``, whole or not at all; see ``fleet.load``."""
-        _checkpoint.save(obj, path)
+        _save_load.save(obj, path)
 
     def load(self, path: str, **kwargs: Any) -> Any:
         """Returns what :meth:`save` wrote; never runs code from the file."""
-        return _checkpoint.load(path, **kwargs)
+        return _save_load.load(path, **kwargs)
 
     def set_log_level(self, level: int | str) -> None:
         """Sets the level of the project's log."""
@@ -347,7 +655,7 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
 
     def explain(self, strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
         """Prints what ``strategy`` (or the one in force) does, in which order, what it warns of and refuses."""
-        from fleet._explain import explain
+        from fleet.options.explain import explain
 
         check_strategy("fleet.explain(strategy)", strategy)
         options = self._need("explain").options if strategy is None else strategy
@@ -387,6 +695,23 @@ class Fleet(ShardingCalls, ServerCalls, HealthCalls):
             raise NotInitializedError(f"fleet.{call} needs fleet.init() first.")
         return self._session
 
+    def _job(self, call: str, role: str) -> ServerJob | None:
+        """Returns this process's job; ``None`` with a warning where the call has nothing to act on."""
+        session = self._need(call)
+        job = session.server_job
+        if job is None:
+            warnings.warn(
+                f"fleet.{call}() changes nothing: this job has no parameter servers. They come with "
+                "fleet.init(is_collective=False) and PADDLE_PSERVERS_IP_PORT_LIST, or --server_num of the launcher.",
+                OptionWarning,
+                stacklevel=3,
+            )
+            return None
+        own = "server" if self.is_server() else "worker"
+        if own != role:
+            raise ConfigError(f"fleet.{call}() is for {role}s; this process is a {own}. Ask fleet.is_{role}() first.")
+        return job
+
     def _last_optimizer(self, call: str) -> FleetOptimizer:
         session = self._need(call)
         if not session.optimizers:
@@ -409,3 +734,35 @@ def check_strategy(label: str, strategy: object) -> None:
             f"{label} takes a fleet.DistributedStrategy, got {strategy!r}. Strategy classes of older releases are not "
             "compatible; set the same options on fleet.DistributedStrategy()."
         )
+
+
+def _folder(call: str, executor: object, dirname: Path | None) -> str:
+    """Returns the folder, which may stand where Fleet's signature has the executor."""
+    return _path(call, "dirname", dirname if dirname is not None else executor)
+
+
+def _path(call: str, name: str, value: object) -> str:
+    """Returns the folder ``value`` as an absolute path; raises ConfigError when it cannot be one."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, as text or pathlib.Path.")
+    if os.path.isfile(text):
+        raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, and this is a file.")
+    return os.path.abspath(text)
+
+
+def _table(known: Any, table_id: int) -> int:
+    if isinstance(table_id, bool) or not isinstance(table_id, int) or table_id not in known:
+        names = {key: config.name for key, config in known.items()}
+        raise ConfigError(f"table {table_id!r} does not exist; the tables are {names!r}.")
+    return table_id
+
+
+def _check_mode(mode: object) -> int:
+    """Returns ``mode``; raises ConfigError unless it is 0 to 3."""
+    if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 3:
+        raise ConfigError(
+            f"mode is {mode!r}; it is 0 (every row), 1 (rows that changed), 2 (rows worth serving) or 3 (every row, "
+            "and a day passes)."
+        )
+    return mode

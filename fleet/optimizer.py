@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fleet.clip import GradientClip
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.regularizer import L1Decay, L2Decay
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies.lamb import LambAdam
 
 __all__ = [

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from fleet._starter_fleet import read_device_ids
-from fleet._starters import read_record
 from fleet.env import Environment, export
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError, did_you_mean
 from fleet.launch.plan.ports import free_ports
+from fleet.role.fleet_contract import read_device_ids
+from fleet.role.starters import read_record
 
 __all__ = ["ParallelEnv", "get_rank", "get_world_size", "spawn"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, did_you_mean
-from fleet.strategies._degrees import AXES
+from fleet.strategies._declare.degrees import AXES
 
 if TYPE_CHECKING:
     from fleet._session import Session

@@ -10,9 +10,9 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 
-from fleet.strategies._base import GROUPS, REGISTRY, Stage, Strategy
-from fleet.strategies._config import Config, setting
-from fleet.strategies._plan import Plan, plan
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import GROUPS, REGISTRY, Stage, Strategy
+from fleet.strategies._declare.strategy_plan import Plan, plan
 
 __all__ = ["GROUPS", "REGISTRY", "Config", "Plan", "Stage", "Strategy", "plan", "setting"]
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
-from fleet.strategies._amp_scale import scales_gradients
-from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values
-from fleet.strategies._config import Config, setting
-from fleet.strategies._optimizer import users_step_hooks
-from fleet.strategies._served_optimizer import ServedOptimizer
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, Values
+from fleet.strategies._shared.casts import scales_gradients
+from fleet.strategies._shared.optimizer_wrapper import users_step_hooks
+from fleet.strategies._shared.served_optimizer import ServedOptimizer
 
 _GPU_TABLES = (
     "tables live in the servers' host memory; there are none on GPUs. For GPU workers that average dense gradients "

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import Guide, Stage, Strategy
-from fleet.strategies._config import Config, setting
-from fleet.strategies._local_training import LocalOptimizer, TrainsLocally, mean_over_workers
-from fleet.strategies._loss import watch_losses
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.local_training import LocalOptimizer, TrainsLocally, mean_over_workers
+from fleet.strategies._shared.loss_value import watch_losses
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import REGISTRY, Guide, Stage, Strategy, Values, top_level
-from fleet.strategies._config import Config, setting
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, Values, top_level
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 _FUSION = "torch.compile fuses what it can; turn to_static on"
 _MEMORY = "torch's autograd and allocator decide it"

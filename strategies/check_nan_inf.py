@@ -31,11 +31,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, NanInfError
-from fleet.strategies._alarm import Alarm
-from fleet.strategies._amp_scale import scales_gradients
-from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
-from fleet.strategies._finite import Place, Sightings, described, tensors_in
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._shared.alarm import Alarm
+from fleet.strategies._shared.casts import scales_gradients
+from fleet.strategies._shared.finite import Place, Sightings, described, tensors_in
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 FLAGS = ("FLAGS_check_nan_inf", "FLAGS_pp_check_naninf")
 _NEVER = 2**62

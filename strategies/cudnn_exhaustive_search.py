@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fleet.strategies._base import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 
 
 class CudnnExhaustiveSearch(Strategy):

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fleet.strategies._base import Guide, Stage, Strategy, Workers
-from fleet.strategies._config import Config, setting
-from fleet.strategies._exchange import data_parallel_in, exchange_of
-from fleet.strategies._passes import Passes, passes_of
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Workers
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._shared.passes import Passes, passes_of
 
 _MIB = 1024 * 1024
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fleet.strategies._base import Guide, Stage, Strategy
-from fleet.strategies._config import Config, setting
-from fleet.strategies._exchange import data_parallel_in, exchange_of
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import NOT_YET, top_level
-from fleet.strategies._config import Config, setting
-from fleet.strategies._degrees import AXES, asked_degrees, plan_degrees
-from fleet.strategies._hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
-from fleet.strategies._nccl import NcclAndCheckConfig, NcclOnlyConfig, NcclTwiceConfig
+from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
+from fleet.strategies._declare.nccl import NcclAndCheckConfig, NcclOnlyConfig, NcclTwiceConfig
+from fleet.strategies._declare.strategy import NOT_YET, top_level
 
 _WITHOUT_TIMERS = "torch.profiler shows the same; nothing here measures by itself"
 

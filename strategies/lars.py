@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.strategies._base import Guide, Stage, Strategy
-from fleet.strategies._config import Config, setting
-from fleet.strategies._optimizer_kinds import check_momentum, check_settings_off
-from fleet.strategies._parts import local
-from fleet.strategies._rule import RuleWrapper, norms
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.optimizer_kinds import check_momentum, check_settings_off
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.parts import local
+from fleet.strategies._shared.update_rule import RuleWrapper, norms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fleet.strategies._base import Guide, Stage, Strategy
-from fleet.strategies._config import Config, setting
-from fleet.strategies._local_training import LocalOptimizer, TrainsLocally
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.local_training import LocalOptimizer, TrainsLocally
 
 
 @dataclass(frozen=True, kw_only=True)

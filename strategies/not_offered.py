@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet.strategies._base import top_level
-from fleet.strategies._config import Config, setting
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import top_level
 
 _PLANNER = "there is no planner of parallelism here; name the degrees in hybrid_configs, or use DTensor"
 _FEDERATED = "federated training with a coordinator process is not offered"

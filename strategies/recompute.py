@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.strategies._base import Guide, Stage, Strategy, Values
-from fleet.strategies._config import Config, setting
-from fleet.strategies._segments import norm_modules, run_segment
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._shared.segments import norm_modules, run_segment
 
 _NO_TUNER = "it belongs to Paddle's automatic parallelism, which has no counterpart here"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 
 
 class SyncBatchNorm(Strategy):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet.strategies._base import NOT_YET, Stage, Strategy, Values
-from fleet.strategies._config import Config, setting
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import NOT_YET, Stage, Strategy, Values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fleet.strategies._base import Guide, Stage, Strategy, Values
-from fleet.strategies._config import Config, setting
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
 
 
 @dataclass(frozen=True, kw_only=True)

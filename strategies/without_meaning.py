@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet.strategies._base import top_level
-from fleet.strategies._config import Config, setting
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import top_level
 
 _BUCKETS = "torch fills buckets by size; set fuse_grad_size_in_MB"
 _STREAMS = "torch orders communication and computation with events"

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import fleet
-from fleet.facade import Fleet
+from tests.helpers.fleets import own_fleet
 from tests.helpers.sources import ROOT, module_name, python_files
 
 # Docstrings whose examples need other processes or programs; what they show is tested elsewhere.
 NOT_RUN: dict[str, str] = {
     "fleet": "wraps a model of the user; every test of the facade does the same",
-    "fleet.data_parallel.DataParallel": "warns in a single process",
+    "fleet.paddle.data_parallel_layer.DataParallel": "warns in a single process",
     "fleet.elastic._resize.keep_global_batch": "warns where an optimizer has copied the strategy",
     "fleet._util.UtilBase.get_file_shard": "shows worker 0 of 2",
     "fleet.facade.Fleet.distributed_scaler": "a GradScaler warns where there is no GPU",
-    "fleet._sharding_calls.ShardingCalls.group_sharded_parallel": "takes a module of its own, and several workers",
+    "fleet.facade.Fleet.group_sharded_parallel": "takes a module of its own, and several workers",
     "fleet.topology.HybridCommunicateGroup": "needs the groups of several workers",
     "fleet.parallel.spawn": "starts processes that import the user's script",
     "fleet.utils._hdfs.HDFSClient": "needs the hadoop program",
@@ -43,7 +43,7 @@ class ShownOutput(doctest.OutputChecker):
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Returns what an example may use without saying so: an initialised fleet, and a model with its loss."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    own_fleet(monkeypatch)
     fleet.init(is_collective=True)
     model = torch.nn.Linear(4, 2)
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1))

@@ -31,7 +31,9 @@ MAX_LONG_FUNCTIONS = 8
 
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
-    "fleet/elastic/_running.py": "tests/fleet/elastic/test_sampler.py",
+    "fleet/_running.py": "tests/fleet/elastic/test_sampler.py",
+    "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
+    "strategies/_shared/parts.py": "tests/strategies/sharding/test_sharding_states.py",
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
@@ -147,14 +149,19 @@ def test_the_error_and_environment_modules_import_nothing_of_the_project() -> No
             assert root in sys.stdlib_module_names or found.within(*targets), str(found)
 
 
-def public_strategies() -> list[Path]:
-    """Returns the files of strategies/ that are one option each."""
-    return [path for path in python_files("strategies") if not path.stem.startswith("_")]
+def options() -> set[str]:
+    """Returns the names of the files and folders of strategies/ that are one option each."""
+    parts = {path.parts[1].removesuffix(".py") for path in python_files("strategies")}
+    return {part for part in parts if not part.startswith("_")}
 
 
 def test_strategies_do_not_know_each_other() -> None:
-    siblings = {module_name(path) for path in public_strategies()}
-    wrong = [str(found) for path in python_files("strategies") for found in imports_of(path) if found.within(*siblings)]
+    names = options()
+    assert {"amp", "sharding", "dgc"} <= names
+    wrong = []
+    for path in python_files("strategies"):
+        others = [f"fleet.strategies.{name}" for name in names - {path.parts[1].removesuffix(".py")}]
+        wrong += [str(found) for found in imports_of(path) if found.within(*others)]
     assert wrong == []
 
 
@@ -243,7 +250,7 @@ def covering_tests(path: Path) -> list[str]:
 
 def is_only_refused(path: Path) -> bool:
     """Returns whether a file describes options and refuses all of them; the contract tests cover such a file."""
-    if path.parts[0] != "strategies" or path.stem.startswith("_"):
+    if path.parts[0] != "strategies" or path.parts[1].startswith("_"):
         return False
     return all(strategy.refused for strategy in REGISTRY.values() if strategy.__module__ == module_name(path))
 

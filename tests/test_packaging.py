@@ -35,8 +35,8 @@ fleet.init(is_collective=True)
 print("own", launch.OWN, strategies.OWN, "worker", fleet.worker_index(), "of", fleet.worker_num(), flush=True)
 """
 SHOW = """
-import fleet, fleet.launch, fleet.strategies._plan, launch, strategies
-print(fleet.__file__, fleet.launch.__file__, fleet.strategies._plan.__file__, launch.OWN, strategies.OWN, sep="\\n")
+import fleet, fleet.launch, fleet.strategies.amp, launch, strategies
+print(fleet.__file__, fleet.launch.__file__, fleet.strategies.amp.__file__, launch.OWN, strategies.OWN, sep="\\n")
 """
 
 
@@ -123,7 +123,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: Path) -> None:
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
         assert {name for name in names if ".dist-info/" not in name} == PACKAGE_FILES
-        assert wheel.read("fleet/strategies/_base.py") == (ROOT / "strategies" / "_base.py").read_bytes()
+        assert (
+            wheel.read("fleet/strategies/_declare/strategy.py")
+            == (ROOT / "strategies" / "_declare" / "strategy.py").read_bytes()
+        )
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

@@ -283,8 +283,8 @@ for change in [("clip_gradients_configs", {{"max_norm": 0.0}}), ("clip_gradients
     except Exception as error:
         print(type(error).__name__, error)
 strategy.sharding = True
-print(fleet.DistributedStrategy.load is not None, [str(e) for e in __import__("fleet.strategies._plan", fromlist=["x"])
-      .problems(strategy, 2)][0])
+print(fleet.DistributedStrategy.load is not None, [str(e) for e in
+      __import__("fleet.strategies._declare.strategy_plan", fromlist=["x"]).problems(strategy, 2)][0])
 """
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fleet._whereabouts import account, user_line, user_line_of
+from fleet.checks.whereabouts import account, user_line, user_line_of
 from fleet.errors import ConfigError, FleetError, RendezvousError
 
 if TYPE_CHECKING:
-    from fleet._model import FleetModel
-    from fleet._roll_call import RollCall
+    from fleet._fleet_model import FleetModel
+    from fleet.checks.roll_call import RollCall
 
 _BROKEN = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fleet.strategies._parts import local
+from fleet.strategies._shared.parts import local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

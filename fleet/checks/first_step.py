@@ -18,19 +18,19 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fleet._comparison import checksums, digest, first_difference, listed_ranks
-from fleet._model import FleetModel, runs_inside
-from fleet._optimizer import FleetOptimizer
-from fleet._watches import ModelWatch, OptimizerWatch
-from fleet._whereabouts import user_line
+from fleet._fleet_model import FleetModel, runs_inside
+from fleet._fleet_optimizer import FleetOptimizer
+from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks
+from fleet.checks.watches import ModelWatch, OptimizerWatch
+from fleet.checks.whereabouts import user_line
 from fleet.errors import ConfigError, RendezvousError
-from fleet.strategies._amp_model import AmpModel
-from fleet.strategies._base import Strategy
-from fleet.strategies._flat import broadcast_from_rank_0
-from fleet.strategies._local_training import TrainsLocally
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._parts import is_part
-from fleet.strategies._sharding_owners import PartitionedOptimizer
+from fleet.strategies._declare.strategy import Strategy
+from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._shared.local_training import TrainsLocally
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import is_part
+from fleet.strategies.amp.amp_model import AmpModel
+from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 if TYPE_CHECKING:
     from fleet._session import Session

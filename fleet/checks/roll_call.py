@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fleet._log import LOGGER
-from fleet._whereabouts import (
+from fleet.checks.whereabouts import (
     BUSY,
     ENDED,
     MEETS,

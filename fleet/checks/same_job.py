@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fleet._roll_call import RollCall
-from fleet._whereabouts import named
+from fleet.checks.roll_call import RollCall
+from fleet.checks.whereabouts import named
 from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
 

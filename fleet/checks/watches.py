@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from fleet._comparison import checksums, digest
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
-from fleet._whereabouts import user_line
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
+from fleet.checks.comparison import checksums, digest
+from fleet.checks.whereabouts import user_line
 from fleet.errors import ConfigError
-from fleet.strategies._parts import is_part, local
-from fleet.strategies._passes import Passes
+from fleet.strategies._shared.parts import is_part, local
+from fleet.strategies._shared.passes import Passes
 
 __all__ = ["LoadNote", "ModelWatch", "OptimizerWatch"]
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fleet._running import running_session
 from fleet.elastic._faults import Faults
 from fleet.elastic._folder import candidates, read_entry, remove_leftovers, worker_part
 from fleet.elastic._restore import Found, Restore
-from fleet.elastic._running import running_session
 from fleet.elastic._sampler import ElasticSampler
 from fleet.elastic._state import (
     from_bytes,

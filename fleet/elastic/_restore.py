@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet._optimizer import FleetOptimizer
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet.elastic._folder import (
     Entry,
     candidates,
@@ -39,7 +39,7 @@ from fleet.elastic._state import (
     without_windows,
 )
 from fleet.errors import CheckpointError, OptionWarning
-from fleet.strategies._parts import PART, load_from_rank_0
+from fleet.strategies._shared.parts import PART, load_from_rank_0
 
 if TYPE_CHECKING:
     from fleet._session import Session

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from fleet.elastic._running import running_session
+from fleet._running import running_session
 from fleet.errors import CheckpointError, ConfigError
 
 _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fleet._checkpoint import known_entries
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
-from fleet.strategies._local_training import LocalOptimizer
-from fleet.strategies._merging import MergingOptimizer
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._parts import PART, has_parts, local_state, state_like, whole_state
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
+from fleet._save_load import known_entries
+from fleet.strategies._shared.local_training import LocalOptimizer
+from fleet.strategies._shared.merging import MergingOptimizer
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import PART, has_parts, local_state, state_like, whole_state
 from fleet.strategies.dgc import SparseUpdateOptimizer
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fleet._estimate_exchange import Exchange, bytes_of
-from fleet._estimate_tracker import Block, StorageTracker
+from fleet.estimate.exchanged_training import Exchange, bytes_of
+from fleet.estimate.storage_tracker import Block, StorageTracker
 
 
 @dataclass(eq=False)

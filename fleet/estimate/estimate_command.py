@@ -28,8 +28,8 @@ def run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from fleet._estimate import estimate_memory
-    from fleet.strategies._plan import problems
+    from fleet.estimate.memory import estimate_memory
+    from fleet.strategies._declare.strategy_plan import problems
 
     try:
         strategy = _strategy(arguments.strategy)

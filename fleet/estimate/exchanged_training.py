@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet._estimate_tracker import Block, StorageTracker
-from fleet.strategies._flat import chunks
-from fleet.strategies._sharding_owners import plan_owners
+from fleet.estimate.storage_tracker import Block, StorageTracker
+from fleet.strategies._shared.flat import chunks
 from fleet.strategies.dgc import SMALLEST
+from fleet.strategies.sharding.owners import plan_owners
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

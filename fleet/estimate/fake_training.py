@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet.errors import ConfigError, did_you_mean
 
 _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

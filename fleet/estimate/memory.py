@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from fleet._estimate_fakes import Fakes, mean_of_outputs
-from fleet._estimate_record import MemoryEstimate
-from fleet._estimate_strategies import Application, apply_strategies
-from fleet._estimate_tracker import StorageTracker
 from fleet.errors import ConfigError
+from fleet.estimate.fake_training import Fakes, mean_of_outputs
+from fleet.estimate.memory_estimate import MemoryEstimate
+from fleet.estimate.modelled_strategies import Application, apply_strategies
+from fleet.estimate.storage_tracker import StorageTracker
 from fleet.options import DistributedStrategy
-from fleet.strategies._plan import plan
+from fleet.strategies._declare.strategy_plan import plan
 
 DEVICES = ("cpu", "cuda")
 # torch's CUDA allocator hands out multiples of 512 bytes.

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet._estimate_division import Divided
-from fleet._estimate_exchange import Averages, Buckets, Exchange, SharedUpdate
-from fleet._estimate_tracker import StorageTracker
-from fleet.strategies._base import Strategy
-from fleet.strategies._mesh import plan_axes
-from fleet.strategies._plan import Plan
-from fleet.strategies._sharding_optimizer import check_any_stage, check_divided
-from fleet.strategies._sharding_units import check_divisible, find_anchors, plan_units
-from fleet.strategies.sharding import stage_of
+from fleet.estimate.divided_training import Divided
+from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, SharedUpdate
+from fleet.estimate.storage_tracker import StorageTracker
+from fleet.strategies._declare.strategy import Strategy
+from fleet.strategies._declare.strategy_plan import Plan
+from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies.sharding.part_optimizer import check_any_stage, check_divided
+from fleet.strategies.sharding.sharding import stage_of
+from fleet.strategies.sharding.units import check_divisible, find_anchors, plan_units
 
 _MIB = 1024 * 1024
 

@@ -6,7 +6,7 @@ import sys
 from typing import TextIO
 
 from fleet.options import DistributedStrategy, without_effect
-from fleet.strategies._plan import chosen_strategies, ordered, problems, remarks
+from fleet.strategies._declare.strategy_plan import chosen_strategies, ordered, problems, remarks
 
 
 def explain(

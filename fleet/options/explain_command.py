@@ -20,9 +20,9 @@ def run(argv: Sequence[str]) -> int:
         arguments = parser.parse_args(list(argv))
     except SystemExit as stop:
         return int(stop.code or 0)
-    from fleet._explain import explain
     from fleet.options import DistributedStrategy
-    from fleet.strategies._plan import problems
+    from fleet.options.explain import explain
+    from fleet.strategies._declare.strategy_plan import problems
 
     strategy = DistributedStrategy()
     try:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fleet._limited_yaml import MAX_TEXT, LimitedLoader
-from fleet._prototxt import Entry, Word, format_entries, parse
 from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
-from fleet.strategies._config import Config, Rule, value_types
+from fleet.options.prototxt import Entry, Word, format_entries, parse
+from fleet.strategies._declare.fields import Config, Rule, value_types
 
 if TYPE_CHECKING:
     from fleet.options import Option

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import yaml
 
 from fleet.strategies import REGISTRY
-from fleet.strategies._base import Strategy
+from fleet.strategies._declare.strategy import Strategy
 
 
 def strategies_markdown() -> str:

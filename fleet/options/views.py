@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from yaml.representer import Representer, SafeRepresenter
 
 from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
-from fleet.strategies._config import Config, Replacement, plain
+from fleet.strategies._declare.fields import Config, Replacement, plain
 
 ViewClass = TypeVar("ViewClass", bound="type[Any]")
 

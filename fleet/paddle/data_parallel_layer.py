@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fleet._model import FleetModel
+from fleet._fleet_model import FleetModel
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.strategies.data_parallel import wrap_data_parallel
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fleet import _checkpoint
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
+from fleet import _save_load
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet.errors import CheckpointError, ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.options import DistributedStrategy
-from fleet.strategies._base import Strategy
+from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies.data_parallel import DataParallel
-from fleet.strategies.sharding import Sharding
+from fleet.strategies.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
     from fleet._session import Session
@@ -112,11 +112,11 @@ def save_states(model: FleetModel, output: str, optimizer: FleetOptimizer | None
         raise CheckpointError(f"save_group_sharded_model(output={output!r}): this is a file. Name a folder.")
     state = model.full_state_dict(keep=writes)
     if writes:
-        _checkpoint.save(state, Path(output, "model.pdmodel"))
+        _save_load.save(state, Path(output, "model.pdmodel"))
     if optimizer is not None:
         state = optimizer.full_state_dict(keep=writes)
         if writes:
-            _checkpoint.save(state, Path(output, "model.pdopt"))
+            _save_load.save(state, Path(output, "model.pdopt"))
 
 
 def _strategies(

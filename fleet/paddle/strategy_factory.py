@@ -5,10 +5,10 @@ Each returns a :class:`fleet.DistributedStrategy`; ``half_async`` can be had in 
 
 from __future__ import annotations
 
-from fleet._server_settings import read_count
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
+from fleet.ps_job.server_settings import read_count
 
 __all__ = ["HalfAsyncStrategy", "StrategyFactory"]
 

@@ -15,19 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet._hybrid_job import make_hybrid_trainer
-from fleet._server_metrics import Metrics
-from fleet._server_settings import (
-    Keeping,
-    read_bound_socket,
-    read_count,
-    read_keeping,
-    read_seconds,
-    read_server_tls,
-    read_worker_tls,
-    thread_note,
-)
-from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.client.client import Client
@@ -43,6 +30,19 @@ from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
+from fleet.ps_job.hybrid_job import make_hybrid_trainer
+from fleet.ps_job.server_metrics import Metrics
+from fleet.ps_job.server_settings import (
+    Keeping,
+    read_bound_socket,
+    read_count,
+    read_keeping,
+    read_seconds,
+    read_server_tls,
+    read_worker_tls,
+    thread_note,
+)
+from fleet.ps_job.user_secret import read_user_secret
 from fleet.strategies.a_sync import ASync, check_hooks
 
 if TYPE_CHECKING:

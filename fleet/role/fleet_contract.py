@@ -9,7 +9,9 @@ import json
 import re
 from dataclasses import replace
 
-from fleet._role_record import (
+from fleet.env import Environment
+from fleet.errors import ConfigError
+from fleet.role.record import (
     RoleRecord,
     check_endpoints,
     check_rank,
@@ -18,8 +20,6 @@ from fleet._role_record import (
     place_by_numbers,
     split_endpoint,
 )
-from fleet.env import Environment
-from fleet.errors import ConfigError
 
 _RANK = ("PADDLE_TRAINER_ID", "PADDLE_GLOBAL_RANK")
 _WORLD = ("PADDLE_TRAINERS_NUM", "PADDLE_GLOBAL_SIZE")

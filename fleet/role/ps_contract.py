@@ -5,7 +5,10 @@ Standard library only.
 
 from __future__ import annotations
 
-from fleet._role_record import (
+from fleet.env import Environment
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.role.fleet_contract import read_device_ids, read_list
+from fleet.role.record import (
     Role,
     RoleRecord,
     check_endpoints,
@@ -15,9 +18,6 @@ from fleet._role_record import (
     read_hosts,
     split_endpoint,
 )
-from fleet._starter_fleet import read_device_ids, read_list
-from fleet.env import Environment
-from fleet.errors import ConfigError, UnsupportedOptionError
 
 _SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"

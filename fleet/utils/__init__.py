@@ -8,8 +8,8 @@ from typing import Any
 _HOMES = {
     "HDFSClient": "fleet.utils.fs",
     "LocalFS": "fleet.utils.fs",
-    "recompute": "fleet.strategies._segments",
-    "recompute_sequential": "fleet.strategies._segments",
+    "recompute": "fleet.strategies._shared.segments",
+    "recompute_sequential": "fleet.strategies._shared.segments",
     "run_check": "fleet.utils._run_check",
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -157,3 +158,11 @@ def _train_step() -> None:
     if not torch.equal(lowest, highest):
         raise FleetError(f"run_check: after one step the parameters of the {count} processes differ")
     dist.destroy_process_group()
+
+
+def run(argv: Sequence[str]) -> int:
+    """``python -m fleet run_check``: returns 0 when one device works, and raises when none does."""
+    text = "The same as fleet.utils.run_check()."
+    argparse.ArgumentParser(prog="python -m fleet run_check", description=text).parse_args(list(argv))
+    run_check()
+    return 0

@@ -17,7 +17,12 @@ from fleet.launch.processes.worker_file import MAIN_THREAD, SHOWS_STACKS, STACK_
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 # In the innermost frames of a main thread, these say that it waits for other workers.
-_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py", "fleet/_roll_call.py")
+_WAITS = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",
+    "torch/nn/parallel/distributed.py",
+    "fleet/checks/roll_call.py",
+)
 _WAIT_DEPTH = 6
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _LIBRARIES = ("/torch/", f"{Path(__file__).parent.parent}/", "/site-packages/", "/lib/python3", "<frozen")

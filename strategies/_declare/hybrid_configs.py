@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet.strategies._base import NOT_YET
-from fleet.strategies._config import Config, setting
-from fleet.strategies._nccl import NcclConfig
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.nccl import NcclConfig
+from fleet.strategies._declare.strategy import NOT_YET
 
 _COMPILER = "torch overlaps such pairs by itself when the model is compiled"
 _TIMERS = "torch.profiler shows the same; nothing here measures by itself"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fleet.strategies._config import Config, setting
+from fleet.strategies._declare.fields import Config, setting
 
 _REASON = "torch tunes NCCL for the whole process; set NCCL_ALGO, NCCL_PROTO, NCCL_BUFFSIZE or NCCL_MAX_NCHANNELS"
 

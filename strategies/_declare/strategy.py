@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from fleet.strategies._config import Config, Rule
+from fleet.strategies._declare.fields import Config, Rule
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from fleet.errors import ConfigError, StrategyConflictError, UnsupportedOptionError
-from fleet.strategies._base import GROUPS, REGISTRY, Strategy, Values
-from fleet.strategies._config import Config
+from fleet.strategies._declare.fields import Config
+from fleet.strategies._declare.strategy import GROUPS, REGISTRY, Strategy, Values
 
 _IN_PS_JOB = "this is a parameter-server job, and the option belongs to collective training"
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet.strategies._base import Values, Workers
-from fleet.strategies._flat import average, broadcast_from_rank_0
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._optimizer_kinds import check_sgd
+from fleet.strategies._declare.optimizer_kinds import check_sgd
+from fleet.strategies._declare.strategy import Values, Workers
+from fleet.strategies._shared.flat import average, broadcast_from_rank_0
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 
 def local_training_notes(option: str, options: Values, world_size: int) -> tuple[str, ...]:

@@ -26,8 +26,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper, came_since, gradients_left, shared_by_two, written_too_early
-from fleet.strategies._passes import Passes, accumulator_of
+from fleet.strategies._shared.optimizer_wrapper import (
+    OptimizerWrapper,
+    came_since,
+    gradients_left,
+    shared_by_two,
+    written_too_early,
+)
+from fleet.strategies._shared.passes import Passes, accumulator_of
 
 
 class Window:

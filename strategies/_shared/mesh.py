@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fleet.strategies._degrees import AXES, asked_degrees, plan_degrees
+from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees
 
 
 def plan_axes(options: Any, world_size: int) -> dict[str, int]:

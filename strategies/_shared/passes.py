@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
-from fleet.strategies._amp_policy import map_tensors
-from fleet.strategies._exchange import data_parallel_in, exchanging_in
-from fleet.strategies._parts import is_part
+from fleet.strategies._shared.casts import map_tensors
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchanging_in
+from fleet.strategies._shared.parts import is_part
 
 _MARK = "fleet_forward"
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
     from fleet.ps.worker.trainer import Trainer

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import Workers
-from fleet.strategies._optimizer import OptimizerWrapper, step_hooks_around
-from fleet.strategies._parts import has_parts, sums_over_parts
+from fleet.strategies._declare.strategy import Workers
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
+from fleet.strategies._shared.parts import has_parts, sums_over_parts
 
 
 class RuleWrapper(OptimizerWrapper):
@@ -57,7 +57,7 @@ class RuleWrapper(OptimizerWrapper):
     def update_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Updates ``parameters`` in place with ``gradients``; ``group`` holds the hyper-parameters.
 
-        With sharding both are parts: work on :func:`~fleet.strategies._parts.local` of them, and take norms by
+        With sharding both are parts: work on :func:`~fleet.strategies._shared.parts.local` of them, and take norms by
         :func:`norms`, which are those of the whole.
         """
         raise NotImplementedError

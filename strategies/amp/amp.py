@@ -12,15 +12,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.errors import ConfigError
-from fleet.strategies._amp_model import AmpModel, guard
-from fleet.strategies._amp_optimizer import AmpOptimizer
-from fleet.strategies._amp_policy import Region, TreatedForward, Treatment, has_guard, plan_treatments
-from fleet.strategies._amp_scale import LossScale, narrow_type
-from fleet.strategies._amp_signal import Signal
-from fleet.strategies._base import Guide, Stage, Strategy, Values, Workers
-from fleet.strategies._config import Config, setting
-from fleet.strategies._exchange import data_parallel_in, exchange_of
-from fleet.strategies._parts import is_part
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._shared.casts import narrow_type
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._shared.parts import is_part
+from fleet.strategies.amp.amp_model import AmpModel, guard
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer
+from fleet.strategies.amp.backward_signal import Signal
+from fleet.strategies.amp.loss_scale import LossScale
+from fleet.strategies.amp.policy import Region, TreatedForward, Treatment, has_guard, plan_treatments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._amp_policy import Region, Treatment, cast_floating, map_tensors, run_treated
-from fleet.strategies._amp_scale import LossScale
-from fleet.strategies._amp_signal import Signal, enter_model, leave_model
+from fleet.strategies._shared.casts import cast_floating, map_tensors
+from fleet.strategies.amp.backward_signal import Signal, enter_model, leave_model
+from fleet.strategies.amp.loss_scale import LossScale
+from fleet.strategies.amp.policy import Region, Treatment, run_treated
 
 
 class AmpModel(nn.Module):

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._amp_scale import LossScale
-from fleet.strategies._base import Workers
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._parts import local
+from fleet.strategies._declare.strategy import Workers
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import local
+from fleet.strategies.amp.loss_scale import LossScale
 
 
 class AmpOptimizer(OptimizerWrapper):

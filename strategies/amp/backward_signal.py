@@ -24,8 +24,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fleet.strategies._amp_scale import LossScale
-from fleet.strategies._parts import part_of
+from fleet.strategies._shared.parts import part_of
+from fleet.strategies.amp.loss_scale import LossScale
 
 _MARK = "fleet_amp"
 _INPUT = "input"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fleet.errors import ConfigError
-from fleet.strategies._amp_optimizer import agreed
-from fleet.strategies._base import Workers
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._declare.strategy import Workers
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies.amp.amp_optimizer import agreed
 
 
 def share_scaler(scaler: Any, session: Workers) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fleet.errors import CheckpointError
-from fleet.strategies._base import Values
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -103,17 +102,3 @@ class LossScale:
         if not 0 < scale <= _LARGEST:
             raise CheckpointError(f"The optimizer state holds the loss scale {scale!r}; it must be above 0 and finite.")
         self.scale, self.good, self.bad = scale, good, bad
-
-
-def narrow_type(config: Any, device_type: str) -> torch.dtype:
-    """Returns the 16-bit type: the one asked for, otherwise float16 on a GPU and bfloat16 on the CPU."""
-    if config.use_pure_fp16 or config.dtype == "float16":
-        return torch.float16
-    if config.use_pure_bf16 or config.dtype == "bfloat16":
-        return torch.bfloat16
-    return torch.float16 if device_type == "cuda" else torch.bfloat16
-
-
-def scales_gradients(options: Values, device_type: str) -> bool:
-    """Returns whether amp may scale the backward signal on such a device: whether it computes in float16."""
-    return bool(options["amp"]) and narrow_type(options["amp_configs"], device_type) is torch.float16

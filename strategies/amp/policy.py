@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fleet.errors import ConfigError, did_you_mean
+from fleet.strategies._shared.casts import cast_floating, cast_tensor, nested_tensors
 
 _T = TypeVar("_T")
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+_NARROW = (torch.float16, torch.bfloat16)
 _NORM_NAME = re.compile(r"Norm(\d?[dD])?$")  # of a user's own classes: LlamaRMSNorm, LayerNorm2d
 
 
@@ -130,12 +132,12 @@ def run_treated(
         return _run_outside(module, forward, args, kwargs)
     outputs = treatment.outputs
     if outputs == "input":
-        outputs = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        outputs = next((t.dtype for t in nested_tensors((args, kwargs)) if t.is_floating_point()), None)
     if treatment.inputs is not None:
         args, kwargs = cast_floating(args, treatment.inputs), cast_floating(kwargs, treatment.inputs)
     kept = module._parameters
     if treatment.parameters is not None:
-        module._parameters = {name: _as(p, treatment.parameters) for name, p in kept.items()}
+        module._parameters = {name: cast_tensor(p, treatment.parameters) for name, p in kept.items()}
     try:
         if treatment.autocast is None:
             result = forward(*args, **kwargs)
@@ -153,79 +155,11 @@ def _run_outside(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     kept = module._parameters
     if not any(p is not None and p.dtype in _NARROW for p in kept.values()):
         return forward(*args, **kwargs)
-    module._parameters = {name: _as(p, torch.float32) for name, p in kept.items()}
+    module._parameters = {name: cast_tensor(p, torch.float32) for name, p in kept.items()}
     try:
         return forward(*args, **kwargs)
     finally:
         module._parameters = kept
-
-
-_NARROW = (torch.float16, torch.bfloat16)
-_CAST = (torch.float16, torch.bfloat16, torch.float32)  # as autocast, which leaves float64 alone
-
-
-def _as(tensor: Any, dtype: torch.dtype) -> Any:
-    return tensor.to(dtype) if tensor is not None and tensor.dtype in _CAST else tensor
-
-
-def cast_floating(value: _T, dtype: torch.dtype) -> _T:
-    """Returns ``value`` with each floating tensor in it, other than float64, in ``dtype``."""
-    return cast(_T, map_tensors(value, lambda t: _as(t, dtype)))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in ``value``, nested containers included."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns ``value`` with ``change`` applied to each tensor in lists, tuples, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
-        return _with(value, {k: v for k, v in changed.items() if v is not value[k]}, "__setitem__")
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        names = [name for name in value.__dataclass_fields__ if hasattr(value, name)]
-        changed = {name: map_tensors(getattr(value, name), change) for name in names}
-        return _with(value, {k: v for k, v in changed.items() if v is not getattr(value, k)}, "__setattr__")
-    return value
-
-
-def _with(value: Any, changes: dict[Any, Any], how: str) -> Any:
-    """Returns a copy of ``value`` with ``changes``; ``value`` itself when there are none."""
-    if not changes:
-        return value
-    if type(value) is dict:
-        return {**value, **changes}
-    copied = _shallow_copy(value)
-    for key, item in changes.items():
-        if how == "__setattr__":
-            object.__setattr__(copied, key, item)  # frozen dataclasses too: the copy is not shared yet
-        else:
-            copied[key] = item
-    return copied
-
-
-def _shallow_copy(value: Any) -> Any:
-    import copy
-
-    return copy.copy(value)
-
-
-# ---- which module is treated how ------------------------------------------------------------------------------------
 
 
 def plan_treatments(model: nn.Module, config: Any, dtype: torch.dtype, *, pure: bool) -> dict[str, Treatment]:

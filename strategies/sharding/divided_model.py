@@ -31,8 +31,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
-from fleet.strategies._flat import broadcast_from_rank_0
-from fleet.strategies._parts import mark_gathered
+from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._shared.parts import mark_gathered
 
 _FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
 

@@ -13,8 +13,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper, came_since, gradients_left, shared_by_two, written_too_early
-from fleet.strategies._parts import is_part, part_of
+from fleet.strategies._shared.optimizer_wrapper import (
+    OptimizerWrapper,
+    came_since,
+    gradients_left,
+    shared_by_two,
+    written_too_early,
+)
+from fleet.strategies._shared.parts import is_part, part_of
 
 
 class Batches:

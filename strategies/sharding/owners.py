@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
-from fleet.strategies._flat import chunks, copy_back, flattened
-from fleet.strategies._optimizer import OptimizerWrapper, step_hooks_around
-from fleet.strategies._parts import PART, check_place
-from fleet.strategies._sharding_units import check_apart
+from fleet.strategies._shared.flat import chunks, copy_back, flattened
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
+from fleet.strategies._shared.parts import PART, check_place
+from fleet.strategies.sharding.units import check_apart
 
 _Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._parts import is_part, optimizer_state_like, part_like
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import is_part, optimizer_state_like, part_like
 
 _WHOLE_ONLY: dict[str, str] = {
     "Adafactor": "it takes means over the rows and columns of a parameter",

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._base import NOT_YET, Guide, Stage, Strategy, Values
-from fleet.strategies._config import Config, setting
-from fleet.strategies._degrees import asked_degrees, plan_degrees
-from fleet.strategies._exchange import data_parallel_in
-from fleet.strategies._merging import MergingOptimizer, Window, merge_passes
-from fleet.strategies._mesh import plan_axes, sub_mesh
-from fleet.strategies._passes import Passes, passes_of
-from fleet.strategies._sharding_batches import Batches, CountingOptimizer, ModelBatches
-from fleet.strategies._sharding_optimizer import ShardedOptimizer, check_any_stage, check_divided
-from fleet.strategies._sharding_owners import PartitionedOptimizer
-from fleet.strategies._sharding_units import check_apart, check_divisible, check_types, find_anchors, plan_units
+from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import NOT_YET, Guide, Stage, Strategy, Values
+from fleet.strategies._shared.gradient_exchange import data_parallel_in
+from fleet.strategies._shared.merging import MergingOptimizer, Window, merge_passes
+from fleet.strategies._shared.mesh import plan_axes, sub_mesh
+from fleet.strategies._shared.passes import Passes, passes_of
+from fleet.strategies.sharding.exchange_batches import Batches, CountingOptimizer, ModelBatches
+from fleet.strategies.sharding.owners import PartitionedOptimizer
+from fleet.strategies.sharding.part_optimizer import ShardedOptimizer, check_any_stage, check_divided
+from fleet.strategies.sharding.units import check_apart, check_divisible, check_types, find_anchors, plan_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet.strategies._sharding_model import DividedModule, Division
+    from fleet.strategies.sharding.divided_model import DividedModule, Division
 
 _MIB = 1024 * 1024
 _NO_PROGRAM = "it rewrites a static program, and torch runs none"
@@ -247,7 +247,7 @@ class Sharding(Strategy):
             check_divisible(model)
             check_types(model, self._units(model))
             if self.session.options["find_unused_parameters"]:
-                from fleet.strategies._sharding_model import check_find_unused
+                from fleet.strategies.sharding.divided_model import check_find_unused
 
                 check_find_unused()
 
@@ -269,7 +269,7 @@ class Sharding(Strategy):
             return model
         if not any(True for _ in model.parameters()):
             return model
-        from fleet.strategies._sharding_model import divide_model  # torch's part of it takes a second to import
+        from fleet.strategies.sharding.divided_model import divide_model  # torch's part of it takes a second to import
 
         divided, replaced = divide_model(model, self._units(model), self._division())
         self._divided.append(divided)
@@ -337,7 +337,7 @@ class Sharding(Strategy):
         return plan_units(model, self._buffer_bytes)
 
     def _division(self) -> Division:
-        from fleet.strategies._sharding_model import Division
+        from fleet.strategies.sharding.divided_model import Division
 
         session, mesh = self.session, self._mesh
         average = session.options["gradient_scale_configs"].scale_strategy == "avg"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.strategies._parts import is_part
+from fleet.strategies._shared.parts import is_part
 
 # These read the parameters of their children without calling them, so the children cannot be units.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import fleet
-from fleet._model import FleetModel
+from fleet._fleet_model import FleetModel
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning, StrategyConflictError, UnsupportedOptionError
 from fleet.facade import Fleet
+from tests.helpers.fleets import own_fleet
 
 TWO_WORKERS = {
     "RANK": "0",
@@ -28,7 +29,7 @@ TWO_WORKERS = {
 @pytest.fixture(autouse=True)
 def new_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each test a Fleet of its own, and no variables of a job."""
-    monkeypatch.setattr(fleet, "_fleet", Fleet(), raising=False)
+    own_fleet(monkeypatch)
     for name in ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fleet
-from fleet._model import FleetModel
+from fleet._fleet_model import FleetModel
 from fleet.errors import CheckpointError, ConfigError
 from tests.helpers.workers import run_workers
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fleet
-from fleet._model import FleetModel
-from fleet._optimizer import FleetOptimizer
+from fleet._fleet_model import FleetModel
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet.errors import ConfigError
 from tests.helpers.workers import run_workers
 

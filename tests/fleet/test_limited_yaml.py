@@ -12,15 +12,15 @@ import pytest
 import yaml
 
 from fleet._limited_yaml import LimitedLoader
-from fleet._options_files import read_prototxt, read_yaml
-from fleet._prototxt import parse
-from fleet._role_record import split_endpoint
-from fleet._starter_fleet import read_list
-from fleet._starter_schedulers import expand_hosts, task_counts
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.k8s._yaml import read_documents
 from fleet.options import schema
+from fleet.options.files import read_prototxt, read_yaml
+from fleet.options.prototxt import parse
+from fleet.role.fleet_contract import read_list
+from fleet.role.record import split_endpoint
+from fleet.role.schedulers import expand_hosts, task_counts
 
 LAUGHS = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in pairwise("abcdefghij"))
 MERGES = "a: &a {k: 1}\n" + "".join(

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from fleet import clip, optimizer, regularizer
-from fleet._optimizer import FleetOptimizer
-from fleet._role_record import RoleRecord
+from fleet._fleet_optimizer import FleetOptimizer
 from fleet._session import Session
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
+from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
-from fleet.strategies._plan import plan
+from fleet.strategies._declare.strategy_plan import plan
 from tests.fleet.test_recorded_results import DATA, recorded_net, weights
 
 RATE, STEPS = 0.1, 5

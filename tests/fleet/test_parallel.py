@@ -18,8 +18,8 @@ from fleet import parallel
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError
 from fleet.parallel import ParallelEnv, get_rank, get_world_size, spawn
-from tests.fleet.test_starter_fleet import LAUNCHED
-from tests.fleet.test_starters import TORCHRUN
+from tests.fleet.role.test_fleet_contract import LAUNCHED
+from tests.fleet.role.test_starters import TORCHRUN
 from tests.helpers.workers import run_workers
 
 QUICK: dict[str, Any] = {"backend": "gloo", "start_method": "forkserver"}

@@ -20,8 +20,8 @@ from fleet.role_maker import (
     UserDefinedCollectiveRoleMaker,
     UserDefinedRoleMaker,
 )
-from tests.fleet.test_starter_fleet import LAUNCHED
-from tests.fleet.test_starter_ps import SERVER, WORKER
+from tests.fleet.role.test_fleet_contract import LAUNCHED
+from tests.fleet.role.test_ps_contract import SERVER, WORKER
 from tests.helpers.workers import free_ports, run_workers
 
 

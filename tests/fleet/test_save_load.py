@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from fleet import _checkpoint
-from fleet._checkpoint import known_entries, load, save
+from fleet import _save_load
+from fleet._save_load import known_entries, load, save
 from fleet.errors import CheckpointError, ConfigError
 
 
@@ -160,7 +160,7 @@ def test_an_error_of_the_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_checkpoint.os, "fsync", full)
+    monkeypatch.setattr(_save_load.os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save({"epoch": 2}, tmp_path / "x")
     monkeypatch.undo()

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fleet._role_record import RoleRecord
 from fleet._session import Session
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
+from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
-from fleet.strategies._base import Strategy
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies._plan import plan
+from fleet.strategies._declare.strategy import Strategy
+from fleet.strategies._declare.strategy_plan import plan
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 
 def session_with(world_size: int = 1, **options: Any) -> Session:
@@ -78,7 +78,7 @@ def test_renaming_strategies_are_caught() -> None:
         def wrap_model(self, model: nn.Module) -> nn.Module:
             return nn.Sequential(model)
 
-    from fleet.strategies._base import REGISTRY
+    from fleet.strategies._declare.strategy import REGISTRY
 
     del REGISTRY[Renaming.name]  # not by monkeypatch, which would put it back
     session.strategies = [Renaming(None, session)]

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fleet._role_record import Role, RoleRecord
-from fleet._roll_call import RollCall
 from fleet._util import UtilBase
+from fleet.checks.roll_call import RollCall
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+from fleet.role.record import Role, RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
 from tests.helpers.workers import run_workers
 

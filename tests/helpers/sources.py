@@ -37,7 +37,7 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def module_name(path: Path) -> str:
-    """Returns the name a package file is imported by; ``strategies/amp.py`` gives ``fleet.strategies.amp``."""
+    """Returns the name a package file is imported by; ``strategies/amp/amp.py`` gives ``fleet.strategies.amp``."""
     parts = [PACKAGES[path.parts[0]], *path.with_suffix("").parts[1:]]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fleet._strategy_factory import StrategyFactory
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.options import DistributedStrategy
-from fleet.strategies._plan import plan
-from fleet.strategies._served_optimizer import SERVERS, ServedOptimizer
+from fleet.paddle.strategy_factory import StrategyFactory
+from fleet.strategies._declare.strategy_plan import plan
+from fleet.strategies._shared.served_optimizer import SERVERS, ServedOptimizer
 from fleet.strategies.a_sync import ASync, is_hybrid, ps_mode
 
 

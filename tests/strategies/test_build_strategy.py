@@ -12,7 +12,7 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError
 from fleet.strategies import plan
-from fleet.strategies._plan import remarks
+from fleet.strategies._declare.strategy_plan import remarks
 from fleet.strategies.build_strategy import FusedUpdate, form_of
 from fleet.strategies.to_static import ToStatic
 

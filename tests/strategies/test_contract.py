@@ -15,7 +15,7 @@ import fleet.strategies
 from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
 from fleet.strategies import GROUPS, REGISTRY, Stage, Strategy
-from fleet.strategies._config import Config, value_types
+from fleet.strategies._declare.fields import Config, value_types
 
 STRATEGIES = [pytest.param(strategy, id=name) for name, strategy in REGISTRY.items()]
 
@@ -126,7 +126,7 @@ def test_names_of_others_are_registered(strategy: type[Strategy]) -> None:
 
 def test_after_has_no_cycle() -> None:
     """The finer order inside the stages is an order."""
-    from fleet.strategies._plan import ordered
+    from fleet.strategies._declare.strategy_plan import ordered
 
     assert len(ordered(list(REGISTRY.values()))) == len(REGISTRY)
 

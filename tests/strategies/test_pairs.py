@@ -12,7 +12,7 @@ import pytest
 from fleet.errors import StrategyConflictError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
 from fleet.strategies import REGISTRY, plan
-from fleet.strategies._plan import chosen_strategies, ordered, problems, remarks
+from fleet.strategies._declare.strategy_plan import chosen_strategies, ordered, problems, remarks
 
 # The matrix of A.5 and of the white lists, by hand. Pairs that are absent may be on together.
 CONFLICTS = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies import plan, qat
-from fleet.strategies._plan import problems
+from fleet.strategies._declare.strategy_plan import problems
 
 with_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao (the extra qat)")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies._segments import OnHost, SegmentInputs, frozen_statistics, recompute, recompute_sequential
+from fleet.strategies._shared.segments import OnHost, SegmentInputs, frozen_statistics, recompute, recompute_sequential
 from fleet.strategies.recompute import Recompute, RecomputeConfig, find_modules
 from tests.helpers.workers import run_workers
 
@@ -206,7 +206,7 @@ def test_both_forms_take_named_inputs() -> None:
 
 def test_inputs_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A.2 enable_offload: the copies come back with values and flags, and gradients are bit-equal."""
-    monkeypatch.setattr("fleet.strategies._segments.worth_moving", lambda t: not isinstance(t, nn.Parameter))
+    monkeypatch.setattr("fleet.strategies._shared.segments.worth_moving", lambda t: not isinstance(t, nn.Parameter))
     x = torch.randn(3, requires_grad=True)
     inputs = SegmentInputs((x, 2), {"y": [torch.ones(1)]}, None)
     inputs.set_aside()

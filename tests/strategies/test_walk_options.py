@@ -9,9 +9,9 @@ import pytest
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.options import ALIASES, DistributedStrategy, schema
 from fleet.strategies import REGISTRY, plan
-from fleet.strategies._base import NOT_YET
-from fleet.strategies._config import Config
-from fleet.strategies._plan import problems
+from fleet.strategies._declare.fields import Config
+from fleet.strategies._declare.strategy import NOT_YET
+from fleet.strategies._declare.strategy_plan import problems
 from tests.strategies.option_oracle import KEYS, NCCL, OWN, SWITCHES, TOP_LEVEL
 
 ALL_KEYS = [(option, *row) for option, rows in KEYS.items() for row in rows]

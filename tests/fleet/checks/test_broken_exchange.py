@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import fleet
-from fleet._broken_exchange import UncaughtErrors, explained
-from fleet._whereabouts import ENDED, Whereabouts
+from fleet.checks.broken_exchange import UncaughtErrors, explained
+from fleet.checks.whereabouts import ENDED, Whereabouts
 from fleet.errors import ConfigError, RendezvousError
 from tests.helpers.workers import run_workers
 

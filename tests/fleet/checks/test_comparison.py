@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fleet._comparison import checksums, digest, first_difference, listed_ranks
+from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks
 
 
 def test_checksums_are_of_bits() -> None:

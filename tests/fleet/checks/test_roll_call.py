@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fleet
-from fleet._roll_call import RollCall
+from fleet.checks.roll_call import RollCall
 from fleet.errors import ConfigError, RendezvousError
 from tests.helpers.workers import WorkerError, run_workers
 

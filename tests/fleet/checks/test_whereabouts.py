@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fleet._whereabouts import (
+from fleet.checks.whereabouts import (
     BUSY,
     ENDED,
     MEETS,

@@ -18,6 +18,7 @@ from fleet.dataset._slots import Slot
 from fleet.dataset._training import infer_from_dataset, train_from_dataset
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
+from tests.helpers.fleets import own_fleet
 from tests.helpers.workers import run_workers
 
 SLOTS = [Slot("words", lod_level=1), Slot("x", (-1, 2), "float32")]
@@ -37,8 +38,7 @@ def dataset(folder: Path, count: int, batch_size: int = 2) -> InMemoryDataset:
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     """Returns a Fleet that nothing is left of afterwards."""
-    made = Fleet()
-    monkeypatch.setitem(vars(fleet), "_fleet", made)
+    made = own_fleet(monkeypatch)
     for name in ("init", "session"):
         monkeypatch.delitem(vars(fleet), name, raising=False)
     return made

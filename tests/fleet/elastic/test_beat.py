@@ -11,9 +11,7 @@ import torch
 
 import fleet
 from fleet.elastic._beat import Beat
-from fleet.elastic._calls import HealthCalls
 from fleet.env import Environment
-from fleet.facade import Fleet
 from fleet.launch.processes.worker_file import (
     OWN_NS,
     OWN_STEPS,
@@ -25,6 +23,7 @@ from fleet.launch.processes.worker_file import (
     TAKES_TIMES,
     WorkerFile,
 )
+from tests.helpers.fleets import own_fleet
 
 
 @pytest.fixture
@@ -86,9 +85,8 @@ def test_a_step_costs_less_than_5_microseconds(file: WorkerFile) -> None:
 
 
 def test_the_optimizer_beats(file: WorkerFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    own_fleet(monkeypatch)
     monkeypatch.setenv("FLEET_WORKER_FILE", str(file.path))
-    assert issubclass(Fleet, HealthCalls)
     fleet.init(is_collective=True, log_level="ERROR")
     net = torch.nn.Linear(2, 1)
     model = fleet.distributed_model(net)

@@ -12,14 +12,14 @@ import torch
 
 import fleet
 from fleet.errors import CheckpointError, ConfigError
-from fleet.facade import Fleet
 from tests.fleet.elastic.training import Training
+from tests.helpers.fleets import own_fleet
 from tests.helpers.workers import run_workers
 
 
 @pytest.fixture(autouse=True)
 def _own_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    own_fleet(monkeypatch)
 
 
 def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:

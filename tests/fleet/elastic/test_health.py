@@ -12,7 +12,7 @@ import pytest
 import fleet
 from fleet.elastic import PREEMPTED, ElasticSampler
 from fleet.errors import NotInitializedError
-from fleet.facade import Fleet
+from tests.helpers.fleets import own_fleet
 from tests.launch.launcher import Launcher, wait_until_gone
 
 TRAIN = """
@@ -159,7 +159,7 @@ def test_ctrl_c_and_jobs_without_the_flag_end_at_once(flags: tuple[str, ...], tm
 
 
 def test_the_calls_do_nothing_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    own_fleet(monkeypatch)
     with pytest.raises(NotInitializedError, match="heartbeat"):
         fleet.heartbeat()
     fleet.init(is_collective=True, log_level="ERROR")

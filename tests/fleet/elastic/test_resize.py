@@ -13,14 +13,14 @@ import fleet
 from fleet.elastic import keep_global_batch, scale_lr
 from fleet.elastic._resize import plan_k_steps
 from fleet.errors import ConfigError, OptionWarning
-from fleet.facade import Fleet
 from tests.fleet.elastic.training import Training
+from tests.helpers.fleets import own_fleet
 from tests.helpers.workers import run_workers
 
 
 @pytest.fixture(autouse=True)
 def _own_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    own_fleet(monkeypatch)
 
 
 def workers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

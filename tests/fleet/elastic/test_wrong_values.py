@@ -12,7 +12,7 @@ import torch
 
 import fleet
 from fleet.errors import CheckpointError, ConfigError
-from fleet.facade import Fleet
+from tests.helpers.fleets import own_fleet
 
 MODEL = torch.nn.Linear(1, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
@@ -21,7 +21,7 @@ HERE = Path(__file__)
 
 @pytest.fixture(autouse=True)
 def running(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(fleet), "_fleet", Fleet())
+    own_fleet(monkeypatch)
     fleet.init(is_collective=True, log_level="ERROR")
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fleet._estimate_division import Divided
-from fleet._estimate_tracker import StorageTracker
+from fleet.estimate.divided_training import Divided
+from fleet.estimate.storage_tracker import StorageTracker
 
 ONE = 4 * 64 * 64  # bytes of a layer
 

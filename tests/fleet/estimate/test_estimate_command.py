@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet.__main__ import main
-from fleet._estimate_command import run
+from fleet.estimate.estimate_command import run
 
 MODEL = """
 from dataclasses import dataclass

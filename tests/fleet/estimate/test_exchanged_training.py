@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fleet._estimate_exchange import Averages, Buckets, Exchange, SharedUpdate, bytes_of
-from fleet._estimate_tracker import StorageTracker
+from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, SharedUpdate, bytes_of
+from fleet.estimate.storage_tracker import StorageTracker
 
 
 def layers(*widths: int) -> nn.Module:

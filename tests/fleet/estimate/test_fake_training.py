@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fleet._estimate_fakes import Fakes, mean_of_outputs
+from fleet.estimate.fake_training import Fakes, mean_of_outputs
 
 
 class Tied(nn.Module):

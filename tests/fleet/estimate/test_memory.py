@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import fleet
-from fleet import _estimate_strategies
-from fleet._estimate_record import MemoryEstimate
-from fleet._estimate_strategies import FREE, REPLAYED, RUN_AS_THEY_ARE
 from fleet.errors import ConfigError
+from fleet.estimate import modelled_strategies
+from fleet.estimate.memory_estimate import MemoryEstimate
+from fleet.estimate.modelled_strategies import FREE, REPLAYED, RUN_AS_THEY_ARE
 
 
 def strategy(**options: Any) -> fleet.DistributedStrategy:
@@ -299,7 +299,7 @@ def test_an_unknown_strategy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A strategy in none of the lists is named, not taken for free."""
     assert fleet.estimate_memory(net(), (4, 64), strategy(lars=True)).not_modelled == ()
     monkeypatch.setattr(
-        _estimate_strategies, "RUN_AS_THEY_ARE", tuple(name for name in RUN_AS_THEY_ARE if name != "lars")
+        modelled_strategies, "RUN_AS_THEY_ARE", tuple(name for name in RUN_AS_THEY_ARE if name != "lars")
     )
     found = fleet.estimate_memory(net(), (4, 64), strategy(lars=True))
     assert found.not_modelled == ("lars: this estimate does not know what it holds, and leaves it out.",)
@@ -309,7 +309,7 @@ def test_the_lists_name_strategies() -> None:
     """Each name in the lists is a strategy, in one list only."""
     from fleet.strategies import REGISTRY
 
-    names = [*RUN_AS_THEY_ARE, *REPLAYED, *FREE, *_estimate_strategies._WHY_NOT]
+    names = [*RUN_AS_THEY_ARE, *REPLAYED, *FREE, *modelled_strategies._WHY_NOT]
     assert len(names) == len(set(names))
     assert set(names) <= set(REGISTRY)
 

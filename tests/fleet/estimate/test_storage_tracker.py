@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fleet._estimate_tracker import KINDS, StorageTracker
+from fleet.estimate.storage_tracker import KINDS, StorageTracker
 
 
 def test_storages_begin_and_end() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from fleet._explain import explain, explanation
-from fleet._strategy_factory import StrategyFactory
 from fleet.errors import OptionWarning
 from fleet.facade import Fleet
 from fleet.options import DistributedStrategy
+from fleet.options.explain import explain, explanation
+from fleet.paddle.strategy_factory import StrategyFactory
 from fleet.strategies import REGISTRY
-from fleet.strategies._base import NOT_YET
+from fleet.strategies._declare.strategy import NOT_YET
 
 
 def test_plain_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet._explain_command import run
+from fleet.options.explain_command import run
 
 
 def write(folder: Path, text: str, name: str = "strategy.yaml") -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError
 from fleet.options import DistributedStrategy, schema
-from fleet.strategies._config import Config, Rule, value_types
+from fleet.strategies._declare.fields import Config, Rule, value_types
 
 TEXT = st.text(max_size=12)
 FREE = st.recursive(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import yaml
 
-from fleet._guide_text import conflicts_of, strategies_markdown
 from fleet.options import DistributedStrategy
+from fleet.options.guide_text import conflicts_of, strategies_markdown
 from fleet.strategies import REGISTRY
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet._prototxt import Entry, Word, format_entries, parse, quoted
 from fleet.errors import ConfigError
+from fleet.options.prototxt import Entry, Word, format_entries, parse, quoted
 
 
 def values(text: str) -> list[tuple[str, object]]:

@@ -6,10 +6,16 @@ import re
 
 import pytest
 
-from fleet._options_text import option_listing_markdown, option_table_markdown, strategy_table, words_of
-from fleet.options import DistributedStrategy, schema
-from fleet.strategies._base import NOT_YET
-from fleet.strategies._config import Config
+from fleet.options import (
+    DistributedStrategy,
+    option_listing_markdown,
+    option_table_markdown,
+    schema,
+    strategy_table,
+    words_of,
+)
+from fleet.strategies._declare.fields import Config
+from fleet.strategies._declare.strategy import NOT_YET
 
 
 def cells(table: str) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError
 from fleet.options import BuildStrategy, DistributedStrategy, mark_copied, schema
-from fleet.strategies._config import Config
+from fleet.strategies._declare.fields import Config
 
 
 class SimpleJob:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fleet.data_parallel import DataParallel
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.paddle.data_parallel_layer import DataParallel
 
 
 def test_one_process_runs_the_plain_module() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import fleet
-from fleet import _sharding_calls
+from fleet.facade import Fleet
 from tests.helpers.workers import run_workers
-from tests.strategies.test_sharding import Net, net_of
-from tests.strategies.test_sharding_company import trained
-from tests.strategies.test_sharding_states import error_of, steps
+from tests.strategies.sharding.test_sharding import Net, net_of
+from tests.strategies.sharding.test_sharding_company import trained
+from tests.strategies.sharding.test_sharding_states import error_of, steps
 
 
 def one_call(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -67,5 +67,5 @@ def test_group_sharded_parallel(tmp_path: Path) -> None:
 def test_the_calls_are_fleets() -> None:
     """B.10: the calls are part of the public namespace."""
     for name in ("group_sharded_parallel", "save_group_sharded_model", "get_hybrid_communicate_group"):
-        assert name in vars(_sharding_calls.ShardingCalls)
+        assert name in vars(Fleet)
         assert name in fleet.__all__

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fleet._hybrid_job import meet_trainers
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
+from fleet.ps_job.hybrid_job import meet_trainers
 from tests.fleet.ps.worker.test_hybrid_trainer import check_equal, hybrid
-from tests.fleet.test_server_job import Reference, make_adagrad
-from tests.fleet.test_server_job_integration import ROOT, finish, start
+from tests.fleet.ps_job.test_server_job import Reference, make_adagrad
+from tests.fleet.ps_job.test_server_job_integration import ROOT, finish, start
 from tests.helpers.served import WideAndDeep, batches, train
 
 SCRIPT = str(ROOT / "tests" / "helpers" / "hybrid_training.py")

@@ -11,7 +11,7 @@ import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.role_maker import UserDefinedRoleMaker
-from tests.fleet.test_server_job import alone, make_sgd, rows_of, served, strategy
+from tests.fleet.ps_job.test_server_job import alone, make_sgd, rows_of, served, strategy
 from tests.helpers.served import WideAndDeep, batches, train
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fleet.test_server_job import Reference, make_adagrad
+from tests.fleet.ps_job.test_server_job import Reference, make_adagrad
 from tests.helpers.served import _free_endpoints, batches, train
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "tests" / "helpers" / "ps_training.py")
 LIMIT_S = 55
 # Proxies must play no part in the traffic (001-08).

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fleet.facade import Fleet
-from tests.fleet.test_server_job import Reference, make_adagrad, rows_of, served, strategy
+from tests.fleet.ps_job.test_server_job import Reference, make_adagrad, rows_of, served, strategy
 from tests.helpers.served import batches, run_job, train
 
 pytestmark = pytest.mark.slow

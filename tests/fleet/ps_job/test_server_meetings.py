@@ -18,7 +18,7 @@ from fleet.ps.client.client import wait_for_servers
 from fleet.ps.server import requests as _requests
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport
-from tests.fleet.test_server_job import make_sgd, served, strategy
+from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.served import batches, run_job, train
 
 

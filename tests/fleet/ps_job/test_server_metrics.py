@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet._server_metrics import Metrics, address_towards, serve_measures
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.server.metrics import Measure
-from tests.fleet.test_server_job import make_sgd, served, strategy
+from fleet.ps_job.server_metrics import Metrics, address_towards, serve_measures
+from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.crowd import Crowd
 from tests.helpers.served import batches, run_job, train
 

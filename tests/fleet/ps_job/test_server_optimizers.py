@@ -16,7 +16,7 @@ import fleet
 from fleet.dataset import _training as training
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
-from tests.fleet.test_server_job import strategy
+from tests.fleet.ps_job.test_server_job import strategy
 
 IDS, WORDS, BASE = 12, 10, 10**13
 Batch = tuple[Tensor, Tensor, Tensor]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fleet
-from tests.fleet.test_server_job import Reference, make_adagrad
-from tests.fleet.test_server_job_integration import SCRIPT, end, finish, start
+from tests.fleet.ps_job.test_server_job import Reference, make_adagrad
+from tests.fleet.ps_job.test_server_job_integration import SCRIPT, end, finish, start
 from tests.helpers.served import _free_endpoints, batches, train
 from tests.launch.launcher import Launcher
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from fleet._server_settings import Keeping, read_bound_socket, read_keeping, read_seconds, thread_note
-from fleet._user_secret import read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
@@ -21,10 +19,12 @@ from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.wire.transport import SocketTransport
+from fleet.ps_job.server_settings import Keeping, read_bound_socket, read_keeping, read_seconds, thread_note
+from fleet.ps_job.user_secret import read_user_secret
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps.service import Service, serving, silent
 from tests.fleet.ps.test_recovery import TABLES, state_of, train
-from tests.fleet.test_server_job import make_sgd, served, strategy
+from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.served import WideAndDeep, batches, run_job
 from tests.helpers.served import train as train_model
 

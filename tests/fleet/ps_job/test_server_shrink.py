@@ -11,7 +11,7 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
-from tests.fleet.test_server_job import alone, make_sgd, rows_of, strategy
+from tests.fleet.ps_job.test_server_job import alone, make_sgd, rows_of, strategy
 from tests.helpers.served import WideAndDeep, batches, train
 
 

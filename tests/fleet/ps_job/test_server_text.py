@@ -10,7 +10,7 @@ import torch
 
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
-from tests.fleet.test_server_job import make_adagrad, rows_of, served, strategy
+from tests.fleet.ps_job.test_server_job import make_adagrad, rows_of, served, strategy
 from tests.helpers.served import batches, run_job, train
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fleet._server_settings import read_server_tls, read_worker_tls
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.wire.transport import SocketTransport, TlsConnection
+from fleet.ps_job.server_settings import read_server_tls, read_worker_tls
 from tests.fleet.ps.service import SECRET, serving, silent
-from tests.fleet.test_server_job import make_adagrad, served, strategy
+from tests.fleet.ps_job.test_server_job import make_adagrad, served, strategy
 from tests.helpers.certificates import make_certificate
 from tests.helpers.served import batches, run_job, train
 

@@ -18,7 +18,7 @@ from fleet.facade import Fleet
 from fleet.ps import Accessor, Initializer, Rule, SparseTableConfig
 from fleet.ps.worker.table_configs import configure_table
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from tests.fleet.test_server_job import make_sgd, served, strategy
+from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.served import WideAndDeep
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -332,6 +332,6 @@ def test_every_variable_of_parameter_servers_is_tried() -> None:
     from fleet.env import VARIABLES as KNOWN
 
     own = {name for name in KNOWN if name.startswith(("FLEET_PS_", "FLAGS_communicator_"))}
-    files = {"FLEET_PS_CERT", "FLEET_PS_KEY", "FLEET_PS_CA"}  # tests/fleet/test_server_tls.py tries these
-    launcher = {"FLEET_PS_SOCKET"}  # tests/fleet/test_server_settings.py tries this
+    files = {"FLEET_PS_CERT", "FLEET_PS_KEY", "FLEET_PS_CA"}  # tests/fleet/ps_job/test_server_tls.py tries these
+    launcher = {"FLEET_PS_SOCKET"}  # tests/fleet/ps_job/test_server_settings.py tries this
     assert own - set(VARIABLES) == {"FLEET_PS_FOLDER"} | files | launcher  # any text is a path

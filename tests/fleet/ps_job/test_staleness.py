@@ -22,7 +22,7 @@ from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, in_threads, serving, silent
-from tests.fleet.test_server_job import Reference, make_adagrad, served
+from tests.fleet.ps_job.test_server_job import Reference, make_adagrad, served
 from tests.helpers.served import batches, run_job, train
 
 LR, DIM = 0.1, 2

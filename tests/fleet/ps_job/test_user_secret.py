@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fleet import _user_secret
-from fleet._user_secret import NAME, read_user_secret
 from fleet.env import Environment
 from fleet.errors import ConfigError
+from fleet.ps_job import user_secret
+from fleet.ps_job.user_secret import NAME, read_user_secret
 from tests.fleet.ps.service import in_threads
 
 
@@ -86,6 +86,6 @@ def test_what_others_could_read_or_have_put_there_is_refused(
     if what == "open folder":
         folder.chmod(0o755)
     if what == "folder of another user":
-        monkeypatch.setattr(_user_secret.os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(user_secret.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match=rule):
         read(folder)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet._starter_fleet import agreed_int, fleet_variables, read_device_ids, read_fleet, read_list
 from fleet.env import Environment
 from fleet.errors import ConfigError
+from fleet.role.fleet_contract import agreed_int, fleet_variables, read_device_ids, read_fleet, read_list
 
 LAUNCHED = {
     "PADDLE_TRAINER_ID": "1",

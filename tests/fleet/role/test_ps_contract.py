@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fleet._role_record import Role
-from fleet._starter_ps import has_servers, read_ps
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.role.ps_contract import has_servers, read_ps
+from fleet.role.record import Role
 
 SERVER = {
     "PADDLE_PSERVERS_IP_PORT_LIST": "127.0.0.1:36001, 127.0.0.1:36002",

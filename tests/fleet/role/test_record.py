@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from fleet._role_record import (
+from fleet.errors import ConfigError
+from fleet.role.record import (
     Role,
     RoleRecord,
     check_endpoints,
@@ -16,7 +17,6 @@ from fleet._role_record import (
     place_by_numbers,
     split_endpoint,
 )
-from fleet.errors import ConfigError
 
 
 def test_role_numbers_are_fleets() -> None:

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet._starter_schedulers import (
+from fleet.env import Environment
+from fleet.errors import ConfigError
+from fleet.role.schedulers import (
     expand_hosts,
     is_mpi_process,
     is_slurm_task,
@@ -14,8 +16,6 @@ from fleet._starter_schedulers import (
     read_slurm,
     task_counts,
 )
-from fleet.env import Environment
-from fleet.errors import ConfigError
 
 SRUN = {
     "SLURM_JOB_ID": "4711",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fleet._starters import read_record, read_single, read_torch
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from tests.fleet.test_starter_fleet import LAUNCHED
-from tests.fleet.test_starter_schedulers import MPICH, OPEN_MPI, SRUN
+from fleet.role.starters import read_record, read_single, read_torch
+from tests.fleet.role.test_fleet_contract import LAUNCHED
+from tests.fleet.role.test_schedulers import MPICH, OPEN_MPI, SRUN
 
 TORCHRUN = {
     "RANK": "3",
@@ -152,7 +152,7 @@ def test_a_real_torchrun(tmp_path: Path) -> None:
     )
     options = ["--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path)]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fleet._explain import explanation
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
+from fleet.options.explain import explanation
 from fleet.strategies import plan
-from fleet.strategies._degrees import AXES, plan_degrees
-from fleet.strategies._mesh import plan_axes
-from fleet.strategies._plan import problems
+from fleet.strategies._declare.degrees import AXES, plan_degrees
+from fleet.strategies._declare.strategy_plan import problems
+from fleet.strategies._shared.mesh import plan_axes
 
 
 def test_dp_takes_what_all_other_degrees_leave() -> None:

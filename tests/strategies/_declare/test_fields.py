@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, UnknownOptionError
-from fleet.strategies._config import Config, Rule, plain, setting, type_name, value_types
+from fleet.strategies._declare.fields import Config, Rule, plain, setting, type_name, value_types
 
 
 @dataclass(frozen=True, kw_only=True)

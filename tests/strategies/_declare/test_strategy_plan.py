@@ -10,9 +10,9 @@ import pytest
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
 from fleet.strategies import GROUPS, REGISTRY, Stage, Strategy, plan
-from fleet.strategies._base import Values
-from fleet.strategies._config import Config, setting
-from fleet.strategies._plan import problems
+from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.strategy import Values
+from fleet.strategies._declare.strategy_plan import problems
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fleet.strategies import _flat
+from fleet.strategies._shared import flat
 from tests.helpers.workers import run_workers
 
 
@@ -20,7 +20,7 @@ def tensors(rank: int) -> list[torch.Tensor]:
 
 def exchange(rank: int, world_size: int, chunk_bytes: int) -> dict[str, Any]:
     """Averages and broadcasts; counts the messages."""
-    _flat._CHUNK_BYTES = chunk_bytes
+    flat._CHUNK_BYTES = chunk_bytes
     calls = [0]
     real = dist.all_reduce
 
@@ -30,10 +30,10 @@ def exchange(rank: int, world_size: int, chunk_bytes: int) -> dict[str, Any]:
 
     dist.all_reduce = counted
     means = [t for t in tensors(rank + 1) if t.is_floating_point()]
-    _flat.average(means, dist.group.WORLD)
+    flat.average(means, dist.group.WORLD)
     dist.all_reduce = real
     sent = tensors(rank + 5)
-    _flat.broadcast_from_rank_0(sent, dist.group.WORLD)
+    flat.broadcast_from_rank_0(sent, dist.group.WORLD)
     return {
         "means": [t.mean().item() for t in means],
         "sent": [float(t.double().mean()) for t in sent],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.options import DistributedStrategy
-from fleet.strategies._local_training import local_training_notes
+from fleet.strategies._shared.local_training import local_training_notes
 
 
 @pytest.mark.parametrize("option", ["fp16_allreduce", "use_hierarchical_allreduce"])

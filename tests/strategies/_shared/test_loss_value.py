@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fleet.strategies._loss import watch_losses
+from fleet.strategies._shared.loss_value import watch_losses
 
 
 def test_sees_scalars_until_stopped() -> None:

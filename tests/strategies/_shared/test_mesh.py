@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fleet
-from fleet.strategies._mesh import plan_axes, plan_axis_groups
+from fleet.strategies._shared.mesh import plan_axes, plan_axis_groups
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet.strategies._optimizer import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 
 def test_shares_groups_and_state() -> None:

@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies._amp_scale import narrow_type
-from fleet.strategies.amp import AmpConfig
-from tests.strategies.amp_steps import batches, fast_sgd, flat, hand_written, net_of, sgd, small_loss, start, wrapped
+from fleet.strategies._shared.casts import narrow_type
+from fleet.strategies.amp.amp import AmpConfig
+from tests.strategies.amp.amp_steps import (
+    batches,
+    fast_sgd,
+    flat,
+    hand_written,
+    net_of,
+    sgd,
+    small_loss,
+    start,
+    wrapped,
+)
 
 FP16 = {"dtype": "float16"}
 

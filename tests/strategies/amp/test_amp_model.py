@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fleet
-from fleet.strategies._amp_model import AmpModel, guard
-from fleet.strategies._amp_policy import Region
-from fleet.strategies._amp_scale import LossScale
-from fleet.strategies._exchange import data_parallel_in
-from fleet.strategies.amp import AmpConfig, user_module
-from tests.strategies.amp_steps import batches, net_of, sgd, start, wrapped
+from fleet.strategies._shared.gradient_exchange import data_parallel_in
+from fleet.strategies.amp.amp import AmpConfig, user_module
+from fleet.strategies.amp.amp_model import AmpModel, guard
+from fleet.strategies.amp.loss_scale import LossScale
+from fleet.strategies.amp.policy import Region
+from tests.strategies.amp.amp_steps import batches, net_of, sgd, start, wrapped
 
 
 def around(module: nn.Module, region: Region | None = None, **keywords: bool) -> AmpModel:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fleet.strategies._amp_optimizer import AmpOptimizer, agreed, non_finite
-from fleet.strategies._amp_scale import LossScale
-from fleet.strategies._optimizer import OptimizerWrapper
-from fleet.strategies.amp import AmpConfig
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies.amp.amp import AmpConfig
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer, agreed, non_finite
+from fleet.strategies.amp.loss_scale import LossScale
 
 CPU = torch.device("cpu")
 ALONE: Any = SimpleNamespace(device=CPU, process_group=None, collective=True)

@@ -11,7 +11,17 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError
 from tests.helpers.workers import run_workers
-from tests.strategies.amp_steps import batches, fast_sgd, flat, hand_written, net_of, sgd, small_loss, start, wrapped
+from tests.strategies.amp.amp_steps import (
+    batches,
+    fast_sgd,
+    flat,
+    hand_written,
+    net_of,
+    sgd,
+    small_loss,
+    start,
+    wrapped,
+)
 
 FP16 = {"dtype": "float16", "decr_every_n_nan_or_inf": 1, "decr_ratio": 0.5}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet
-from tests.strategies.amp_steps import batches, flat, net_of, sgd, start, wrapped
+from tests.strategies.amp.amp_steps import batches, flat, net_of, sgd, start, wrapped
 
 FP16 = {"dtype": "float16", "init_loss_scaling": 1024.0}
 

@@ -12,7 +12,17 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError, OptionWarning
 from tests.helpers.workers import run_workers
-from tests.strategies.amp_steps import batches, fast_sgd, flat, hand_written, net_of, sgd, small_loss, start, wrapped
+from tests.strategies.amp.amp_steps import (
+    batches,
+    fast_sgd,
+    flat,
+    hand_written,
+    net_of,
+    sgd,
+    small_loss,
+    start,
+    wrapped,
+)
 
 
 def explicit(model: Any, optimizer: Any, scaler: Any, count: int, unscale: bool = False) -> list[torch.Tensor]:

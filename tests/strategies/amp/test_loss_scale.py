@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import CheckpointError
-from fleet.strategies._amp_scale import LossScale
-from fleet.strategies.amp import AmpConfig
+from fleet.strategies.amp.amp import AmpConfig
+from fleet.strategies.amp.loss_scale import LossScale
 
 
 def scale_of(**keys: Any) -> LossScale:

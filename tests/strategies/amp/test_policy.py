@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fleet
 from fleet.errors import ConfigError
-from tests.strategies.amp_steps import batches, flat, net_of, sgd, small_loss, start, wrapped
+from tests.strategies.amp.amp_steps import batches, flat, net_of, sgd, small_loss, start, wrapped
 
 X = next(batches(1))
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

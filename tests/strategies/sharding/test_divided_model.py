@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import fleet
 from tests.helpers.workers import run_workers
-from tests.strategies.test_sharding import Net, batch, net_of, options
-from tests.strategies.test_sharding_states import error_of
+from tests.strategies.sharding.test_sharding import Net, batch, net_of, options
+from tests.strategies.sharding.test_sharding_states import error_of
 
 
 class WithMethod(Net):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fleet
-from fleet.strategies._sharding_owners import plan_owners
+from fleet.strategies.sharding.owners import plan_owners
 from tests.helpers.workers import run_workers
 
 

@@ -8,9 +8,9 @@ import torch
 
 import fleet
 from tests.helpers.workers import run_workers
-from tests.strategies.test_sharding import net_of, options
-from tests.strategies.test_sharding_company import trained
-from tests.strategies.test_sharding_states import error_of
+from tests.strategies.sharding.test_sharding import net_of, options
+from tests.strategies.sharding.test_sharding_company import trained
+from tests.strategies.sharding.test_sharding_states import error_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "ASGD": {"lr": 0.01},

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.strategies._parts import local
+from fleet.strategies._shared.parts import local
 from tests.fleet.test_recorded_results import recorded_net
 from tests.helpers.workers import run_workers
 
-DATA = Path(__file__).parent.parent / "data" / "collective"
+DATA = Path(__file__).parents[2] / "data" / "collective"
 TOLERANCE = 1e-6
 STEPS = 4
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {

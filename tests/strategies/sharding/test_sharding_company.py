@@ -10,8 +10,8 @@ import torch
 
 import fleet
 from tests.helpers.workers import run_workers
-from tests.strategies.test_sharding import batch, net_of, options
-from tests.strategies.test_sharding_states import steps
+from tests.strategies.sharding.test_sharding import batch, net_of, options
+from tests.strategies.sharding.test_sharding_states import steps
 
 
 def trained(

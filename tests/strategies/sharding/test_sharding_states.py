@@ -13,7 +13,7 @@ from torch import nn
 import fleet
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from tests.helpers.workers import run_workers
-from tests.strategies.test_sharding import Net, batch, net_of, options
+from tests.strategies.sharding.test_sharding import Net, batch, net_of, options
 
 ADAM = {"lr": 0.01}
 

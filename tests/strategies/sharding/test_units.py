@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._sharding_units import bytes_of, check_divisible, find_anchors, plan_units
+from fleet.strategies.sharding.units import bytes_of, check_divisible, find_anchors, plan_units
 
 KIB = 1024
 

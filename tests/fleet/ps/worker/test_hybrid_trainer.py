@@ -14,7 +14,7 @@ from fleet.errors import NanInfError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.worker.hybrid_trainer import HybridTrainer
-from tests.fleet.test_server_job import Reference, make_adagrad, rows_of, served, strategy
+from tests.fleet.ps_job.test_server_job import Reference, make_adagrad, rows_of, served, strategy
 from tests.helpers.served import Batch, WideAndDeep, batches, run_job, train
 from tests.helpers.trainers import thread_trainers
 
@@ -30,7 +30,7 @@ def hybrid(mode: str = "sync", num_workers: int = 2) -> fleet.DistributedStrateg
 def job(monkeypatch: pytest.MonkeyPatch, work: Any, *, num_workers: int = 2, **settings: Any) -> list[Any]:
     """Runs ``work`` on trainers that meet as threads."""
     trainers = thread_trainers(num_workers)
-    monkeypatch.setattr("fleet._hybrid_job.meet_trainers", lambda session: trainers[session.global_rank])
+    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda session: trainers[session.global_rank])
     made = settings.pop("strategy", hybrid(num_workers=num_workers))
     return run_job(work, num_workers=num_workers, strategy=made, **settings)
 

@@ -1,0 +1,1 @@
+"""What must hold on all workers while a job trains, and what a broken exchange means."""

@@ -1,0 +1,1 @@
+"""The memory of one worker while it trains, worked out before training."""

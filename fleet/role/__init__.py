@@ -1,0 +1,1 @@
+"""Who started this process, and its rank: the launcher, torchrun, srun, mpirun, Kubeflow."""
