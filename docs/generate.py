@@ -6,6 +6,7 @@ when one is out of date.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from fleet.options.guide_text import strategies_markdown
 ROOT = Path(__file__).parents[1]
 TEXTS = (
     "README.md",
+    "CONTRIBUTING.md",
     "README.zh-CN.md",
     "docs/options.md",
     "docs/options.zh-CN.md",
@@ -54,12 +56,24 @@ def environment_table() -> str:
     return "\n".join(["| Variable | Set by | Default | Meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
+def tree() -> str:
+    """Returns the folders of the library with the first line of each package's docstring."""
+    lines = []
+    for top in ("fleet", "strategies", "launch"):
+        for package in sorted((ROOT / top).rglob("__init__.py")):
+            folder = package.parent.relative_to(ROOT)
+            text = ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) or ""
+            lines.append(f"{'  ' * (len(folder.parts) - 1)}{folder.name}/".ljust(17) + text.splitlines()[0])
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "diff": training_diff,
     "environment": environment_table,
     "options-zh": partial(option_table_markdown, "zh"),
     "option-listing": option_listing_markdown,
     "strategies": strategies_markdown,
+    "tree": tree,
 }
 
 

@@ -17,10 +17,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fleet._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from fleet.facade import Fleet
-
-__version__ = "0.1.0"
 
 # Where each public name lives; the calls of Fleet come from its one instance.
 _HOMES = {

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from fleet._version import __version__
 from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
+    if arguments[0] == "--version":
+        print(f"torch-fleet {__version__}")
+        return 0
     name = arguments[0]
     if name not in COMMANDS:
         print(f"fleet has no command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
@@ -39,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """Returns the list of commands."""
     rows = "\n".join(f"  {name:10} {meaning}" for name, (_, meaning) in COMMANDS.items())
-    return f"usage: python -m fleet COMMAND [ARGUMENTS]\n\n{rows}\n\nA command prints its own help with --help."
+    lines = "usage: python -m fleet COMMAND [ARGUMENTS]\n       python -m fleet --version"
+    return f"{lines}\n\n{rows}\n\nA command prints its own help with --help."
 
 
 if __name__ == "__main__":

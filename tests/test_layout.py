@@ -31,6 +31,7 @@ MAX_LONG_FUNCTIONS = 8
 
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "fleet/_version.py": "tests/fleet/test_main.py",
     "fleet/_running.py": "tests/fleet/elastic/test_sampler.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
     "strategies/_shared/parts.py": "tests/strategies/sharding/test_sharding_states.py",
@@ -111,7 +112,7 @@ def test_functions_are_short() -> None:
 
 # Top folder (or folder inside fleet) -> what its modules may import beside the standard library and themselves.
 DIRECTIONS = {
-    "launch": ("fleet.env", "fleet.errors", "fleet._env_table", "fleet._sealing", "etcd3gw"),
+    "launch": ("fleet._version", "fleet.env", "fleet.errors", "fleet._env_table", "fleet._sealing", "etcd3gw"),
     "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
     "fleet/ps": ("fleet.errors", "fleet._sealing", "numpy", "numba", "llvmlite", "torch"),
     "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),

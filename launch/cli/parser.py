@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from fleet._version import __version__
 from fleet.errors import ConfigError, did_you_mean
 from fleet.launch.cli.flags import BY_SPELLING, FLAGS, GROUPS, REFUSED, REMOVED, Flag
 
@@ -74,6 +75,9 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=_Formatter,
     )
+    parser.add_argument(
+        "--version", action="version", version=f"torch-fleet {__version__}", help="print the version and exit"
+    )
     for title in GROUPS:
         group = parser.add_argument_group(title)
         for flag in FLAGS.values():
@@ -120,8 +124,8 @@ def _cut(argv: list[str]) -> tuple[list[str], list[str]]:
         if not word.startswith("-") or word == "-":
             return tokens, argv[at:]
         at += 1
-        if word in ("-h", "--help"):
-            return ["--help"], []
+        if word in ("-h", "--help", "--version"):
+            return ["--version" if word == "--version" else "--help"], []
         name, equals, value = word.partition("=")
         flag = BY_SPELLING.get(name)
         if flag is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import fleet
 from fleet.__main__ import COMMANDS, main
 
 
@@ -16,6 +17,11 @@ def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     shown = capsys.readouterr().out
     assert all(f"  {name}" in shown for name in COMMANDS)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torch-fleet {fleet.__version__}\n"
 
 
 def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

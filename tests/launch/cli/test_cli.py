@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+import fleet
 from fleet.env import Environment
 from fleet.errors import LaunchError
 from fleet.launch.cli.cli import main, program_name
@@ -65,6 +66,12 @@ def test_what_cannot_be_run_exits_with_2(
     assert text in error
     assert "python -m fleet.launch: error: " in error.replace("python3", "python")
     assert ran == []
+
+
+@pytest.mark.parametrize("line", [("--version",), ("--gpus=0", "--version")])
+def test_the_version(line: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*line) == 0
+    assert capsys.readouterr().out == f"torch-fleet {fleet.__version__}\n"
 
 
 def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
