@@ -49,7 +49,7 @@ _HOMES = {
     "SparseEmbedding": "fleet.ps",
     "StrategyFactory": "fleet.paddle.strategy_factory",
     "UserDefinedRoleMaker": "fleet.role_maker",
-    "UtilBase": "fleet._util",
+    "UtilBase": "fleet.runtime.util",
     "estimate_memory": "fleet.estimate.memory",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
@@ -143,30 +143,6 @@ _CALLS = (
     "world_device_ids",
     "world_size",
 )
-# Names of older releases -> what to use instead.
-_REMOVED = {
-    "fluid": "the paddle.fluid packages of Fleet 1.x are gone; the calls are those of this package, fleet",
-    "incubate": "the paddle.fluid.incubate.fleet packages of Fleet 1.x are gone; the calls are those of this package",
-    "main_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
-    "_origin_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
-    "startup_program": "torch has no programs: modules are initialised when they are made "
-    "(Fleet: paddle.static.default_startup_program())",
-    "Distributedstrategy": "write DistributedStrategy",
-    **dict.fromkeys(
-        ("DistributeTranspiler", "DistributeTranspilerConfig", "TrainerRuntimeConfig"),
-        "what it said of the mode is a_sync and a_sync_configs of DistributedStrategy (sync_mode: a_sync = False)",
-    ),
-    "CollectiveOptimizer": "write fleet.distributed_optimizer(optimizer, strategy)",
-    **{
-        f"{mode}Strategy": f"write StrategyFactory.create_{call}_strategy()"
-        for mode, call in (("Sync", "sync"), ("Async", "async"), ("HalfAsync", "half_async"), ("Geo", "geo"))
-    },
-    **dict.fromkeys(
-        ("BoxPSDataset", "FileInstantDataset", "TreeIndex"),
-        "it is not offered, and fleet.dataset has the reason under this name; use InMemoryDataset or QueueDataset",
-    ),
-}
-
 fleet = sys.modules[__name__]
 
 # Not these two: they raise before init, and ``from fleet import *`` asks for every name.
@@ -185,17 +161,18 @@ def __getattr__(name: str) -> Any:
     if name in _CALLS:
         return getattr(_instance(), name)
     from fleet.errors import did_you_mean
+    from fleet.paddle.removed_names import REMOVED_NAMES
 
-    if name in _REMOVED:
-        raise AttributeError(f"fleet.{name} does not exist: {_REMOVED[name]}.")
+    if name in REMOVED_NAMES:
+        raise AttributeError(f"fleet.{name} does not exist: {REMOVED_NAMES[name]}.")
     raise AttributeError(f"fleet has no {name!r}.{did_you_mean(name, __all__)}")
 
 
 def _instance() -> Fleet:
     """Returns the one Fleet of this process, made at the first use."""
     if "_fleet" not in globals():
-        from fleet._running import RUNNING
         from fleet.facade import Fleet
+        from fleet.runtime.running import RUNNING
 
         globals()["_fleet"] = Fleet(RUNNING)
     found: Fleet = globals()["_fleet"]

@@ -10,7 +10,7 @@ from fleet._version import __version__
 from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
-    "env": ("fleet._env_report", "print what to paste into a bug report"),
+    "env": ("fleet.utils._env_report", "print what to paste into a bug report"),
     "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module takes, without taking it"),
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns of and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),

@@ -16,18 +16,18 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet import _save_load
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet._log import LOGGER, set_log_level
-from fleet._running import Running
-from fleet._session import Session
-from fleet._start import start_session
-from fleet._util import UtilBase
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.options import DistributedStrategy, mark_copied
 from fleet.paddle import group_sharded
 from fleet.role_maker import RoleMakerBase
+from fleet.runtime import save_load
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.running import Running
+from fleet.runtime.session import Session
+from fleet.runtime.start import start_session
+from fleet.runtime.util import UtilBase
 from fleet.strategies.amp.amp import Amp
 from fleet.strategies.amp.explicit_scaler import share_scaler
 from fleet.topology import HybridCommunicateGroup, communicate_group
@@ -540,7 +540,7 @@ class Fleet:
         model = self._need("save_inference_model").models[0]
         state = model.state_dict()
         if self.is_first_worker():
-            _save_load.save(state, os.path.join(folder, "model.pt"))
+            save_load.save(state, os.path.join(folder, "model.pt"))
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
@@ -633,11 +633,11 @@ class Fleet:
 
     def save(self, obj: Any, path: str) -> None:
         """Writes ``obj`` to exactly ``path``, whole or not at all; see ``fleet.load``."""
-        _save_load.save(obj, path)
+        save_load.save(obj, path)
 
     def load(self, path: str, **kwargs: Any) -> Any:
         """Returns what :meth:`save` wrote; never runs code from the file."""
-        return _save_load.load(path, **kwargs)
+        return save_load.load(path, **kwargs)
 
     def set_log_level(self, level: int | str) -> None:
         """Sets the level of the project's log."""

@@ -19,7 +19,7 @@ import torch
 from fleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from fleet._util import HostArray, UtilBase
+    from fleet.runtime.util import HostArray, UtilBase
 
     Array = np.ndarray[Any, np.dtype[Any]]
 

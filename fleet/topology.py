@@ -13,7 +13,7 @@ from fleet.errors import ConfigError, NotInitializedError, did_you_mean
 from fleet.strategies._declare.degrees import AXES
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 # Fleet's names of the axes in this class, and ours in the options.
 _AXIS_NAMES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "cp": "context", "mp": "model"}

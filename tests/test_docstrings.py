@@ -22,7 +22,7 @@ NOT_RUN: dict[str, str] = {
     "fleet": "wraps a model of the user; every test of the facade does the same",
     "fleet.paddle.data_parallel_layer.DataParallel": "warns in a single process",
     "fleet.elastic._resize.keep_global_batch": "warns where an optimizer has copied the strategy",
-    "fleet._util.UtilBase.get_file_shard": "shows worker 0 of 2",
+    "fleet.runtime.util.UtilBase.get_file_shard": "shows worker 0 of 2",
     "fleet.facade.Fleet.distributed_scaler": "a GradScaler warns where there is no GPU",
     "fleet.facade.Fleet.group_sharded_parallel": "takes a module of its own, and several workers",
     "fleet.topology.HybridCommunicateGroup": "needs the groups of several workers",

@@ -32,7 +32,7 @@ MAX_LONG_FUNCTIONS = 8
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/_version.py": "tests/fleet/test_main.py",
-    "fleet/_running.py": "tests/fleet/elastic/test_sampler.py",
+    "fleet/runtime/running.py": "tests/fleet/elastic/test_sampler.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
     "strategies/_shared/parts.py": "tests/strategies/sharding/test_sharding_states.py",
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",

@@ -31,7 +31,7 @@ OBJECT_COLLECTIVES = {
 
 # Files that may bind to every interface, and why.
 OPEN_SOCKETS = {
-    "fleet/_process_group.py": "rank 0 behind address translation is reached by an address that no interface holds",
+    "fleet/runtime/process_group.py": "rank 0 behind address translation is reached at an address of no interface",
 }
 
 

@@ -12,8 +12,8 @@ from fleet.checks.whereabouts import account, user_line, user_line_of
 from fleet.errors import ConfigError, FleetError, RendezvousError
 
 if TYPE_CHECKING:
-    from fleet._fleet_model import FleetModel
     from fleet.checks.roll_call import RollCall
+    from fleet.runtime.fleet_model import FleetModel
 
 _BROKEN = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"

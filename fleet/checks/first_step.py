@@ -18,12 +18,12 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fleet._fleet_model import FleetModel, runs_inside
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks
 from fleet.checks.watches import ModelWatch, OptimizerWatch
 from fleet.checks.whereabouts import user_line
 from fleet.errors import ConfigError, RendezvousError
+from fleet.runtime.fleet_model import FleetModel, runs_inside
+from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.local_training import TrainsLocally
@@ -33,7 +33,7 @@ from fleet.strategies.amp.amp_model import AmpModel
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_dict(state) on all of them"
 

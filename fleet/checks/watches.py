@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet.checks.comparison import checksums, digest
 from fleet.checks.whereabouts import user_line
 from fleet.errors import ConfigError
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.parts import is_part, local
 from fleet.strategies._shared.passes import Passes
 

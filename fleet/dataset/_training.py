@@ -14,7 +14,7 @@ from fleet.dataset._dump import Dump, host_array
 from fleet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 __all__ = ["infer_from_dataset", "train_from_dataset"]
 

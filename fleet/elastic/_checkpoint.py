@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet._running import running_session
 from fleet.elastic._faults import Faults
 from fleet.elastic._folder import candidates, read_entry, remove_leftovers, worker_part
 from fleet.elastic._restore import Found, Restore
@@ -33,6 +32,7 @@ from fleet.elastic._state import (
 from fleet.elastic._write import Background, Write, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
+from fleet.runtime.running import running_session
 
 
 class Checkpoint:

@@ -24,10 +24,10 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from fleet._save_load import check_readable, flush_folder
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive
 from fleet.ps.files.own_folder import PLAIN
+from fleet.runtime.save_load import check_readable, flush_folder
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -16,7 +16,7 @@ from fleet.env import Environment
 from fleet.launch.processes.worker_file import PREEMPTED
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 
 class Health:

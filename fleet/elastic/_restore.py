@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet.elastic._folder import (
     Entry,
     candidates,
@@ -39,10 +38,11 @@ from fleet.elastic._state import (
     without_windows,
 )
 from fleet.errors import CheckpointError, OptionWarning
+from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.parts import PART, load_from_rank_0
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 _BLOCK_BYTES = 1 << 28
 

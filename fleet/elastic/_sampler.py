@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from fleet._running import running_session
 from fleet.errors import CheckpointError, ConfigError
+from fleet.runtime.running import running_session
 
 _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
 

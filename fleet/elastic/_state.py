@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
-from fleet._save_load import known_entries
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.save_load import known_entries
 from fleet.strategies._shared.local_training import LocalOptimizer
 from fleet.strategies._shared.merging import MergingOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper

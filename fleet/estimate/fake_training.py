@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet.errors import ConfigError, did_you_mean
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
 
 _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fleet._fleet_model import FleetModel
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.runtime.fleet_model import FleetModel
 from fleet.strategies.data_parallel import wrap_data_parallel
 
 

@@ -13,17 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fleet import _save_load
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet.errors import CheckpointError, ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.options import DistributedStrategy
+from fleet.runtime import save_load
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies.data_parallel import DataParallel
 from fleet.strategies.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
 _MIB = 1024 * 1024
@@ -112,11 +112,11 @@ def save_states(model: FleetModel, output: str, optimizer: FleetOptimizer | None
         raise CheckpointError(f"save_group_sharded_model(output={output!r}): this is a file. Name a folder.")
     state = model.full_state_dict(keep=writes)
     if writes:
-        _save_load.save(state, Path(output, "model.pdmodel"))
+        save_load.save(state, Path(output, "model.pdmodel"))
     if optimizer is not None:
         state = optimizer.full_state_dict(keep=writes)
         if writes:
-            _save_load.save(state, Path(output, "model.pdopt"))
+            save_load.save(state, Path(output, "model.pdopt"))
 
 
 def _strategies(

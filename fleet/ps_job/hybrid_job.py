@@ -19,7 +19,7 @@ from fleet.ps.worker.trainer_group import Alone, ProcessGroupTrainers, TrainerGr
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 __all__ = ["make_hybrid_trainer", "meet_trainers"]
 

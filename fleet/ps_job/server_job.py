@@ -46,7 +46,7 @@ from fleet.ps_job.user_secret import read_user_secret
 from fleet.strategies.a_sync import ASync, check_hooks
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 __all__ = ["ServerJob"]
 

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from fleet._save_load import known_entries
 from fleet.errors import ConfigError
+from fleet.runtime.save_load import known_entries
 from fleet.strategies._shared.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
 from fleet.strategies._shared.parts import (
     PART,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fleet._session import Session
+    from fleet.runtime.session import Session
 
 
 @dataclass

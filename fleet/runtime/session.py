@@ -17,9 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
-from fleet._util import UtilBase
 from fleet.checks.broken_exchange import UncaughtErrors, explained
 from fleet.checks.first_step import TrainingChecks
 from fleet.checks.roll_call import RollCall
@@ -28,6 +25,9 @@ from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.strategy import Stage, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.mesh import make_mesh, plan_axes

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from fleet._log import LOGGER, show_log
-from fleet._process_group import Meeting, start_process_group
-from fleet._session import Session
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch.plan.interfaces import means_itself
 from fleet.options import DistributedStrategy
 from fleet.role.record import Role
 from fleet.role_maker import PaddleCloudRoleMaker
+from fleet.runtime.process_group import Meeting, start_process_group
+from fleet.runtime.session import Session
 from fleet.strategies._declare.strategy_plan import plan
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fleet._file_shard import split_files
-from fleet._running import running_session
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+from fleet.runtime.running import running_session
 
 if TYPE_CHECKING:
     from fleet.checks.roll_call import RollCall

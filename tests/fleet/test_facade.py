@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fleet
-from fleet._fleet_model import FleetModel
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning, StrategyConflictError, UnsupportedOptionError
 from fleet.facade import Fleet
+from fleet.runtime.fleet_model import FleetModel
 from tests.helpers.fleets import own_fleet
 
 TWO_WORKERS = {

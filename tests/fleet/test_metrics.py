@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from fleet import metrics
-from fleet._util import UtilBase
 from fleet.errors import CheckpointError, ConfigError
-from tests.fleet.test_util import alone, joined
+from fleet.runtime.util import UtilBase
+from tests.fleet.runtime.test_util import alone, joined
 from tests.helpers.workers import run_workers
 
 UTIL = alone()

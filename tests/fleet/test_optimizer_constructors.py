@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fleet import clip, optimizer, regularizer
-from fleet._fleet_optimizer import FleetOptimizer
-from fleet._session import Session
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
 from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
+from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.session import Session
 from fleet.strategies._declare.strategy_plan import plan
 from tests.fleet.test_recorded_results import DATA, recorded_net, weights
 

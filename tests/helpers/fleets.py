@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import fleet
-from fleet._running import RUNNING
 from fleet.facade import Fleet
+from fleet.runtime.running import RUNNING
 
 
 def own_fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:

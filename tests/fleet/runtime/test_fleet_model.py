@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fleet
-from fleet._fleet_model import FleetModel
 from fleet.errors import CheckpointError, ConfigError
+from fleet.runtime.fleet_model import FleetModel
 from tests.helpers.workers import run_workers
 
 

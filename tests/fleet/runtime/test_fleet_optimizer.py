@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fleet
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
 from fleet.errors import ConfigError
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer
 from tests.helpers.workers import run_workers
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fleet._process_group import Meeting, start_process_group
 from fleet.errors import RendezvousError
+from fleet.runtime.process_group import Meeting, start_process_group
 from tests.helpers.workers import free_ports, run_workers
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from fleet import _save_load
-from fleet._save_load import known_entries, load, save
 from fleet.errors import CheckpointError, ConfigError
+from fleet.runtime import save_load
+from fleet.runtime.save_load import known_entries, load, save
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def test_an_error_of_the_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_save_load.os, "fsync", full)
+    monkeypatch.setattr(save_load.os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save({"epoch": 2}, tmp_path / "x")
     monkeypatch.undo()

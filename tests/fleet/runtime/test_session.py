@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fleet._session import Session
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
+from fleet.runtime.session import Session
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import plan
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper

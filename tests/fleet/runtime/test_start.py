@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fleet._start import choose_device, meeting_of
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.role.record import RoleRecord
+from fleet.runtime.start import choose_device, meeting_of
 
 
 @pytest.fixture

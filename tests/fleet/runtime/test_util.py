@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fleet._util import UtilBase
 from fleet.checks.roll_call import RollCall
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.role.record import Role, RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
+from fleet.runtime.util import UtilBase
 from tests.helpers.workers import run_workers
 
 
@@ -233,7 +233,7 @@ def test_print_on_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet._util.running_session", lambda: None)  # one that an earlier test has left
+    monkeypatch.setattr("fleet.runtime.util.running_session", lambda: None)  # one that an earlier test has left
     for call in (lambda util: util.all_reduce(1), lambda util: util.get_file_shard([]), lambda util: util.barrier()):
         with pytest.raises(NotInitializedError, match=r"fleet.init\(\)"):
             call(UtilBase())

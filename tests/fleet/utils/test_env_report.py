@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fleet
-from fleet._env_report import report, run, shown_variables
 from fleet.env import Environment
+from fleet.utils._env_report import report, run, shown_variables
 from tests.fleet.role.test_fleet_contract import LAUNCHED
 
 SECRETS = {
