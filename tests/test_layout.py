@@ -35,18 +35,12 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/draws.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/id_kernels.py": "tests/fleet/ps/table/test_partition.py",
-    "fleet/ps/table/kernels/index.py": "tests/fleet/ps/test_table_stress.py",
     "fleet/ps/table/kernels/seal.py": "tests/fleet/ps/wire/test_body_digest.py",
-    "fleet/ps/table/kernels/row_requests.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/row_kernels.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/rule_kernels.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/walks.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/numba_cache.py": "tests/fleet/ps/test_kernels_cost.py",
-    "fleet/ps/table/reference_rules.py": "tests/fleet/ps/table/test_rules.py",
-    "fleet/ps/table/reference_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/files/row_file.py": "tests/fleet/ps/files/test_table_files.py",
 }
 

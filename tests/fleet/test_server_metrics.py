@@ -19,7 +19,7 @@ from fleet._server_metrics import Metrics, address_towards, serve_measures
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
-from fleet.ps.server.metrics import Measure
+from fleet.ps.server.measures import Measure
 from tests.fleet.test_server_job import make_sgd, served, strategy
 from tests.helpers.crowd import Crowd
 from tests.helpers.served import batches, run_job, train

@@ -20,9 +20,9 @@ from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_serve
 from fleet.ps.wire.messages import (
     MAX_BODY_BYTES,
     Buffer,
-    Flag,
     Header,
     MessageError,
+    MessageFlag,
     Op,
     Status,
     control_body,
@@ -107,7 +107,7 @@ class Request:
     n_tables: int = 0
     step: int = 0
     seq: int = 0
-    flags: int = Flag.NONE
+    flags: int = MessageFlag.NONE
     change: bool = False  # takes a number of its own and is applied once
     on_answer: OnAnswer | None = None
     tag: int = 0

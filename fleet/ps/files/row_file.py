@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fleet.errors import CheckpointError
 from fleet.ps.files.own_folder import PLAIN
-from fleet.ps.table.reference import mix, range_of
+from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.rows import RowBlock, Statistics
 
 _HEADER = struct.Struct("<4sHHIIIHHqQII")

@@ -44,8 +44,8 @@ from fleet.ps.files.manifest import (
 from fleet.ps.files.row_file import encode_block, open_plain, publish, read_block
 from fleet.ps.table.accessor import accessor_score
 from fleet.ps.table.dense_table import DenseTable
+from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig
-from fleet.ps.table.reference import mix, range_of
 from fleet.ps.table.rows import RowBlock, join_blocks
 from fleet.ps.table.sparse_table import SparseTable
 
@@ -164,13 +164,6 @@ def load_table(
             table.clear()
         raise
     return loaded
-
-
-def saved_blocks(dirname: str | Path, table: str) -> Iterator[RowBlock]:
-    """Yields the blocks of a saved sparse table with their stamps, whatever server wrote them."""
-    folder = table_folder(dirname, table)
-    for part in read_parts(folder):
-        yield from _blocks_of(folder, part, None)
 
 
 class _GroupWriter:

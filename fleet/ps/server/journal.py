@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from fleet.errors import CheckpointError, ConfigError, PSError
+from fleet.ps.files.chunks import block_checksum
 from fleet.ps.files.own_folder import PLAIN, own_folder
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
 
-__all__ = ["Journal", "Record", "RecordKind", "block_checksum", "read_journal"]
+__all__ = ["Journal", "Record", "RecordKind", "read_journal"]
 
 _SEGMENT = struct.Struct("<8sQ")
 _SEGMENT_MAGIC = b"FLPSJNL1"
@@ -68,19 +67,6 @@ class Record:
     n_tables: int = 0
     flags: int = 0
     body: Buffer = b""
-
-
-def block_checksum(data: Buffer) -> int:
-    """Returns 32 bits that change with any changed word, lost end, or exchanged 4 KB blocks.
-
-    It is the crc32 of the sums of the blocks: about fifteen times as fast as the crc32 of the data, which the
-    request path would feel. It guards against torn writes, not against forgery.
-    """
-    size = len(data)
-    blocks = size // 4096
-    words = np.frombuffer(data, np.uint64, blocks * 512).reshape(blocks, 512)
-    sums = np.add.reduce(words, axis=1, dtype=np.uint64)
-    return zlib.crc32(memoryview(data)[blocks * 4096 :], zlib.crc32(sums.tobytes(), size & 0xFFFFFFFF))
 
 
 class Journal:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from fleet.ps.wire.transport import Connection
 
-__all__ = ["Complaints", "Newcomers", "address_of"]
+__all__ = ["Complaints", "Newcomers", "host_of"]
 
 MAX_ADDRESSES = 10
 INTERVAL_S = 60.0
 
 
-def address_of(peer: str) -> str:
+def host_of(peer: str) -> str:
     """Returns where a peer ``address:port`` is, without its port."""
     return peer.rpartition(":")[0] or peer
 
@@ -31,7 +31,7 @@ class Newcomers:
 
     def add(self, connection: Connection) -> None:
         """Notes a connection that has just come."""
-        self._connections[connection] = address_of(connection.peer)
+        self._connections[connection] = host_of(connection.peer)
 
     def discard(self, connection: Connection) -> None:
         """Forgets a connection that has proven the secret, or has ended."""

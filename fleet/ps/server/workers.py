@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fleet.errors import PSError
 
-__all__ = ["Channel", "Fenced", "GeoRecorder", "Held", "Refused", "Session", "Worker"]
+__all__ = ["Channel", "Fenced", "GeoRecorder", "Held", "Refused", "JobState", "Worker"]
 
 _KEPT_FENCED = 64
 _KEPT_MARKS = 4096
@@ -149,18 +149,18 @@ class Worker:
         return self.channels.setdefault(number, Channel())
 
 
-class Session:
+class JobState:
     """The workers of a server and what it has agreed with them.
 
     Args:
         num_workers: how many ranks there are.
         lock: the journal's lock; ``changed`` is a condition on it.
-        job: name of the job; state of another job is not taken over.
+        name: of the job; state of another job is not taken over.
         lease_s: a worker that was heard and then is silent for so long counts as dead until it is heard again.
     """
 
-    def __init__(self, num_workers: int, lock: threading.Lock, lease_s: float = 60.0, job: str = "") -> None:
-        self.num_workers, self.lease_s, self.job = num_workers, lease_s, job
+    def __init__(self, num_workers: int, lock: threading.Lock, lease_s: float = 60.0, name: str = "") -> None:
+        self.num_workers, self.lease_s, self.name = num_workers, lease_s, name
         self.changed = threading.Condition(lock)
         self.workers = [Worker(rank) for rank in range(num_workers)]
         self.specs: dict[int, dict[str, Any]] = {}

@@ -94,7 +94,7 @@ class SparseTableConfig:
 
 
 @dataclass(frozen=True)
-class Block:
+class ColumnBlock:
     """Consecutive columns under one rule: ``columns[column : column + width]``, state from float ``state``."""
 
     rule: Rule
@@ -112,7 +112,7 @@ class Block:
 class RowLayout:
     """A row: ``num_weights`` floats of weights, then the state of each block; ``row_floats`` in all."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ColumnBlock, ...]
     num_weights: int
     row_floats: int
     num_counters: int
@@ -131,7 +131,7 @@ def plan_layout(config: SparseTableConfig) -> RowLayout:
             spans.append((config.rule, 1, num_weights - 1))
     blocks, state = [], num_weights
     for rule, column, width in spans:
-        blocks.append(Block(rule, column, width, state))
+        blocks.append(ColumnBlock(rule, column, width, state))
         state += rule.state_width(width)
     return RowLayout(tuple(blocks), num_weights, state, num_counters, accessor is not None)
 

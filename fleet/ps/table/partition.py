@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fleet.errors import ConfigError
+from fleet.ps.table.hash import NUM_RANGES, mix, range_of
 from fleet.ps.table.layout import Int64s
-from fleet.ps.table.reference import NUM_RANGES, mix, range_of
 
 ROUTINGS = ("range", "modulo")
 

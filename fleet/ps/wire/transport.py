@@ -1,8 +1,8 @@
 """The transport seam, and its socket form: blocking TCP or Unix sockets, TLS when a context is given.
 
 A transport binds and connects; a listener accepts; a connection sends and receives whole messages. Everything above
-knows only these protocols, so the tests run the same server over queues (:mod:`fleet.ps.wire.local`). Sockets are
-opened directly: proxy settings of the environment play no part.
+knows only these protocols, so the tests run the same server over queues in memory. Sockets are opened directly: proxy
+settings of the environment play no part.
 """
 
 from __future__ import annotations

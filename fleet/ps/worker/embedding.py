@@ -17,9 +17,9 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
+from fleet.ps.worker.bags import Bags, bags_of, keys_of_slots
 from fleet.ps.worker.lookup import LocalRows, RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight
-from fleet.ps.worker.slots import Bags, bags_of, keys_of_slots
 
 __all__ = ["COMBINERS", "SparseEmbedding", "scale_gradient"]
 

@@ -23,7 +23,7 @@ from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan
 
-__all__ = ["MODES", "AsyncExchange", "Coming", "Exchange", "GeoExchange", "HalfAsyncExchange", "SyncExchange"]
+__all__ = ["MODES", "AsyncExchange", "Coming", "GeoExchange", "HalfAsyncExchange", "ServerExchange", "SyncExchange"]
 
 MODES = ("sync", "half_async", "async", "geo")
 Gradients = Mapping[int, Gradient | Rows]
@@ -45,7 +45,7 @@ class Coming:
         return rows
 
 
-class Exchange(Protocol):
+class ServerExchange(Protocol):
     """One mode of one worker, on an open client that knows the tables."""
 
     reads_grad: bool  # takes dense gradients from the parameters' ``.grad``, not from what ``put`` is given

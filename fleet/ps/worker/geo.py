@@ -19,72 +19,20 @@ from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import KeyPlaces
-from fleet.ps.table.kernels.numba_cache import kernels_work
 
 __all__ = ["GeoCommunicator", "GeoRows"]
 
 
-# The recent keys are merged into the others when they are more than this share of them, so that a new key costs the
-# same however many there are.
-_RECENT_SHARE, _MIN_RECENT = 32, 4096
-
-
-class _Run:
-    """Keys in sorted order and their places."""
-
-    def __init__(self) -> None:
-        self.keys = np.empty(0, np.int64)
-        self.places = np.empty(0, np.int64)
-
-    def find(self, keys: Keys) -> NDArray[np.int64]:
-        """Returns the place of each key, -1 where it is unknown."""
-        if not len(self.keys):
-            return np.full(len(keys), -1, np.int64)
-        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        return np.where(self.keys[at] == keys, self.places[at], -1)
-
-    def add(self, keys: Keys, places: NDArray[np.int64]) -> None:
-        """Adds unknown keys; costs as much as there are keys."""
-        merged = np.concatenate((self.keys, keys))
-        order = np.argsort(merged, kind="stable")
-        self.keys, self.places = merged[order], np.concatenate((self.places, places))[order]
-
-
-class SortedKeys:
-    """What :class:`fleet.ps.table.ids.KeyPlaces` does, in numpy."""
-
-    def __init__(self) -> None:
-        self._old, self._recent = _Run(), _Run()
-
-    def find(self, keys: Keys) -> NDArray[np.int64]:
-        """Returns the place of each key, -1 where it is unknown."""
-        places = self._old.find(keys)
-        if len(self._recent.keys) and (unknown := places < 0).any():
-            places[unknown] = self._recent.find(keys[unknown])
-        return places
-
-    def add(self, every: Keys, first: int) -> None:
-        """Enters ``every[first:]``, distinct keys that are unknown; those before are known."""
-        self._recent.add(every[first:], np.arange(first, len(every)))
-        if len(self._recent.keys) > max(_MIN_RECENT, len(self._old.keys) // _RECENT_SHARE):
-            self._old.add(self._recent.keys, self._recent.places)
-            self._recent = _Run()
-
-
 class GeoRows:
-    """The rows of one sparse table that this worker has used: its own values and those of the last exchange.
+    """The rows of one sparse table that this worker has used: its own values and those of the last exchange."""
 
-    ``use_kernels`` as in :class:`fleet.ps.SparseTable`.
-    """
-
-    def __init__(self, dim: int, *, use_kernels: bool | None = None) -> None:
+    def __init__(self, dim: int) -> None:
         self.local = np.empty((0, dim), np.float32)
         self.old = np.empty((0, dim), np.float32)
         self.keys = np.empty(0, np.int64)  # by place
         self._touched = np.zeros(0, np.bool_)
         self._num_rows = 0  # the arrays above have room for more
-        hashed = kernels_work() if use_kernels is None else use_kernels
-        self._index: KeyPlaces | SortedKeys = KeyPlaces() if hashed else SortedKeys()
+        self._index = KeyPlaces()
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """Returns the place of each key, -1 where it is unknown."""

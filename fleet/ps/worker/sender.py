@@ -26,8 +26,7 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Rows
-from fleet.ps.table.ids import UniqueKeys
-from fleet.ps.table.ids import merge_gradients as sum_rows
+from fleet.ps.table.ids import UniqueKeys, sum_rows
 
 __all__ = [
     "AsyncSender",

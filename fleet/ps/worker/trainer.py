@@ -17,11 +17,11 @@ from fleet.ps.client.link import ONCE
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
 from fleet.ps.table.rules import LEARNING_RATE
-from fleet.ps.worker.exchange import (
+from fleet.ps.worker.exchange_modes import (
     AsyncExchange,
-    Exchange,
     GeoExchange,
     HalfAsyncExchange,
+    ServerExchange,
     SyncExchange,
     check_mode,
 )
@@ -40,7 +40,7 @@ class TrainerConfig:
     """How a worker trains.
 
     Args:
-        mode: one of :data:`fleet.ps.worker.exchange.MODES`.
+        mode: one of :data:`fleet.ps.worker.exchange_modes.MODES`.
         k_steps: steps between the exchanges of geo mode.
         sender: the queues of async mode.
         staleness: how many steps of other workers a step may go without (async, half-async); ``None``: any number.
@@ -85,7 +85,7 @@ class Trainer:
         self._pending: Mapping[str, Any] | None = None
         self._rates: dict[int, float] = {}
         self._client: Client | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ServerExchange | None = None
         self.stopped = False
         self.counts = {"pulled": 0, "pushed": 0}  # rows
 
@@ -327,14 +327,14 @@ class Trainer:
     def _parts(self) -> list[SparsePart | DensePart]:
         return [*self.plan.sparse, *self.plan.dense]
 
-    def _running(self) -> Exchange:
+    def _running(self) -> ServerExchange:
         if self.stopped:
             raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
         if self._exchange is None:
             raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
         return self._exchange
 
-    def _start_exchange(self, client: Client) -> Exchange:
+    def _start_exchange(self, client: Client) -> ServerExchange:
         config = self.config
         if config.mode == "sync":
             return SyncExchange(client, self._exchanged)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fleet.errors import PSError
 
-__all__ = ["Alone", "ProcessGroupTrainers", "TrainerGroup"]
+__all__ = ["ProcessGroupTrainers", "SingleTrainer", "TrainerGroup"]
 
 
 class TrainerGroup(Protocol):
@@ -27,7 +27,7 @@ class TrainerGroup(Protocol):
         """Replaces ``tensor`` by that of trainer 0."""
 
 
-class Alone:
+class SingleTrainer:
     """The only trainer.
 
     Example:

@@ -11,8 +11,8 @@ import fleet
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
+from fleet.ps.worker.bags import bags_of
 from fleet.ps.worker.lookup import LocalRows
-from fleet.ps.worker.slots import bags_of
 
 WIDE = Initializer("uniform", -1.0, 1.0)
 BIG = 10**15
