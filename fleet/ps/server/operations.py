@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import FleetError
+from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
-from fleet.ps.server.workers import Fenced, Refused, Worker
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
     Buffer,
@@ -31,7 +31,7 @@ from fleet.ps.wire.messages import (
 )
 from fleet.ps.wire.sealed import Sealed
 
-__all__ = ["Answer", "ConnectedWorker", "Handlers"]
+__all__ = ["Answer", "ConnectedWorker", "Operations"]
 
 BEAT_S = 2.0
 STUCK_S = 5.0  # a worker that came back may still be on its way from one barrier to the next
@@ -76,7 +76,7 @@ class ConnectedWorker:
 Beat = Callable[[dict[str, Any]], None]
 
 
-class Handlers:
+class Operations:
     """The operations of one server.
 
     Args:

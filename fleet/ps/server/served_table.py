@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
-from fleet.ps.server.workers import Refused
+from fleet.ps.server.job_state import Refused
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.gate import Gate
 from fleet.ps.table.sparse_table import SparseTable

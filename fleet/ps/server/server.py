@@ -22,16 +22,16 @@ from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
 from fleet.ps.server.folder_lock import FolderLock
-from fleet.ps.server.handlers import Answer, ConnectedWorker, Handlers
+from fleet.ps.server.job_state import Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.measures import Summary
 from fleet.ps.server.newcomers import Complaints, Newcomers, host_of
+from fleet.ps.server.operations import Answer, ConnectedWorker, Operations
 from fleet.ps.server.served_table import make_served_table
 from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, connections_allowed
 from fleet.ps.server.server_files import load_tables, save_tables
 from fleet.ps.server.server_state import MakeTable, ServerState
 from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
-from fleet.ps.server.workers import Fenced, JobState, Refused
 from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
 from fleet.ps.wire.body_digest import BodyDigest
 from fleet.ps.wire.messages import (
@@ -123,7 +123,7 @@ class Server:
         journal = Journal(None if config.folder is None else config.folder / "journal", level)
         job = JobState(config.num_workers, journal.lock, config.lease_s, config.job)
         self.state = ServerState(job, journal, make_table, sync=config.mode == "sync")
-        self._handlers = Handlers(
+        self._operations = Operations(
             config,
             self.state,
             self.snapshot,
@@ -379,7 +379,7 @@ class Server:
             self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
 
         try:
-            return self._handlers.answer(peer, header, body, beat)
+            return self._operations.answer(peer, header, body, beat)
         except (ConnectionLost, TransferTimeout):
             raise
         except Fenced as error:

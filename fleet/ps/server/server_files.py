@@ -7,11 +7,11 @@ from typing import Any
 
 from fleet.ps.files.table_files import check_save_mode, load_dense, load_table, save_dense, save_table
 from fleet.ps.files.text_format import remove_text, save_text
+from fleet.ps.server.job_state import Refused
 from fleet.ps.server.served_table import ServedDense, ServedSparse
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import write_snapshot
-from fleet.ps.server.workers import Refused
 from fleet.ps.table.partition import range_bounds, servers_of_keys
 
 __all__ = ["load_tables", "save_tables"]

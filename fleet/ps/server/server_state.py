@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.served_table import ServedTable, Stamps, merge_parts, missing_parts
-from fleet.ps.server.workers import Held, JobState, Refused, Worker
 from fleet.ps.table.table_spec import difference_of_specs
 from fleet.ps.wire.bfloat16 import from_bfloat16
 from fleet.ps.wire.messages import Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts

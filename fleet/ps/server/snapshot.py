@@ -20,10 +20,10 @@ from fleet.errors import CheckpointError, PSError
 from fleet.ps.files.chunks import read_chunks, write_chunk, write_end
 from fleet.ps.files.own_folder import own_folder
 from fleet.ps.files.row_file import open_plain
+from fleet.ps.server.job_state import Held, JobState
 from fleet.ps.server.journal import read_journal
 from fleet.ps.server.served_table import ServedSparse, Stamps
 from fleet.ps.server.server_state import ServerState
-from fleet.ps.server.workers import Held, JobState
 
 __all__ = ["has_snapshot", "is_lost", "recover", "write_snapshot"]
 

@@ -347,9 +347,9 @@ def test_the_heartbeat_keeps_the_lease():
 
 
 def test_the_wire_knows_every_operation():
-    from fleet.ps.server.handlers import Handlers
+    from fleet.ps.server.operations import Operations
 
     with serving() as service:
-        handlers = service.servers[0]._handlers
-        assert isinstance(handlers, Handlers)
-        assert set(handlers._handlers) == set(Op) - {Op.HELLO}
+        operations = service.servers[0]._operations
+        assert isinstance(operations, Operations)
+        assert set(operations._handlers) == set(Op) - {Op.HELLO}

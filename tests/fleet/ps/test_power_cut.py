@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fleet.errors import CheckpointError, PSError
+from fleet.ps.server.job_state import JobState
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import recover, write_snapshot
-from fleet.ps.server.workers import JobState
 from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Header, Op, TablePart, encode_parts
 from tests.fleet.ps.service import SPARSE, gradient, make_table, rows, serving

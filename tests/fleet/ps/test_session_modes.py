@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.server.workers import GeoRecorder
+from fleet.ps.server.job_state import GeoRecorder
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
@@ -35,7 +35,7 @@ def test_sync_averages_over_workers_and_applies_once():
 
 def test_who_waits_says_for_whom_and_where(monkeypatch):
     """D.8: a save that worker 0 alone calls, as in scripts of Paddle, does not stand there in silence."""
-    monkeypatch.setattr("fleet.ps.server.handlers.BEAT_S", 0.02)
+    monkeypatch.setattr("fleet.ps.server.operations.BEAT_S", 0.02)
     with serving(mode="sync", num_workers=2) as service:
         a, b = service.client(0), service.client(1)
         lines: list[str] = []

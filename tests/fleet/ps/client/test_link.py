@@ -85,7 +85,7 @@ def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
 
 @pytest.mark.slow
 def test_a_worker_that_comes_during_a_save_is_told_to_wait(monkeypatch):
-    monkeypatch.setattr("fleet.ps.server.handlers.BEAT_S", 0.02)
+    monkeypatch.setattr("fleet.ps.server.operations.BEAT_S", 0.02)
     with serving() as service:
         snapshots = service.servers[0].state.snapshots
         snapshots.acquire()

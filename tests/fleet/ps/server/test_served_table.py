@@ -18,7 +18,7 @@ from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.messages import Header, Op, TablePart, encode_parts
 from fleet.ps.table.rules import Rule
 from fleet.ps.server.served_table import make_served_table
-from fleet.ps.server.workers import JobState
+from fleet.ps.server.job_state import JobState
 from fleet.ps.table.table_spec import spec_of_config
 
 journal = Journal(Path(sys.argv[1]), 2)

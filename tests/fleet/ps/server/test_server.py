@@ -10,12 +10,12 @@ import pytest
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig, Link, Request
+from fleet.ps.server.job_state import Channel, Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.server import run_server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
-from fleet.ps.server.workers import Channel, Fenced, JobState, Refused
 from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Header, Op, Status, TablePart, encode_parts
 from tests.fleet.ps.local_transport import LocalTransport

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
+from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_files import save_tables
-from fleet.ps.server.workers import Refused
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.layout import SparseTableConfig
 from tests.fleet.ps.local_transport import Fault
