@@ -341,7 +341,7 @@ class Client:
         steps than others before.
         """
         number = self._barriers.get(name, 0) + 1
-        # Then every server must know that this worker stands here, or it waits for a step of it for ever.
+        # Then every server must know that this worker stands here, or it waits for a step of it forever.
         links = self._links if self.staleness is not None else self._links[:1]
         answers = self._all(Op.BARRIER, {"name": name, "call": call}, links=links, step=number)
         self._barriers[name] = number
@@ -465,7 +465,8 @@ def wait_for_servers(
         PSError: some were not there within ``timeout_s``; the message names them.
     """
     began = time.monotonic()
-    said, explained = began - interval_s, False
+    said = began - interval_s
+    explained = False
     with ExitStack() as stack:
         probes = [_Probe(endpoint, transport, connect_timeout_s) for endpoint in endpoints]
         for probe in probes:
@@ -507,7 +508,8 @@ class _Probe:
 
     def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
         self.endpoint = endpoint
-        self._transport, self._timeout_s = transport, timeout_s
+        self._transport = transport
+        self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._silent_ends = 0
 

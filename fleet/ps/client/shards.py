@@ -46,13 +46,17 @@ class TableMap:
     def __init__(
         self, table_id: int, config: SparseTableConfig | DenseTableConfig, num_servers: int, routing: str = "range"
     ) -> None:
-        self.table_id, self.config, self.num_servers, self.routing = table_id, config, num_servers, routing
+        self.table_id = table_id
+        self.config = config
+        self.num_servers = num_servers
+        self.routing = routing
         self.blocks: list[tuple[int, int]] = []
         self.dim = self.push_dim = 1
         if isinstance(config, DenseTableConfig):
             self.blocks = plan_dense_blocks(config.size, num_servers)
         else:
-            self.dim, self.push_dim = config.dim, plan_layout(config).num_weights
+            self.dim = config.dim
+            self.push_dim = plan_layout(config).num_weights
 
     @property
     def dense(self) -> bool:
@@ -144,7 +148,8 @@ class TableMap:
 
     def gradient_parts(self, gradient: Gradient) -> list[TablePart]:
         """Returns the part of each server for a push or an addition."""
-        ids, n = self.check_ids(gradient.ids), len(gradient.ids)
+        ids = self.check_ids(gradient.ids)
+        n = len(gradient.ids)
         wanted = {
             "rows": (gradient.rows, np.float32, (n, self.push_dim)),
             "shows": (gradient.shows, np.float32, (n,)),

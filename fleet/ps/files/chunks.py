@@ -55,7 +55,8 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
         CheckpointError: a chunk is damaged, or the end is missing.
     """
     while True:
-        head, crc = file.read(_CHUNK.size), file.read(_CRC.size)
+        head = file.read(_CHUNK.size)
+        crc = file.read(_CRC.size)
         if len(crc) != _CRC.size:
             raise CheckpointError(f"{path}: the snapshot ends early; restore it from a copy.")
         magic, n, stamp, width, kind, size = _CHUNK.unpack(head)

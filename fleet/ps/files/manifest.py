@@ -101,7 +101,9 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: more than {_MAX_BYTES} bytes, the most a manifest has. The file is damaged.")
     try:
         outer = json.loads(data)
-        version, crc, body = outer["format"], outer["crc32"], outer["part"]
+        version = outer["format"]
+        crc = outer["crc32"]
+        body = outer["part"]
         if version != FORMAT:
             raise CheckpointError(f"{path}: a manifest of format {version!r:.40}; this release reads format {FORMAT}.")
         if zlib.crc32(body.encode()) != crc:
@@ -121,7 +123,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def _problem(part: Manifest, path: Path) -> str:
     """Returns what cannot stand in the manifest at ``path``: a checksum shows damage, and anybody can write one."""
-    named, numbers = _DATA.fullmatch(part.data), [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
+    named = _DATA.fullmatch(part.data)
+    numbers = [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
     if named is None:
         return f"it names the file {part.data!r:.200}; a row file is called part-NNN-xxxxxxxxxxxx.rows, beside it"
     if int(named[1]) != part.server or path.name != manifest_path(path.parent, part.server).name:

@@ -112,7 +112,8 @@ def _dtypes(width: int, has_statistics: bool) -> list[np.dtype[np.void]]:
 
 
 def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: int) -> RowBlock:
-    arrays, position = [], 0
+    arrays = []
+    position = 0
     for dtype in dtypes:
         base = dtype.base
         count = rows * (dtype.itemsize // base.itemsize)

@@ -150,7 +150,8 @@ def load_table(
     parts = read_parts(folder)
     for part in parts:
         _check_fits(manifest_path(folder, part.server), table.config, part)
-    was_empty, loaded = table.num_rows == 0, 0
+    was_empty = table.num_rows == 0
+    loaded = 0
     table.reserve(sum(extent.rows for part in parts for extent in _extents_of(part, ranges)))
     try:
         for part in parts:
@@ -186,14 +187,17 @@ class _GroupWriter:
     def _flush(self) -> None:
         groups = 2**_GROUP_BITS
         lots = [join_blocks(blocks) for blocks in self._waiting.values()]
-        self._waiting, self._waiting_rows = {}, 0
-        orders, bounds = [], []
+        self._waiting = {}
+        self._waiting_rows = 0
+        orders = []
+        bounds = []
         for lot in lots:
             group = (range_of(mix(lot.keys)) >> (12 - _GROUP_BITS)).astype(np.uint8)
             orders.append(np.argsort(group, kind="stable"))
             bounds.append(np.concatenate(([0], np.cumsum(np.bincount(group, minlength=groups)))))
         for number in range(groups):
-            offset, rows = self._offset, 0
+            offset = self._offset
+            rows = 0
             for lot, order, edges in zip(lots, orders, bounds, strict=True):
                 places = order[edges[number] : edges[number + 1]]
                 if len(places):
@@ -212,7 +216,8 @@ class _GroupWriter:
 
 
 def _selected(config: SparseTableConfig, block: RowBlock, mode: int) -> RowBlock:
-    accessor, kept = config.accessor, block.statistics
+    accessor = config.accessor
+    kept = block.statistics
     if mode in (0, 3) or accessor is None or kept is None:
         return block
     keep = block.admitted & (accessor_score(accessor, kept.shows, kept.clicks) >= accessor.base_threshold)
@@ -249,9 +254,11 @@ def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
         raise CheckpointError(f"{path}: a {part.kind} table; {config.name!r} is a sparse one.")
     wanted = config.as_dict()
     for key in ("dim", "rule", "embed_rule"):
-        have, want = part.config.get(key), wanted[key]
+        have = part.config.get(key)
+        want = wanted[key]
         if key != "dim":
-            have, want = _field(have, "name"), _field(want, "name")
+            have = _field(have, "name")
+            want = _field(want, "name")
         if have != want:
             raise CheckpointError(
                 f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
@@ -305,10 +312,12 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
         CheckpointError: a file is absent, damaged, or does not hold these elements; the table is unchanged.
     """
     folder = table_folder(dirname, table.config.name)
-    size, rule = table.config.size, table.config.rule
+    size = table.config.size
+    rule = table.config.rule
     total = size if total is None else total
     per_dim = len(rule.spec.per_dim)
-    values, state = np.zeros((1 + per_dim, size), np.float32), np.zeros(len(rule.spec.per_row), np.float32)
+    values = np.zeros((1 + per_dim, size), np.float32)
+    state = np.zeros(len(rule.spec.per_row), np.float32)
     for part in read_parts(folder):
         if part.kind != "dense" or part.config["rule"] != rule.name or part.config["total"] != total:
             raise CheckpointError(
@@ -348,7 +357,8 @@ class temporary_file:
     """A file that stands at its path once the block has ended without an error, durable; otherwise nowhere."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at = path, path.with_name(f".{path.name}.tmp")
+        self._path = path
+        self._at = path.with_name(f".{path.name}.tmp")
 
     def __enter__(self) -> BinaryIO:
         self._at.unlink(missing_ok=True)

@@ -31,7 +31,8 @@ class Measure:
 
 def server_measures(state: ServerState) -> list[Measure]:
     """Returns what there is to know of a server now."""
-    job, counts = state.job, state.counts
+    job = state.job
+    counts = state.counts
     tables = {fact_name(table): table.describe() for table in state.tables.values()}
     with job.changed:
         clocks = {str(worker.rank): float(worker.clock) for worker in job.workers}
@@ -78,13 +79,18 @@ class Summary:
     """One line about a server now and then: rows, memory, rows per second since the line before, queues, staleness."""
 
     def __init__(self, state: ServerState, now: float) -> None:
-        self._state, self._since, self._before = state, now, dict(state.counts)
+        self._state = state
+        self._since = now
+        self._before = dict(state.counts)
 
     def line(self, now: float) -> str | None:
         """Returns the line, or ``None`` when no row was pulled or pushed since the last call."""
-        counts, seconds = dict(self._state.counts), max(now - self._since, 1e-9)
-        pulled, pushed = counts["pulled"] - self._before["pulled"], counts["rows"] - self._before["rows"]
-        self._since, self._before = now, counts
+        counts = dict(self._state.counts)
+        seconds = max(now - self._since, 1e-9)
+        pulled = counts["pulled"] - self._before["pulled"]
+        pushed = counts["rows"] - self._before["rows"]
+        self._since = now
+        self._before = counts
         if not (pulled or pushed):
             return None
         found = {measure.name: measure for measure in server_measures(self._state)}

@@ -51,7 +51,8 @@ class Complaints:
     """Lines about peers, at most one a minute for each address and few in all; a later one says what was left out."""
 
     def __init__(self, notify: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._notify, self._clock = notify, clock
+        self._notify = notify
+        self._clock = clock
         self._said: dict[str, tuple[float, int]] = {}  # by address: when, and how many lines were left out since
         self._lock = threading.Lock()
 

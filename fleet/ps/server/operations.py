@@ -94,8 +94,12 @@ class Operations:
         save: Callable[[dict[str, Any]], dict[str, Any]],
         load: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        self._config, self._state, self._job = config, state, state.job
-        self._snapshot, self._save, self._load = snapshot, save, load
+        self._config = config
+        self._state = state
+        self._job = state.job
+        self._snapshot = snapshot
+        self._save = save
+        self._load = load
         self._boot = secrets.token_hex(8)
         self._handlers: dict[Op, Callable[[ConnectedWorker, Worker, Header, memoryview, Beat], Answer]] = {
             Op.CREATE: self._create,
@@ -139,8 +143,10 @@ class Operations:
 
     def _hello(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer:
         fields = decode_control(body)
-        rank, number = _whole(fields, "rank"), _whole(fields, "channel")
-        num_workers, job = _whole(fields, "num_workers"), self._job
+        rank = _whole(fields, "rank")
+        number = _whole(fields, "channel")
+        num_workers = _whole(fields, "num_workers")
+        job = self._job
         if num_workers != job.num_workers:
             raise Refused(
                 f"the worker belongs to a job of {num_workers} workers, the server to one of {job.num_workers}."
@@ -171,7 +177,9 @@ class Operations:
                 "index": self._config.index,
                 "boot": self._boot,
             }
-        peer.worker, peer.channel, peer.client_id = worker, number, header.client_id
+        peer.worker = worker
+        peer.channel = number
+        peer.client_id = header.client_id
         return Answer(buffers=[control_body(answer)])
 
     def _goodbye(self, peer: ConnectedWorker, worker: Worker, *_: Any) -> Answer:
@@ -193,7 +201,7 @@ class Operations:
         try:
             numbered = {int(key): spec for key, spec in specs.items()}
         except ValueError:
-            raise Refused(f"table ids are whole numbers, received {sorted(specs)}.") from None
+            raise Refused(f"table ids are integers, received {sorted(specs)}.") from None
         if any(not 0 <= key < 1 << 16 for key in numbered):
             raise Refused(f"table ids are 0 to 65535, received {sorted(numbered)}.")
         with self._busy(worker):  # a save or a snapshot may be on its way, for minutes
@@ -222,7 +230,9 @@ class Operations:
             due = header.step - (self._config.staleness or 0)
             self._wait_for_step(worker, lambda: self._fresh_enough(header.step), beat, due)
         reached = None if self._config.staleness is None else self._job.min_clock() or 0
-        out, start, answers = peer.rows(size), 0, []
+        out = peer.rows(size)
+        start = 0
+        answers = []
         create = not header.flags & MessageFlag.NO_CREATE
         for part, table, (n, dim) in zip(parts, tables, shapes, strict=True):
             rows = out[start : start + n * dim].reshape(n, dim)
@@ -274,7 +284,9 @@ class Operations:
 
     def _alter(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         fields = decode_control(body)
-        table, action, arguments = _whole(fields, "table"), fields.get("action"), fields.get("fields", {})
+        table = _whole(fields, "table")
+        action = fields.get("action")
+        arguments = fields.get("fields", {})
         if not isinstance(action, str) or not isinstance(arguments, dict):
             raise Refused("ALTER takes a table, an action and its fields.")
         with self._busy(worker):
@@ -286,8 +298,11 @@ class Operations:
     # -- meeting points ------------------------------------------------------------------------------------------
 
     def _barrier(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        fields, number, job = decode_control(body), header.step, self._job
-        name, call = fields.get("name"), fields.get("call") or f"barrier {fields.get('name')!r}"
+        fields = decode_control(body)
+        number = header.step
+        job = self._job
+        name = fields.get("name")
+        call = fields.get("call") or f"barrier {fields.get('name')!r}"
         if not isinstance(name, str) or len(name) > 256 or number < 1 or not isinstance(call, str):
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
         with job.changed:
@@ -308,7 +323,8 @@ class Operations:
         Raises:
             Refused: every worker stands at a barrier, and they are different ones.
         """
-        job, rank = self._job, worker.rank
+        job = self._job
+        rank = worker.rank
 
         def say() -> None:
             with job.changed:
@@ -379,7 +395,8 @@ class Operations:
         return Answer()
 
     def _stat(self, *_: Any) -> Answer:
-        state, job = self._state, self._job
+        state = self._state
+        job = self._job
         tables = {str(key): table.describe() for key, table in state.tables.items()}
         with job.changed:
             facts = {
@@ -398,7 +415,7 @@ class Operations:
 def _whole(fields: dict[str, Any], name: str) -> int:
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Refused(f"{name} must be a whole number, received {value!r}.")
+        raise Refused(f"{name} must be an integer, received {value!r}.")
     return value
 
 

@@ -110,7 +110,8 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     keys, inverse = np.unique(every, return_inverse=True)
     inverse = inverse.reshape(-1)
     rows = np.zeros((len(keys), first.dim), np.float32)
-    shows, clicks = np.zeros(len(keys), np.float32), np.zeros(len(keys), np.float32)
+    shows = np.zeros(len(keys), np.float32)
+    clicks = np.zeros(len(keys), np.float32)
     with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
     slots = np.zeros(len(keys), np.uint32) if any(part.slots is not None for part in parts) else None
     start = 0
@@ -190,7 +191,8 @@ class ServedSparse:
     """A :class:`SparseTable` behind the server."""
 
     def __init__(self, table: SparseTable) -> None:
-        self.table, self.gate = table, table.gate
+        self.table = table
+        self.gate = table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
         self.day: str | None = None  # the one that advance_day has named last
@@ -289,7 +291,8 @@ class ServedDense:
     keeps_shows = False
 
     def __init__(self, table: DenseTable) -> None:
-        self.table, self.gate = table, table.gate
+        self.table = table
+        self.gate = table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
 
@@ -300,7 +303,8 @@ class ServedDense:
 
     def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
-        name, size = self.table.config.name, self.table.config.size
+        name = self.table.config.name
+        size = self.table.config.size
         if part.ids is not None:
             raise Refused(f"table {name!r} is dense; the message has ids for it.")
         if part.n != size or part.offset:

@@ -132,7 +132,8 @@ class Server:
         )
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
-        self._newcomers, self._complaints = Newcomers(), Complaints(notify)
+        self._newcomers = Newcomers()
+        self._complaints = Complaints(notify)
         self._max_connections = USUAL_CONNECTIONS
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -150,7 +151,8 @@ class Server:
 
         ``prepare`` is called before, unless there was a state to recover: it can make tables and fill them.
         """
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         check_secret(config.endpoint, config.secret)
         self._max_connections = connections_allowed(config.max_connections)
         if self._max_connections < USUAL_CONNECTIONS and config.max_connections is None:
@@ -185,7 +187,9 @@ class Server:
 
         Preparing ends with a snapshot and precedes all workers: a journal without a worker's change was cut short.
         """
-        config, state, saved = self.config, self.state, False
+        config = self.config
+        state = self.state
+        saved = False
         if config.folder is not None:
             self._folder_lock = FolderLock(config.folder)
             for line in recover(config.folder, state):
@@ -296,8 +300,12 @@ class Server:
 
     def _watch(self) -> None:
         """Ends leases, and says now and then how the server is."""
-        state, config, unsettled, told = self.state, self.config, False, time.monotonic()
-        job, summary = state.job, Summary(self.state, told)
+        state = self.state
+        config = self.config
+        unsettled = False
+        told = time.monotonic()
+        job = state.job
+        summary = Summary(self.state, told)
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
             with job.changed:
                 ranks = job.expire(time.monotonic())
@@ -321,7 +329,9 @@ class Server:
 
     def _keep(self) -> None:
         """Writes snapshots when they are due; a large one takes minutes, in which leases end all the same."""
-        journal, config, written = self.state.journal, self.config, time.monotonic()
+        journal = self.state.journal
+        config = self.config
+        written = time.monotonic()
         interval_s = math.inf if config.snapshot_interval_s is None else config.snapshot_interval_s
         while config.folder is not None and not self._stopping.wait(min(config.lease_s / 4, 1.0)):
             lost = is_lost(config.folder, self.state)
@@ -358,8 +368,10 @@ class Server:
                 self._newcomers.discard(connection)
 
     def _converse(self, peer: ConnectedWorker) -> None:
-        config, connection = self.config, peer.connection
-        limit, idle = config.transfer_timeout_s, config.handshake_timeout_s
+        config = self.config
+        connection = peer.connection
+        limit = config.transfer_timeout_s
+        idle = config.handshake_timeout_s
         while not self._stopping.is_set():
             header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
@@ -391,7 +403,8 @@ class Server:
             return _error(Status.FAILED, error)
 
     def _send(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
-        state, durable = self.state, 0
+        state = self.state
+        durable = 0
         if peer.worker is not None:
             channel = peer.worker.channels.get(peer.channel)
             if channel is not None and header.seq:

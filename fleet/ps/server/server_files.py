@@ -24,7 +24,10 @@ def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
 
     Modes that change the rows (1, 2 and 3) are followed by a snapshot, so that a restart has the change, too.
     """
-    dirname, ids, mode, save_id = _dirname(fields), _tables(state, fields), fields.get("mode"), fields.get("save_id")
+    dirname = _dirname(fields)
+    ids = _tables(state, fields)
+    mode = fields.get("mode")
+    save_id = fields.get("save_id")
     text = fields.get("text", False)
     if not isinstance(mode, int) or not isinstance(save_id, str) or not isinstance(text, bool) or (text and mode):
         raise Refused("SAVE takes a mode and a save id; text has all rows, mode 0.")
@@ -56,7 +59,8 @@ def _note_done(state: ServerState, key: str, rows: int) -> None:
 def _save(
     state: ServerState, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str, text: bool
 ) -> int:
-    table, spec = state.tables[table_id], state.job.specs[table_id]
+    table = state.tables[table_id]
+    spec = state.job.specs[table_id]
     count = spec.get("num_servers", 1)
     if isinstance(table, ServedDense):
         return save_dense(
@@ -82,7 +86,10 @@ def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
     What gradients of an open step (sync mode) have for these tables is dropped. A load id that was done is answered
     again and not done again.
     """
-    dirname, ids, load_id, rows = _dirname(fields), _tables(state, fields), fields.get("load_id", ""), 0
+    dirname = _dirname(fields)
+    ids = _tables(state, fields)
+    load_id = fields.get("load_id", "")
+    rows = 0
     if not isinstance(load_id, str):
         raise Refused("LOAD takes a load id.")
     with state.saving:
@@ -100,7 +107,8 @@ def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
 
 
 def _load(state: ServerState, config: ServerConfig, table_id: int, dirname: Path) -> int:
-    table, spec = state.tables[table_id], state.job.specs[table_id]
+    table = state.tables[table_id]
+    spec = state.job.specs[table_id]
     with table.order, table.gate.exclusive():
         if isinstance(table, ServedDense):
             load_dense(table.table, dirname, start=spec.get("start", 0), total=spec.get("total"))
@@ -110,7 +118,8 @@ def _load(state: ServerState, config: ServerConfig, table_id: int, dirname: Path
 
 
 def _load_sparse(table: ServedSparse, dirname: Path, index: int, spec: dict[str, Any]) -> int:
-    count, routing = spec.get("num_servers", 1), spec.get("routing", "range")
+    count = spec.get("num_servers", 1)
+    routing = spec.get("routing", "range")
     if count == 1:
         return load_table(table.table, dirname)
     bounds = range_bounds(count)

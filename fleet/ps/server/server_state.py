@@ -1,9 +1,29 @@
 """The server's state machine: every change of tables and workers, applied once, in an order the journal keeps.
 
 Locks are taken in this order: ``saving``, the channel's, ``_applying`` (sync mode), ``snapshots``, the tables'
-``order`` by id, the tables' gates by id, the journal's. A change is journaled first and applied then, with its
-tables held from before the one until after the other; so a row copied with stamp N holds exactly the records up to
-N that touch it.
+``order`` by id, the tables' gates by id, the journal's.
+
+[Note: A change is applied once]
+A change has a number in its channel, and most have a step. The number tells a message that is sent again after a cut
+(``seq <= channel.last``). The step tells a worker that went back to a checkpoint and pushes again under new numbers: a
+table takes a step of a worker once (``fresh_tables``). A change then goes like this::
+
+    hold its tables (order, gate)
+        under the journal's lock: append the record, note number, step and clock
+        change the tables, where the step is new
+
+The tables are held from before the record until after the change, so a row copied with stamp N holds exactly the
+records up to N that touch it. When the record cannot be written, nothing has changed. When the tables fail after it, the
+journal has a change that they lack: the server ends (``_fail``) and a restart applies it. A replay takes the same way
+through ``_note`` and ``_apply``, record by record, and leaves out rows that the snapshot has at that record.
+
+A shrink, a day, a clear and a learning rate are made first and recorded then, because only the table knows whether it
+takes them. Their gate is exclusive and no snapshot runs, so nobody meets the table between the two.
+
+In sync mode a push is a HELD record and waits in ``job.held``. Once every worker that can still push has one for the
+step, an APPLY record names the step and the ranks, and their mean is applied as one push; a replay merges the same
+gradients in the same order. ``applied_step`` moves with the record, before the tables change: pulls wait for
+``visible_step``, which moves after.
 """
 
 from __future__ import annotations
@@ -40,7 +60,9 @@ class ServerState:
     """
 
     def __init__(self, job: JobState, journal: Journal, make_table: MakeTable, *, sync: bool) -> None:
-        self.job, self.journal, self.sync = job, journal, sync
+        self.job = job
+        self.journal = journal
+        self.sync = sync
         self.tables: dict[int, ServedTable] = {}
         self.snapshots = threading.Lock()
         self.saving = threading.Lock()  # one save at a time writes to a folder
@@ -263,7 +285,8 @@ class ServerState:
     @property
     def visible_step(self) -> int:
         """The last step that is applied whole: what a pull may wait for (sync mode)."""
-        applied, unfinished = self.job.applied_step, self._unfinished  # in this order: they change in the other
+        applied = self.job.applied_step
+        unfinished = self._unfinished  # in this order: they change in the other
         return applied if unfinished is None else min(applied, unfinished - 1)
 
     def _merged(self, gradients: Sequence[Held], divisor: int) -> list[TablePart]:
@@ -288,7 +311,8 @@ class ServerState:
         """Shrinks, ages or clears a table, or sets its learning rate, once; returns the rows it concerned."""
         if not header.seq:
             raise Refused("a change needs its number in the channel, from 1.")
-        table, channel = self.table(table_id), worker.channel(number)
+        table = self.table(table_id)
+        channel = worker.channel(number)
         with channel.lock:
             with self.job.changed:
                 self.job.touch(worker, header.client_id)

@@ -35,7 +35,8 @@ _JSON, _HELD, _RECORDED = 1, 2, 3
 def write_snapshot(state: ServerState, folder: Path) -> Path:
     """Writes the state of ``state`` under ``folder`` and drops the journal it replaces; returns its path."""
     with state.snapshots:
-        job, journal = state.job, state.journal
+        job = state.job
+        journal = state.journal
 
         def stamp() -> int:
             if job.stopped:
@@ -104,7 +105,8 @@ def _capture(job: JobState) -> dict[str, Any]:
 
 
 def _write_job_state(path: Path, captured: dict[str, Any], lsn: int) -> None:
-    held, recorded = captured.pop("held"), captured.pop("recorded")
+    held = captured.pop("held")
+    recorded = captured.pop("recorded")
     captured["held"] = [(step, rank, item.n_tables, item.flags) for step, rank, item in held]
     captured["recorded"] = [place for place, _ in recorded]
     with path.open("wb") as file:
@@ -167,15 +169,18 @@ def recover(folder: Path, state: ServerState) -> list[str]:
         shutil.rmtree(draft, ignore_errors=True)
     lines: list[str] = []
     stamps: dict[int, Stamps] = {}
-    count, journal = 0, state.journal
-    lsn, exact = 0, journal.level == 2
+    count = 0
+    journal = state.journal
+    lsn = 0
+    exact = journal.level == 2
     snapshots = _snapshots(folder)
     if snapshots:
         lsn, level, stamps = _read_snapshot(snapshots[-1], state)
         exact = exact and level == 2
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
         journal.in_snapshot = lsn
-    journal.last_lsn, known = lsn, max([lsn, *(stamp.latest for stamp in stamps.values())])
+    journal.last_lsn = lsn
+    known = max([lsn, *(stamp.latest for stamp in stamps.values())])
     own_folder(folder / "journal")
     for record in read_journal(folder / "journal", lsn, lines, known=known, exact=exact):
         state.replay(record, stamps)
@@ -200,7 +205,9 @@ def _read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dic
     """Fills ``state``; returns the snapshot's record, the level it was written at, and what its rows hold."""
     own_folder(path)
     lsn, fields = _read_job_state(path / _JOB_STATE, state.job)
-    rates, days, stamps = fields["learning_rates"], fields.get("days", {}), {}
+    rates = fields["learning_rates"]
+    days = fields.get("days", {})
+    stamps = {}
     for table_id, spec in state.job.specs.items():
         table = state.make_table(spec)
         stamps[table_id] = table.read(_table_path(path, table_id))
@@ -217,7 +224,8 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
     chunks = list(read_chunks_of(path))
     if not chunks or chunks[0][3] != _JSON:
         raise CheckpointError(f"{path}: this is not the state of a parameter server.")
-    lsn, fields = chunks[0][1], json.loads(chunks[0][4])
+    lsn = chunks[0][1]
+    fields = json.loads(chunks[0][4])
     if fields["version"] != _VERSION:
         raise CheckpointError(f"{path}: version {fields['version']!r}; this program reads version {_VERSION}.")
     if fields["num_workers"] != job.num_workers:
@@ -231,14 +239,17 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
             "folder of its own."
         )
     for worker, known in zip(job.workers, fields["workers"], strict=True):
-        worker.clock, worker.state = known["clock"], "gone" if known["gone"] else "expected"
+        worker.clock = known["clock"]
+        worker.state = "gone" if known["gone"] else "expected"
         worker.steps = {int(table): step for table, step in known["steps"].items()}
         for number, last in known["channels"].items():
             channel = worker.channel(int(number))
             channel.last = channel.durable = last
     job.specs = {int(table): spec for table, spec in fields["specs"].items()}
-    job.applied_step, job.barriers = fields["applied_step"], fields["barriers"]
-    job.saved, job.keys = fields["saved"], fields.get("keys", {})
+    job.applied_step = fields["applied_step"]
+    job.barriers = fields["barriers"]
+    job.saved = fields["saved"]
+    job.keys = fields.get("keys", {})
     payloads = [chunk[4] for chunk in chunks[1:]]
     for step, rank, n_tables, flags in fields["held"]:
         job.held.setdefault(step, {})[rank] = Held(n_tables, flags, payloads.pop(0))

@@ -64,7 +64,8 @@ class DenseTable:
         # One row as a sparse table has them, so that the same kernels update it.
         size = config.size
         self._row = np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32)
-        self._values, self._state = self._row[:size], self._row[size:]
+        self._values = self._row[:size]
+        self._state = self._row[size:]
         self._values[:] = 0
         self.is_set = False  # whether anything was ever written to the values
         if config.rule.spec.sparse:  # the others are a few numpy operations
@@ -123,7 +124,8 @@ class DenseTable:
                 f"{self._rule.name!r} keeps float32 {self._state.shape}."
             )
         with self._lock:
-            self._values[:], self._state[:] = values, state
+            self._values[:] = values
+            self._state[:] = state
             self.is_set = True
 
     @property

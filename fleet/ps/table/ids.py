@@ -34,12 +34,15 @@ class UniqueKeys:
             raise ConfigError(f"a batch of {n} keys; it takes fewer than 2**31.")
         if 2**self._bits < 2 * n or self._bits == 0:
             self._bits = max(10, (2 * n - 1).bit_length())
-            self._seen, self._generation = np.zeros(2 * 2**self._bits, np.int64), 0
+            self._seen = np.zeros(2 * 2**self._bits, np.int64)
+            self._generation = 0
         self._generation += 1
         if self._generation == 2**31:
-            self._seen[:], self._generation = 0, 1
+            self._seen[:] = 0
+            self._generation = 1
         keys = np.ascontiguousarray(keys)
-        unique, inverse = np.empty(n, np.int64), np.empty(n, np.int32)
+        unique = np.empty(n, np.int64)
+        inverse = np.empty(n, np.int32)
         count = load_kernels("id_kernels").unique_keys(
             _address(keys), n, _address(self._seen), self._bits, self._generation, _address(unique), _address(inverse)
         )
@@ -74,7 +77,8 @@ class KeyPlaces:
         _check_array("keys", every, np.int64, 1)
         if 2 * len(every) > 1 << self._bits:
             self._bits = (4 * len(every)).bit_length()
-            self._entries, first = np.zeros(2 << self._bits, np.int64), 0
+            self._entries = np.zeros(2 << self._bits, np.int64)
+            first = 0
         new = np.ascontiguousarray(every[first:])
         insert_places = load_kernels("id_kernels").insert_places
         insert_places(_address(new), len(new), first, _address(self._entries), self._bits)
@@ -90,7 +94,8 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     """
     _check_array("gradients", gradients, np.float32, 2)
     _check_inverse(inverse, len(gradients), num_unique)
-    gradients, inverse = np.ascontiguousarray(gradients), np.ascontiguousarray(inverse)
+    gradients = np.ascontiguousarray(gradients)
+    inverse = np.ascontiguousarray(inverse)
     num_rows, dim = gradients.shape
     out = np.empty((num_unique, dim), np.float32)
     merge_rows = load_kernels("id_kernels").merge_rows

@@ -55,7 +55,9 @@ class KernelStore:
         self._finalizer.atexit = False
 
     def _fill_header(self) -> int:
-        config, layout, accessor = self.config, self.layout, self.config.accessor or Accessor()
+        config = self.config
+        layout = self.layout
+        accessor = self.config.accessor or Accessor()
         # Locks and sub-shards start on cache lines of their own.
         table, subs = (-(-address_of(a) // 64) * 64 for a in (self._header, self._subs))
         h = self._words = np.ndarray(k.HEADER_WORDS, np.int64, self._header, table - address_of(self._header))
@@ -109,8 +111,11 @@ class KernelStore:
 
     def load_kernels(self) -> None:
         """Compiles every kernel that the table may need, or loads it from the disk; the table is empty and stays so."""
-        table, none, scratch = self._table, np.empty(1, np.int64), _scratch(0)
-        at, room = address_of(none), address_of(scratch)
+        table = self._table
+        none = np.empty(1, np.int64)
+        scratch = _scratch(0)
+        at = address_of(none)
+        room = address_of(scratch)
         walks.clear_table(table)
         walks.reserve_table(table, 0)
         row_requests.pull(table, at, 0, at, 0, room)
@@ -197,7 +202,8 @@ class KernelStore:
         s, first, last = window
         room = int(self._shards[s, k.NUM_ENTRIES]) * (last - first) // _PLACES * 5 // 4 + 64
         while True:
-            keys, metas = np.empty(room, np.int64), np.empty(room, np.uint64)
+            keys = np.empty(room, np.int64)
+            metas = np.empty(room, np.uint64)
             values = np.empty((room, self.layout.row_floats), np.float32)
             traffic = np.empty(room if self.layout.has_statistics else 0, _STATISTICS)
             n = walks.copy_rows(
@@ -245,9 +251,12 @@ class KernelStore:
         traffic = np.zeros(len(block) if self.layout.has_statistics else 0, _STATISTICS)
         if block.statistics is not None and self.layout.has_statistics:
             kept = block.statistics
-            traffic["show"], traffic["click"] = kept.shows, kept.clicks
-            traffic["delta"], traffic["slot"] = kept.delta_scores, kept.slots
-        keys, values = np.ascontiguousarray(block.keys, np.int64), np.ascontiguousarray(block.values, np.float32)
+            traffic["show"] = kept.shows
+            traffic["click"] = kept.clicks
+            traffic["delta"] = kept.delta_scores
+            traffic["slot"] = kept.slots
+        keys = np.ascontiguousarray(block.keys, np.int64)
+        values = np.ascontiguousarray(block.values, np.float32)
         arrays = (keys, metas, values, traffic, _scratch(len(block)))
         self._check(walks.insert_rows(self._table, len(block), *map(address_of, arrays)))
 
@@ -258,7 +267,8 @@ class KernelStore:
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Takes ``delta_scores`` off the rows that still exist."""
         if self.layout.has_statistics:
-            keys, deltas = np.ascontiguousarray(keys), np.ascontiguousarray(delta_scores, np.float32)
+            keys = np.ascontiguousarray(keys)
+            deltas = np.ascontiguousarray(delta_scores, np.float32)
             scratch = _scratch(len(keys))
             walks.settle_rows(self._table, address_of(keys), len(keys), address_of(deltas), address_of(scratch))
 
@@ -289,7 +299,8 @@ class KernelStore:
     @property
     def memory_bytes(self) -> int:
         """Bytes of indexes and of the chunks that hold rows."""
-        lengths, chunks = self._shards[:, k.LENGTH], self._shards[:, k.NUM_CHUNKS]
+        lengths = self._shards[:, k.LENGTH]
+        chunks = self._shards[:, k.NUM_CHUNKS]
         return int(
             16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES] + self._header.nbytes + self._subs.nbytes
         )

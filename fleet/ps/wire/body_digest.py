@@ -29,11 +29,13 @@ class BodyDigest:
 
     def __init__(self, secret: bytes) -> None:
         kernel = load_kernels("seal")
-        self._add_lanes, self._block_bytes = kernel.add_lanes, 8 * kernel.LANES
+        self._add_lanes = kernel.add_lanes
+        self._block_bytes = 8 * kernel.LANES
         self._key = np.frombuffer(hashlib.shake_256(secret).digest(self._block_bytes + 8), np.uint64)
         self._joined = np.empty(JOINED_BYTES, np.uint8)
         self._view = memoryview(self._joined)  # type: ignore[arg-type]
-        self._key_at, self._joined_at = _address(self._key), _address(self._joined)
+        self._key_at = _address(self._key)
+        self._joined_at = _address(self._joined)
         self._make_room(JOINED_BYTES)
 
     def __call__(self, buffers: Sequence[Buffer], size: int) -> memoryview:
@@ -49,25 +51,29 @@ class BodyDigest:
 
     def _make_room(self, size: int) -> None:
         self._sums = np.empty(2 * (-(-size // self._block_bytes)), np.uint64)
-        self._sums_at, self._digest = _address(self._sums), memoryview(self._sums).cast("B")  # type: ignore[arg-type]
+        self._sums_at = _address(self._sums)
+        self._digest = memoryview(self._sums).cast("B")  # type: ignore[arg-type]
 
     def _add_joined(self, buffers: Sequence[Buffer]) -> None:
         end = 0
         for buffer in buffers:
-            begin, end = end, end + len(buffer)
+            begin = end
+            end = end + len(buffer)
             self._view[begin:end] = buffer
         if end % 8:
             self._joined[end : end + 8 - end % 8] = 0
         self._add_lanes(self._joined_at, -(-end // 8), 0, self._key_at, self._sums_at)
 
     def _add_each(self, buffers: Sequence[Buffer]) -> None:
-        first, rest = 0, b""
+        first = 0
+        rest = b""
         for buffer in buffers:
             if rest:  # an odd end of rows, and the padding behind it
                 buffer = rest + bytes(buffer)
             count = len(buffer) // 8
             self._add(buffer, count, first)
-            first, rest = first + count, bytes(buffer[8 * count :])
+            first = first + count
+            rest = bytes(buffer[8 * count :])
         if rest:
             self._add(rest.ljust(8, b"\0"), 1, first)
 

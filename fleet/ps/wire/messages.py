@@ -297,7 +297,8 @@ def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) 
         raise MessageError(f"table {table_id}: fields {bits:#x}/{reserved:#x} hold bits that have no meaning.")
     if not 1 <= dim <= MAX_DIM:
         raise MessageError(f"table {table_id}: dim {dim}; it must be 1 to {MAX_DIM}.")
-    dense, sparse = bool(bits & _DENSE), bool(bits & _IDS)
+    dense = bool(bits & _DENSE)
+    sparse = bool(bits & _IDS)
     if dense == sparse:
         raise MessageError(f"table {table_id}: a part is either sparse (it has ids) or dense.")
     if dense and (dim != 1 or bits & (_SHOWS | _CLICKS | _SLOTS)):

@@ -40,7 +40,8 @@ class GeoRows:
 
     def insert(self, keys: Keys, rows: Rows) -> None:
         """Adds unknown, distinct keys with the server's rows."""
-        first, end = self._num_rows, self._num_rows + len(keys)
+        first = self._num_rows
+        end = self._num_rows + len(keys)
         if end > len(self.keys):
             self._grow(max(end, 2 * len(self.keys)))
         self.keys[first:end] = keys
@@ -71,7 +72,8 @@ class GeoRows:
         """Takes over what others have changed; keys that are unknown here come with their first use."""
         places = self.find(keys)
         known = places >= 0
-        places, rows = places[known], rows[known]
+        places = places[known]
+        rows = rows[known]
         self.local[places] += rows - self.old[places]
         self.old[places] = rows
 
@@ -92,7 +94,8 @@ class GeoCommunicator:
     ) -> None:
         if isinstance(k_steps, bool) or not isinstance(k_steps, int) or k_steps < 1:
             raise ConfigError(f"a_sync_configs['k_steps'] is {k_steps!r}; geo mode needs 1 or more.")
-        self._client, self._k_steps = client, k_steps
+        self._client = client
+        self._k_steps = k_steps
         self._rows = {table_id: GeoRows(client.tables[table_id].dim) for table_id in sparse}
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
@@ -116,7 +119,8 @@ class GeoCommunicator:
 
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
-        rows, places = self._rows[table_id], self._known(table_id, gradient.ids)
+        rows = self._rows[table_id]
+        places = self._known(table_id, gradient.ids)
         rows.local[places] = rows.local.take(places, 0) - np.float32(learning_rate) * gradient.rows
         rows.touch(places)
 
@@ -148,7 +152,8 @@ class GeoCommunicator:
 
     def exchange(self) -> None:
         """Sends this worker's differences and takes over those of the others."""
-        client, workers = self._client, self._client.config.num_workers
+        client = self._client
+        workers = self._client.config.num_workers
         deltas: dict[int, Gradient | Rows] = {
             table_id: rows.take_deltas(workers) for table_id, rows in self._rows.items()
         }

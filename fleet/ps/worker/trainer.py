@@ -80,8 +80,11 @@ class Trainer:
         make_client: Callable[[int], Client],
         train_dense: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.plan, self._exchanged, self.config = plan, plan, config
-        self._make_client, self._train_dense = make_client, train_dense
+        self.plan = plan
+        self._exchanged = plan
+        self.config = config
+        self._make_client = make_client
+        self._train_dense = train_dense
         self._pending: Mapping[str, Any] | None = None
         self._rates: dict[int, float] = {}
         self._client: Client | None = None
@@ -140,7 +143,8 @@ class Trainer:
     def abandon(self) -> None:
         """Disconnects without a goodbye: the servers wait for this worker to come back, until its lease ends."""
         self.stopped = True
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         if exchange is not None:
             exchange.abandon()
         if self._client is not None:
@@ -251,7 +255,9 @@ class Trainer:
 
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that say which, once every worker has come here."""
-        client, parts, rows = self.client, self.plan.shrinking(threshold), 0
+        client = self.client
+        parts = self.plan.shrinking(threshold)
+        rows = 0
         self._come_to_save()
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
@@ -346,7 +352,8 @@ class Trainer:
         return AsyncExchange(client, self._exchanged, config.sender, [self._connect(i + 1) for i in range(count)])
 
     def _stop_exchange(self) -> None:
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         if exchange is not None:
             exchange.close()
 
@@ -380,7 +387,8 @@ class Trainer:
                 self._rates[part.table_id] = rate
 
     def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
-        rank, step = self.client.config.rank, self.client.step + 1
+        rank = self.client.config.rank
+        step = self.client.step + 1
         found = self._not_finite(gradients)
         if found:
             raise NanInfError(

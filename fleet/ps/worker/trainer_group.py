@@ -49,7 +49,8 @@ class ProcessGroupTrainers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Begins the all-reduce; the wait raises PSError when a trainer is gone."""

@@ -184,7 +184,7 @@ def test_each_wrong_request_is_refused_and_the_line_stays(service):
         (Op.SET_DENSE, good, {"seq": 1, "n_tables": 1}, "dense tables only"),
         (Op.BARRIER, control_body({"name": 5}), {"step": 1}, "name"),
         (Op.BARRIER, control_body({"name": "x"}), {"step": 0}, "number from 1"),
-        (Op.CREATE, control_body({"tables": {"x": {}}}), {}, "whole numbers"),
+        (Op.CREATE, control_body({"tables": {"x": {}}}), {}, "integers"),
         (Op.CREATE, control_body({"tables": {"70000": {}}}), {}, "65535"),
         (Op.CREATE, control_body({"tables": {"5": {"kind": "sparse"}}}), {}, "cannot be read"),
         (Op.CREATE, b"[1]", {}, "JSON object"),

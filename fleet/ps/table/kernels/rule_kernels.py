@@ -38,7 +38,7 @@ from fleet.ps.table.rules import Rule
 RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, INITIAL_G2SUM = 0, 1, 2, 3, 4, 5
 LOWER, UPPER, SHOW_SCALE, NESTEROV, NUM_CORRECTIONS, CORRECTIONS = 6, 7, 8, 9, 10, 16
 EPSILON_FIRST = 11
-# Adam's bias corrections stand ready for this many steps; later ones are worked out per row.
+# Adam's bias corrections stand ready for this many steps; later ones are computed per row.
 CORRECTED_STEPS = 16384
 
 _SIGNATURE = none(*UPDATE_ARGUMENTS)

@@ -275,7 +275,7 @@ def test_arrays_without_order_are_taken(use_kernels: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: CountFilterEntry(1.5), "whole number"),
+        (lambda: CountFilterEntry(1.5), "integer"),
         (lambda: CountFilterEntry(-1), "lie in"),
         (lambda: ProbabilityEntry(1.0), "strictly between"),
         (lambda: ProbabilityEntry(1), "float"),

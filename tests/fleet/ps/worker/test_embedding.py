@@ -128,9 +128,9 @@ def test_wrong_arguments_and_ids_are_refused() -> None:
         fleet.SparseEmbedding(3, combiner="max")
     with pytest.raises(ConfigError, match="1 or more"):
         fleet.SparseEmbedding(3, num_slots=0)
-    with pytest.raises(ConfigError, match="whole number"):
+    with pytest.raises(ConfigError, match="integer"):
         fleet.SparseEmbedding(0)
-    with pytest.raises(ConfigError, match="whole numbers"):
+    with pytest.raises(ConfigError, match="integers"):
         make()(torch.tensor([1.0]))
     with pytest.raises(ConfigError, match="combiner is 'none'"):
         make()(torch.tensor([1]), torch.tensor([0]))
