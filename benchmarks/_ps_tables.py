@@ -48,7 +48,7 @@ def main() -> None:
     for rows in arguments.rows:
         accessor = Accessor() if arguments.accessor else None
         config = SparseTableConfig("bench", DIM, Rule(arguments.rule), accessor=accessor)
-        table = SparseTable(config, use_kernels=True)
+        table = SparseTable(config)
         before = _resident_bytes()
         fill = _fill(table, rows)
         resident = (_resident_bytes() - before) / rows

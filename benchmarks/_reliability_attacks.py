@@ -25,7 +25,7 @@ from _table import markdown  # noqa: E402
 from fleet.errors import CheckpointError  # noqa: E402
 from fleet.launch.membership.kv_client import KeyValueClient  # noqa: E402
 from fleet.launch.membership.kv_service import KeyValueService  # noqa: E402
-from fleet.ps.server.metrics import Measure  # noqa: E402
+from fleet.ps.server.measures import Measure  # noqa: E402
 from fleet.ps.wire.messages import Header, Op, encode_header  # noqa: E402
 from fleet.ps.wire.transport import SocketTransport  # noqa: E402
 from fleet.ps_job.server_metrics import serve_measures  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeGuard
 
@@ -38,19 +38,42 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/draws.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/id_kernels.py": "tests/fleet/ps/table/test_partition.py",
-    "fleet/ps/table/kernels/index.py": "tests/fleet/ps/test_table_stress.py",
     "fleet/ps/table/kernels/seal.py": "tests/fleet/ps/wire/test_body_digest.py",
-    "fleet/ps/table/kernels/row_requests.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/row_kernels.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/rule_kernels.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/walks.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/numba_cache.py": "tests/fleet/ps/test_kernels_cost.py",
-    "fleet/ps/table/reference_rules.py": "tests/fleet/ps/table/test_rules.py",
-    "fleet/ps/table/reference_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/files/row_file.py": "tests/fleet/ps/files/test_table_files.py",
+}
+
+# Class names that the library defines twice, and why each still stands.
+SHARED_CLASS_NAMES: dict[str, str] = {
+    "Action": "the operator of Kubernetes and the elastic rules",
+    "DataParallel": "paddle.DataParallel, which scripts name, and the strategy it starts",
+    "Entry": "the prototxt reader and the checkpoint's folder",
+    "Meeting": "the process group and the launcher",
+    "Plan": "the operator of Kubernetes and the order of strategies",
+    "Role": "the role of a process and that of a pod",
+    "Rule": "fleet.ps.Rule, which users write, and a rule on a setting",
+    "Settings": "the dataset's and the launcher's",
+    "Store": "the preemption flag and the launcher's key-value service",
+    "View": "the views of options and the launcher's key-value client",
+    "_Loader": "two limited YAML loaders",
+    "_Parser": "the prototxt reader and the launcher's flags",
+}
+# File stems that the library has twice, and why each still stands.
+SHARED_STEMS: dict[str, str] = {
+    "base": "datasets and strategies",
+    "checkpoint": "the facade's calls and the elastic checkpoint",
+    "config": "strategies and the launcher",
+    "data_parallel": "paddle.DataParallel, which scripts name, and the strategy it starts",
+    "job": "the operator of Kubernetes and the launcher",
+    "launch_ps": "a module that Paddle's users run, and its flags",
+    "not_offered": "datasets and strategies",
+    "optimizer": "a public module that Paddle's users import, the facade's wrapper and the strategies'",
+    "plan": "strategies and the launcher",
+    "role_maker": "public paths of Paddle's scripts",
+    "settings": "the dataset's and the launcher's",
 }
 
 # Python files that hold characters outside ASCII because they are the data.
@@ -262,6 +285,31 @@ def test_every_module_has_a_test() -> None:
     assert untested - set(TESTED_ELSEWHERE) == set()
     assert untested >= set(TESTED_ELSEWHERE), "an entry of TESTED_ELSEWHERE is not needed any more"
     assert [test for test in TESTED_ELSEWHERE.values() if not (ROOT / test).exists()] == []
+
+
+def named_twice(places: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Returns, for each name of more than one place, where it stands."""
+    found: dict[str, list[str]] = {}
+    for name, path in places:
+        found.setdefault(name, []).append(path.as_posix())
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    paths = python_files("fleet", "strategies", "launch")
+    classes = [
+        (node.name, path) for path in paths for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.ClassDef)
+    ]
+    twice = named_twice(classes)
+    assert {name: paths for name, paths in twice.items() if name not in SHARED_CLASS_NAMES} == {}
+    assert set(SHARED_CLASS_NAMES) - set(twice) == set(), "an entry of SHARED_CLASS_NAMES is not needed any more"
+
+
+def test_a_file_name_stands_for_one_thing() -> None:
+    paths = [path for path in python_files("fleet", "strategies", "launch") if not path.stem.startswith("__")]
+    twice = named_twice((path.stem.lstrip("_"), path) for path in paths)
+    assert {name: paths for name, paths in twice.items() if name not in SHARED_STEMS} == {}
+    assert set(SHARED_STEMS) - set(twice) == set(), "an entry of SHARED_STEMS is not needed any more"
 
 
 def test_package_code_is_ascii() -> None:

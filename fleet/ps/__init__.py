@@ -20,7 +20,6 @@ _HOMES = {
     "HalfAsyncSender": "worker.sender",
     "SenderConfig": "worker.sender",
     "GeoCommunicator": "worker.geo",
-    "LocalTransport": "wire.local",
     "SocketTransport": "wire.transport",
     "Accessor": "table.accessor",
     "documented_accessor": "table.accessor",
@@ -34,9 +33,7 @@ _HOMES = {
     "plan_dense_blocks": "table.partition",
     "servers_of_keys": "table.partition",
     "UniqueKeys": "table.ids",
-    "expand_rows": "table.ids",
-    "merge_gradients": "table.ids",
-    "split_keys": "table.ids",
+    "sum_rows": "table.ids",
     "RowBlock": "table.rows",
     "Rule": "table.rules",
     "rule_from_paddle": "table.rules",
@@ -47,7 +44,6 @@ _HOMES = {
     "load_dense": "files.table_files",
     "save_dense": "files.table_files",
     "save_table": "files.table_files",
-    "saved_blocks": "files.table_files",
 }
 
 __all__ = sorted(_HOMES)

@@ -14,7 +14,7 @@ from fleet.ps.client.client import Client
 from fleet.ps.worker.hybrid_trainer import HybridTrainer
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import TrainerConfig
-from fleet.ps.worker.trainer_group import Alone, ProcessGroupTrainers, TrainerGroup
+from fleet.ps.worker.trainer_group import ProcessGroupTrainers, SingleTrainer, TrainerGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -54,7 +54,7 @@ def meet_trainers(session: Session) -> TrainerGroup:
         RendezvousError: not all have come in time.
     """
     if session.world_size == 1:
-        return Alone()
+        return SingleTrainer()
     if session.meet_workers is None:
         raise ConfigError(
             f"hybrid_configs['dp_degree'] is {session.world_size}: the workers average dense gradients among "

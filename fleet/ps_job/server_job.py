@@ -20,10 +20,10 @@ from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.client.shards import TableMap
-from fleet.ps.server.machine import Machine
 from fleet.ps.server.server import Server, run_server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import load_tables
+from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport, is_loopback
 from fleet.ps.worker.sender import SenderConfig
@@ -74,8 +74,8 @@ class ServerJob:
         self._environment = Environment()
         self._serve_config: ServerConfig | None = None
         self._server_tls: ssl.SSLContext | None = None
-        self._prepare: Callable[[Machine], None] | None = None
-        self._watch: Callable[[Machine], Callable[[], None]] = lambda machine: lambda: None
+        self._prepare: Callable[[ServerState], None] | None = None
+        self._watch: Callable[[ServerState], Callable[[], None]] = lambda machine: lambda: None
         self._embedded: Server | None = None
         self._metrics: list[Callable[[], None]] = []  # what ends them
         self.trainer: Trainer | None = None
@@ -105,7 +105,7 @@ class ServerJob:
         try:
             trainer.open()
             if self._embedded is not None:
-                self._metrics.append(metrics.serve_server(self._embedded.machine, 0, endpoints[0]))
+                self._metrics.append(metrics.serve_server(self._embedded.state, 0, endpoints[0]))
             self._metrics.append(metrics.serve_worker(trainer, session.global_rank, endpoints))
         except BaseException:
             served.trainer = None
@@ -231,7 +231,9 @@ class ServerJob:
             stream.flush()
         os._exit(1)
 
-    def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Callable[[Machine], None]:
+    def _loader(
+        self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None
+    ) -> Callable[[ServerState], None]:
         session = self._session
         if not Path(dirname).is_dir():
             raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
@@ -239,7 +241,7 @@ class ServerJob:
         ids = sorted(plan.configs) if var_names is None else plan.ids_of(_names(var_names))
         count = len(session.record.server_endpoints)
 
-        def prepare(machine: Machine) -> None:
+        def prepare(machine: ServerState) -> None:
             maps = {key: TableMap(key, table, count) for key, table in plan.configs.items()}
             machine.create_tables({key: table.spec(config.index) for key, table in maps.items()})
             loaded = load_tables(machine, config, {"dirname": dirname, "tables": ids})

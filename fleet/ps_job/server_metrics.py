@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch.membership.callers import Answerer, listen
-from fleet.ps.server.metrics import Measure, server_measures, worker_measures
+from fleet.ps.server.measures import Measure, server_measures, worker_measures
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from fleet.ps.server.machine import Machine
+    from fleet.ps.server.server_state import ServerState
     from fleet.ps.worker.trainer import Trainer
 
 __all__ = ["Metrics", "address_towards", "serve_measures"]
@@ -62,7 +62,7 @@ class Metrics:
         check_installed()
         self._first = first
 
-    def serve_server(self, machine: Machine, index: int, endpoint: str) -> Stop:
+    def serve_server(self, machine: ServerState, index: int, endpoint: str) -> Stop:
         """Serves the metrics of server ``index`` beside its ``endpoint``; returns what ends it."""
         host = endpoint.rpartition(":")[0].strip("[]")
         return self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index)

@@ -32,7 +32,16 @@ from fleet.ps.client.link import ClientConfig, Link, Request
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
-from fleet.ps.wire.messages import Flag, Header, MessageError, Op, Part, control_body, decode_control, encode_parts
+from fleet.ps.wire.messages import (
+    Header,
+    MessageError,
+    MessageFlag,
+    Op,
+    TablePart,
+    control_body,
+    decode_control,
+    encode_parts,
+)
 from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
 __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
@@ -51,12 +60,12 @@ class Ticket:
     reached: int | None = None
 
 
-def fill(share: list[tuple[Part, Any]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
+def fill(share: list[tuple[TablePart, Any]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
     """Returns what puts one server's answer to ``ticket`` where it belongs: an array, or (array, places)."""
 
     def take(header: Header, body: memoryview) -> None:
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
-        answered = rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16))
+        answered = rows_of_answer(header, body, bool(header.flags & MessageFlag.BFLOAT16))
         if len(answered) != len(share):
             raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
         for part, (asked, target) in zip(answered, share, strict=True):
@@ -229,11 +238,11 @@ class Client:
                 f"pull(step={step}): with staleness {staleness} this worker must push step {step - staleness} first; "
                 f"it has pushed {self.step}. Push before this pull, or allow more staleness."
             )
-        flags = Flag.NONE if create else Flag.NO_CREATE
-        flags |= Flag.NONE if wait_for_others else Flag.NO_WAIT
-        flags |= Flag.BFLOAT16 if self.config.bfloat16 else Flag.NONE
+        flags = MessageFlag.NONE if create else MessageFlag.NO_CREATE
+        flags |= MessageFlag.NONE if wait_for_others else MessageFlag.NO_WAIT
+        flags |= MessageFlag.BFLOAT16 if self.config.bfloat16 else MessageFlag.NONE
         ticket = Ticket()
-        shares: list[list[tuple[Part, Any]]] = [[] for _ in self._links]
+        shares: list[list[tuple[TablePart, Any]]] = [[] for _ in self._links]
         for table_id, ids in wanted.items():
             given = None if out is None else out.get(table_id)
             ticket.result[table_id], questions = self._table(table_id).questions(ids, given)
@@ -262,7 +271,9 @@ class Client:
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
         everywhere = ends_step and self.staleness is not None
-        ticket = self._change(Op.PUSH, gradients, step, everywhere, Flag.NONE if ends_step else Flag.NO_CLOCK)
+        ticket = self._change(
+            Op.PUSH, gradients, step, everywhere, MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
+        )
         self.step = max(self.step, step)
         return ticket
 
@@ -280,14 +291,14 @@ class Client:
         found: dict[int, list[tuple[Keys, Rows]]] = {table_id: [] for table_id in table_ids}
 
         def take(header: Header, body: memoryview) -> None:
-            for part in rows_of_answer(header, body, bool(header.flags & Flag.BFLOAT16)):
+            for part in rows_of_answer(header, body, bool(header.flags & MessageFlag.BFLOAT16)):
                 if part.ids is None or part.rows is None or part.table_id not in found:
                     raise MessageError(f"an unexpected answer for table {part.table_id}.")
                 found[part.table_id].append((part.ids.copy(), part.rows.copy()))
 
-        flags = Flag.BFLOAT16 if self.config.bfloat16 else Flag.NONE
+        flags = MessageFlag.BFLOAT16 if self.config.bfloat16 else MessageFlag.NONE
         none = np.empty(0, np.int64)
-        parts = [Part(table_id, 0, self._table(table_id).dim, none) for table_id in table_ids]
+        parts = [TablePart(table_id, 0, self._table(table_id).dim, none) for table_id in table_ids]
         ticket = Ticket()
         for link in self._links:
             request = Request(
@@ -330,7 +341,7 @@ class Client:
         steps than others before.
         """
         number = self._barriers.get(name, 0) + 1
-        # Then every server must know that this worker stands here, or it waits for a step of it for ever.
+        # Then every server must know that this worker stands here, or it waits for a step of it forever.
         links = self._links if self.staleness is not None else self._links[:1]
         answers = self._all(Op.BARRIER, {"name": name, "call": call}, links=links, step=number)
         self._barriers[name] = number
@@ -390,15 +401,15 @@ class Client:
         values: Mapping[int, Gradient | Rows],
         step: int,
         everywhere: bool = False,
-        flags: int = Flag.NONE,
+        flags: int = MessageFlag.NONE,
     ) -> Ticket:
-        shares: list[list[Part]] = [[] for _ in self._links]
+        shares: list[list[TablePart]] = [[] for _ in self._links]
         for table_id, value in values.items():
             for share, part in zip(shares, self._table(table_id).change_parts(value), strict=True):
                 if part.n:
                     share.append(part)
         bfloat16 = self.config.bfloat16 and op is not Op.SET_DENSE
-        flags |= Flag.BFLOAT16 if bfloat16 else Flag.NONE
+        flags |= MessageFlag.BFLOAT16 if bfloat16 else MessageFlag.NONE
         ticket = Ticket()
         for link, share in zip(self._links, shares, strict=True):
             if share or everywhere:
@@ -454,7 +465,8 @@ def wait_for_servers(
         PSError: some were not there within ``timeout_s``; the message names them.
     """
     began = time.monotonic()
-    said, explained = began - interval_s, False
+    said = began - interval_s
+    explained = False
     with ExitStack() as stack:
         probes = [_Probe(endpoint, transport, connect_timeout_s) for endpoint in endpoints]
         for probe in probes:
@@ -496,7 +508,8 @@ class _Probe:
 
     def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
         self.endpoint = endpoint
-        self._transport, self._timeout_s = transport, timeout_s
+        self._transport = transport
+        self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._silent_ends = 0
 

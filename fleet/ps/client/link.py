@@ -1,8 +1,19 @@
 """Link: one worker's line to one server. It survives cuts and restarts; no change is lost or applied twice.
 
-Requests go out in order and are answered in order. When the line breaks, the link connects anew, asks what the
-server has applied, sends again what may be lost (changes that were acknowledged and are not durable yet), then what
-was not answered.
+[Note: What is sent again]
+Requests go out in order and are answered in order; ``_pending`` holds those without an answer. Each answer to a change
+says which number of the channel is durable on the server. An acknowledged change that is not durable yet moves to
+``_replay``, where the server has a folder to restart from. When the line breaks::
+
+    connect, prove the secret, say HELLO         the server answers with the last number it has applied
+    send what is newer in _replay                changes that it acknowledged and lost in a restart
+    send all that is in _pending                 it answers DUPLICATE where only the answer was lost
+
+A server that comes back without the tables kept no state; the link then fails for good, as it does when a newer process
+takes over the rank. ``_replay`` has a bound: at level 2 a change waits for the disk, at the others the oldest is given
+up, and a line says so if the server comes back without it.
+
+Threads take turns under ``lock``. Whoever holds it receives: the answer may be that of another thread's request.
 """
 
 from __future__ import annotations
@@ -20,9 +31,9 @@ from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_serve
 from fleet.ps.wire.messages import (
     MAX_BODY_BYTES,
     Buffer,
-    Flag,
     Header,
     MessageError,
+    MessageFlag,
     Op,
     Status,
     control_body,
@@ -59,7 +70,7 @@ class ClientConfig:
             that comes back goes on after the last change of the one before; from :data:`ONCE` on it starts at 1, and
             changes that were applied are not applied again.
         deadline_s: how long a server may be away before calls fail.
-        start_timeout_s: how long to wait for the servers at the start, ``None`` for ever.
+        start_timeout_s: how long to wait for the servers at the start, ``None`` forever.
         retry_interval_s: seconds between the lines that say which servers are not ready.
         answer_timeout_s: a server that sends nothing for so long, while an answer is due, is connected to anew.
         connect_timeout_s: limit of one attempt to connect.
@@ -107,7 +118,7 @@ class Request:
     n_tables: int = 0
     step: int = 0
     seq: int = 0
-    flags: int = Flag.NONE
+    flags: int = MessageFlag.NONE
     change: bool = False  # takes a number of its own and is applied once
     on_answer: OnAnswer | None = None
     tag: int = 0
@@ -135,12 +146,16 @@ class Link:
     def __init__(
         self, config: ClientConfig, index: int, client_id: int, transport: Transport, notify: Callable[[str], None]
     ) -> None:
-        self.endpoint, self.index = config.endpoints[index], index
+        self.endpoint = config.endpoints[index]
+        self.index = index
         self.name = f"parameter server {index} ({self.endpoint})"
         self.welcome: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.last_used = 0.0
-        self._config, self._client_id, self._transport, self._notify = config, client_id, transport, notify
+        self._config = config
+        self._client_id = client_id
+        self._transport = transport
+        self._notify = notify
         self._connection: Sealed | None = None
         self._pending: deque[Request] = deque()
         self._replay: deque[Request] = deque()
@@ -180,9 +195,11 @@ class Link:
             if request.change:
                 self._make_room()
             self._ensure()
-            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
+            request.tag = self._next_tag
+            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
             if request.change:
-                request.seq, self._next_seq = self._next_seq, self._next_seq + 1
+                request.seq = self._next_seq
+                self._next_seq = self._next_seq + 1
             self._pending.append(request)
             try:
                 self._transmit(request)
@@ -444,7 +461,8 @@ class Link:
             self._notify(f"{self.name} came back without {missing} changes that are no longer kept here")
         for request in again:
             request.done = False
-            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
+            request.tag = self._next_tag
+            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
         self._pending.extendleft(reversed(again))
 
     def created(self, table_ids: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Sums of gradients: within one worker by id, and over workers in the order of their ranks."""
+"""Sums of the gradients of one worker, by id."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.ps.client.shards import Gradient
-from fleet.ps.wire.messages import Part
 
-__all__ = ["merge_gradients", "merge_parts", "sum_by_id"]
+__all__ = ["merge_gradients", "sum_by_id"]
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -48,54 +47,6 @@ def _add_rest(total: Rows, rows: Rows, order: Keys, starts: Keys, counts: Keys, 
         rest = rows[order[start + done : start + count]]
         if len(rest):
             total[place] = np.add.accumulate(np.concatenate((total[place][None], rest)), axis=0)[-1]
-
-
-def merge_parts(parts: Sequence[Part], divisor: int, with_shows: bool = False) -> Part:
-    """Returns the one part that stands for one part per worker; a worker that lacks an id counts as zero.
-
-    The float32 sums run in the order of ``parts``, so the result depends on that order alone.
-
-    Args:
-        parts: of one table, all sparse or all dense; rows are float32.
-        divisor: the number of workers; the sum of the rows is divided by it.
-        with_shows: the table keeps statistics: shows (1 where absent) and clicks are summed, not averaged, as one
-            process would count them for the whole batch.
-    """
-    scale = np.float32(divisor)
-    first = parts[0]
-    if first.ids is None:
-        total = np.zeros((first.n, 1), np.float32)
-        for part in parts:
-            assert part.rows is not None
-            total += part.rows
-        total /= scale
-        return Part(first.table_id, first.n, 1, rows=total)
-    every = np.concatenate([part.ids for part in parts if part.ids is not None])
-    keys, inverse = np.unique(every, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    rows = np.zeros((len(keys), first.dim), np.float32)
-    shows, clicks = np.zeros(len(keys), np.float32), np.zeros(len(keys), np.float32)
-    with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
-    slots = np.zeros(len(keys), np.uint32) if any(part.slots is not None for part in parts) else None
-    start = 0
-    for part in parts:
-        places = inverse[start : start + part.n]
-        start += part.n
-        assert part.rows is not None
-        if part.n and np.bincount(places).max() > 1:
-            np.add.at(rows, places, part.rows)
-        else:
-            rows[places] += part.rows
-        if with_shows:
-            np.add.at(shows, places, np.float32(1) if part.shows is None else part.shows)
-            if part.clicks is not None:
-                np.add.at(clicks, places, part.clicks)
-        if slots is not None and part.slots is not None:
-            slots[places] = part.slots
-    rows /= scale
-    if not with_shows:
-        return Part(first.table_id, len(keys), first.dim, keys, rows, slots=slots)
-    return Part(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
 
 
 def merge_gradients(gradients: Sequence[Gradient], with_shows: bool = False) -> Gradient:

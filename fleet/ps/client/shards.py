@@ -14,7 +14,7 @@ from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.partition import plan_dense_blocks, servers_of_keys
 from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
-from fleet.ps.wire.messages import Buffer, Header, MessageError, Part, decode_parts
+from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, decode_parts
 
 __all__ = ["Gradient", "TableMap", "rows_of_answer", "wire_rows"]
 
@@ -46,13 +46,17 @@ class TableMap:
     def __init__(
         self, table_id: int, config: SparseTableConfig | DenseTableConfig, num_servers: int, routing: str = "range"
     ) -> None:
-        self.table_id, self.config, self.num_servers, self.routing = table_id, config, num_servers, routing
+        self.table_id = table_id
+        self.config = config
+        self.num_servers = num_servers
+        self.routing = routing
         self.blocks: list[tuple[int, int]] = []
         self.dim = self.push_dim = 1
         if isinstance(config, DenseTableConfig):
             self.blocks = plan_dense_blocks(config.size, num_servers)
         else:
-            self.dim, self.push_dim = config.dim, plan_layout(config).num_weights
+            self.dim = config.dim
+            self.push_dim = plan_layout(config).num_weights
 
     @property
     def dense(self) -> bool:
@@ -98,17 +102,17 @@ class TableMap:
             )
         return np.ascontiguousarray(values).reshape(-1)
 
-    def dense_parts(self, values: Rows | None) -> list[Part]:
+    def dense_parts(self, values: Rows | None) -> list[TablePart]:
         """Returns the part of each server; without values, a question for them."""
         parts = []
         for start, stop in self.blocks:
             rows = None if values is None else values[start:stop].reshape(-1, 1)
-            parts.append(Part(self.table_id, stop - start, 1, rows=rows))
+            parts.append(TablePart(self.table_id, stop - start, 1, rows=rows))
         return parts
 
     def questions(
         self, ids: Keys | None, out: Rows | None
-    ) -> tuple[Rows, list[list[tuple[Part, Rows | tuple[Rows, NDArray[np.intp] | slice]]]]]:
+    ) -> tuple[Rows, list[list[tuple[TablePart, Rows | tuple[Rows, NDArray[np.intp] | slice]]]]]:
         """Returns where the answer to a pull goes, and per server what is asked and its place there.
 
         Args:
@@ -131,10 +135,10 @@ class TableMap:
         for places in self.split(ids):
             own = np.ascontiguousarray(ids[places])
             is_asked = len(own) or self.num_servers == 1
-            asked.append([(Part(self.table_id, len(own), self.dim, own), (rows, places))] if is_asked else [])
+            asked.append([(TablePart(self.table_id, len(own), self.dim, own), (rows, places))] if is_asked else [])
         return rows, asked  # type: ignore[return-value]
 
-    def change_parts(self, value: Gradient | Rows) -> list[Part]:
+    def change_parts(self, value: Gradient | Rows) -> list[TablePart]:
         """Returns the part of each server for a change; raises ``ConfigError`` for that of another kind of table."""
         if isinstance(value, Gradient):
             return self.gradient_parts(value)
@@ -142,9 +146,10 @@ class TableMap:
             raise ConfigError(f"table {self.table_id} is sparse; it takes a Gradient, received {type(value).__name__}.")
         return self.dense_parts(self.check_values(value))
 
-    def gradient_parts(self, gradient: Gradient) -> list[Part]:
+    def gradient_parts(self, gradient: Gradient) -> list[TablePart]:
         """Returns the part of each server for a push or an addition."""
-        ids, n = self.check_ids(gradient.ids), len(gradient.ids)
+        ids = self.check_ids(gradient.ids)
+        n = len(gradient.ids)
         wanted = {
             "rows": (gradient.rows, np.float32, (n, self.push_dim)),
             "shows": (gradient.shows, np.float32, (n,)),
@@ -165,11 +170,11 @@ class TableMap:
                 for name, (array, _, _) in wanted.items()
             }
             own = np.ascontiguousarray(ids[places])
-            parts.append(Part(self.table_id, len(own), self.push_dim, own, **picked))  # type: ignore[arg-type]
+            parts.append(TablePart(self.table_id, len(own), self.push_dim, own, **picked))  # type: ignore[arg-type]
         return parts
 
 
-def wire_rows(parts: list[Part], bfloat16: bool) -> list[Part]:
+def wire_rows(parts: list[TablePart], bfloat16: bool) -> list[TablePart]:
     """Returns ``parts`` with rows in the form they travel in."""
     if bfloat16:
         for part in parts:
@@ -178,7 +183,7 @@ def wire_rows(parts: list[Part], bfloat16: bool) -> list[Part]:
     return parts
 
 
-def rows_of_answer(header: Header, body: Buffer, bfloat16: bool) -> list[Part]:
+def rows_of_answer(header: Header, body: Buffer, bfloat16: bool) -> list[TablePart]:
     """Returns the parts of an answer with float32 rows; they may be views of ``body``."""
     parts = decode_parts(body, header.n_tables, bfloat16)
     for part in parts:

@@ -8,17 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import bytes_left
-from fleet.ps.server.journal import block_checksum
+from fleet.ps.wire.messages import Buffer
 
-__all__ = ["END_BYTES", "read_chunks", "read_end", "write_chunk", "write_end"]
+__all__ = ["END_BYTES", "block_checksum", "read_chunks", "read_end", "write_chunk", "write_end"]
 
 _CHUNK = struct.Struct("<8sQQIIQ")
 _CRC = struct.Struct("<II")
 _CHUNK_MAGIC = b"FLPSROW1"
 _END = 255
 END_BYTES = _CHUNK.size + _CRC.size
+
+
+def block_checksum(data: Buffer) -> int:
+    """Returns 32 bits that change with any changed word, lost end, or exchanged 4 KB blocks.
+
+    It is the crc32 of the sums of the blocks: about fifteen times as fast as the crc32 of the data, which the
+    request path would feel. It guards against torn writes, not against forgery.
+    """
+    size = len(data)
+    blocks = size // 4096
+    words = np.frombuffer(data, np.uint64, blocks * 512).reshape(blocks, 512)
+    sums = np.add.reduce(words, axis=1, dtype=np.uint64)
+    return zlib.crc32(memoryview(data)[blocks * 4096 :], zlib.crc32(sums.tobytes(), size & 0xFFFFFFFF))
 
 
 def write_chunk(file: BinaryIO, n: int, stamp: int, width: int, kind: int, payload: bytes) -> None:
@@ -40,7 +55,8 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
         CheckpointError: a chunk is damaged, or the end is missing.
     """
     while True:
-        head, crc = file.read(_CHUNK.size), file.read(_CRC.size)
+        head = file.read(_CHUNK.size)
+        crc = file.read(_CRC.size)
         if len(crc) != _CRC.size:
             raise CheckpointError(f"{path}: the snapshot ends early; restore it from a copy.")
         magic, n, stamp, width, kind, size = _CHUNK.unpack(head)

@@ -6,18 +6,35 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+import numpy.typing as npt
+
 from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, write_atomically
+from fleet.ps.table.layout import Int64s
 
 FORMAT = 1
 _NAME = re.compile(r"part-([0-9]{3,9})\.json")
 _DATA = re.compile(r"part-([0-9]{3,9})-[0-9a-f]{12}\.(rows|dense)")
 _MAX_SERVERS, _MAX_BYTES = 1 << 16, 1 << 28
+
+
+Mine = Callable[[Int64s], npt.NDArray[np.bool_]]  # which of the given keys belong here
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save wrote: rows (elements of a dense table), bytes, and the row file."""
+
+    rows: int
+    num_bytes: int
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,9 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: more than {_MAX_BYTES} bytes, the most a manifest has. The file is damaged.")
     try:
         outer = json.loads(data)
-        version, crc, body = outer["format"], outer["crc32"], outer["part"]
+        version = outer["format"]
+        crc = outer["crc32"]
+        body = outer["part"]
         if version != FORMAT:
             raise CheckpointError(f"{path}: a manifest of format {version!r:.40}; this release reads format {FORMAT}.")
         if zlib.crc32(body.encode()) != crc:
@@ -121,7 +140,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def _problem(part: Manifest, path: Path) -> str:
     """Returns what cannot stand in the manifest at ``path``: a checksum shows damage, and anybody can write one."""
-    named, numbers = _DATA.fullmatch(part.data), [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
+    named = _DATA.fullmatch(part.data)
+    numbers = [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
     if named is None:
         return f"it names the file {part.data!r:.200}; a row file is called part-NNN-xxxxxxxxxxxx.rows, beside it"
     if int(named[1]) != part.server or path.name != manifest_path(path.parent, part.server).name:

@@ -31,7 +31,7 @@ def own_folder(path: Path) -> None:
         path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise _refused(path, "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is no folder")
+        raise _refused(path, "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is not a folder")
     with tempfile.TemporaryFile(dir=path) as probe:
         made = os.fstat(probe.fileno())
     if found.st_uid != made.st_uid or found.st_mode & ~made.st_mode & stat.S_IWOTH:

@@ -20,12 +20,13 @@ import numpy.typing as npt
 
 from fleet.errors import CheckpointError
 from fleet.ps.files.own_folder import PLAIN
-from fleet.ps.table.reference import mix, range_of
+from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.rows import RowBlock, Statistics
 
 _HEADER = struct.Struct("<4sHHIIIHHqQII")
 _MAGIC, _VERSION, _HAS_STATISTICS = b"FPSR", 1, 1
 _MAX_ROWS, _MAX_FLOATS = 1 << 24, 1 << 24
+_BUFFER_BYTES = 1 << 20
 HEADER_BYTES = _HEADER.size
 LEAST_ROW_BYTES = 19  # key, days, count, flags, and one float
 
@@ -112,7 +113,8 @@ def _dtypes(width: int, has_statistics: bool) -> list[np.dtype[np.void]]:
 
 
 def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: int) -> RowBlock:
-    arrays, position = [], 0
+    arrays = []
+    position = 0
     for dtype in dtypes:
         base = dtype.base
         count = rows * (dtype.itemsize // base.itemsize)
@@ -159,6 +161,30 @@ def open_plain(path: Path) -> BinaryIO:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
+class temporary_file:
+    """A file that stands at its path once the block has ended without an error, durable; otherwise nowhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.with_name(f".{path.name}.tmp")
+
+    def __enter__(self) -> BinaryIO:
+        self._at.unlink(missing_ok=True)
+        self._file = self._at.open("xb", buffering=_BUFFER_BYTES)  # not through a link that somebody has left there
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with self._file:  # closing writes what is left in the buffer, which a full disk refuses once more
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                publish(self._at, self._path)
+        finally:
+            self._at.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

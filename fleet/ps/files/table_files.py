@@ -19,21 +19,20 @@ Save modes (those of Paddle's CTR accessors)::
 
 from __future__ import annotations
 
-import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.manifest import (
     Extent,
     Manifest,
+    Mine,
+    Saved,
     manifest_path,
     part_number,
     read_manifest,
@@ -41,26 +40,17 @@ from fleet.ps.files.manifest import (
     table_folder,
     write_manifest,
 )
-from fleet.ps.files.row_file import encode_block, open_plain, publish, read_block
+from fleet.ps.files.row_file import encode_block, open_plain, read_block, temporary_file
+from fleet.ps.files.text_format import import_text, text_parts
 from fleet.ps.table.accessor import accessor_score
 from fleet.ps.table.dense_table import DenseTable
-from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig
-from fleet.ps.table.reference import mix, range_of
+from fleet.ps.table.hash import mix, range_of
+from fleet.ps.table.layout import Float32s, SparseTableConfig
 from fleet.ps.table.rows import RowBlock, join_blocks
 from fleet.ps.table.sparse_table import SparseTable
 
-Mine = Callable[[Int64s], npt.NDArray[np.bool_]]
 SAVE_MODES = {0: "all", 1: "delta", 2: "base", 3: "batch model"}
-_GROUP_BITS, _ROWS_PER_LOT, _BUFFER_BYTES = 6, 1 << 17, 1 << 20
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a save wrote: rows (elements of a dense table), bytes, and the row file."""
-
-    rows: int
-    num_bytes: int
-    path: Path
+_GROUP_BITS, _ROWS_PER_LOT = 6, 1 << 17
 
 
 def check_save_mode(mode: int, config: SparseTableConfig | None = None) -> None:
@@ -142,15 +132,13 @@ def load_table(
             empty again.
     """
     folder = table_folder(dirname, table.config.name)
-    if not list(folder.glob("part-*.json")):
-        from fleet.ps.files.text_format import import_text, text_parts
-
-        if text_parts(folder):
-            return import_text(table, dirname, mine=mine)
+    if not list(folder.glob("part-*.json")) and text_parts(folder):
+        return import_text(table, dirname, mine=mine)
     parts = read_parts(folder)
     for part in parts:
         _check_fits(manifest_path(folder, part.server), table.config, part)
-    was_empty, loaded = table.num_rows == 0, 0
+    was_empty = table.num_rows == 0
+    loaded = 0
     table.reserve(sum(extent.rows for part in parts for extent in _extents_of(part, ranges)))
     try:
         for part in parts:
@@ -164,13 +152,6 @@ def load_table(
             table.clear()
         raise
     return loaded
-
-
-def saved_blocks(dirname: str | Path, table: str) -> Iterator[RowBlock]:
-    """Yields the blocks of a saved sparse table with their stamps, whatever server wrote them."""
-    folder = table_folder(dirname, table)
-    for part in read_parts(folder):
-        yield from _blocks_of(folder, part, None)
 
 
 class _GroupWriter:
@@ -193,14 +174,17 @@ class _GroupWriter:
     def _flush(self) -> None:
         groups = 2**_GROUP_BITS
         lots = [join_blocks(blocks) for blocks in self._waiting.values()]
-        self._waiting, self._waiting_rows = {}, 0
-        orders, bounds = [], []
+        self._waiting = {}
+        self._waiting_rows = 0
+        orders = []
+        bounds = []
         for lot in lots:
             group = (range_of(mix(lot.keys)) >> (12 - _GROUP_BITS)).astype(np.uint8)
             orders.append(np.argsort(group, kind="stable"))
             bounds.append(np.concatenate(([0], np.cumsum(np.bincount(group, minlength=groups)))))
         for number in range(groups):
-            offset, rows = self._offset, 0
+            offset = self._offset
+            rows = 0
             for lot, order, edges in zip(lots, orders, bounds, strict=True):
                 places = order[edges[number] : edges[number + 1]]
                 if len(places):
@@ -219,7 +203,8 @@ class _GroupWriter:
 
 
 def _selected(config: SparseTableConfig, block: RowBlock, mode: int) -> RowBlock:
-    accessor, kept = config.accessor, block.statistics
+    accessor = config.accessor
+    kept = block.statistics
     if mode in (0, 3) or accessor is None or kept is None:
         return block
     keep = block.admitted & (accessor_score(accessor, kept.shows, kept.clicks) >= accessor.base_threshold)
@@ -256,9 +241,11 @@ def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
         raise CheckpointError(f"{path}: a {part.kind} table; {config.name!r} is a sparse one.")
     wanted = config.as_dict()
     for key in ("dim", "rule", "embed_rule"):
-        have, want = part.config.get(key), wanted[key]
+        have = part.config.get(key)
+        want = wanted[key]
         if key != "dim":
-            have, want = _field(have, "name"), _field(want, "name")
+            have = _field(have, "name")
+            want = _field(want, "name")
         if have != want:
             raise CheckpointError(
                 f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
@@ -312,10 +299,12 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
         CheckpointError: a file is absent, damaged, or does not hold these elements; the table is unchanged.
     """
     folder = table_folder(dirname, table.config.name)
-    size, rule = table.config.size, table.config.rule
+    size = table.config.size
+    rule = table.config.rule
     total = size if total is None else total
     per_dim = len(rule.spec.per_dim)
-    values, state = np.zeros((1 + per_dim, size), np.float32), np.zeros(len(rule.spec.per_row), np.float32)
+    values = np.zeros((1 + per_dim, size), np.float32)
+    state = np.zeros(len(rule.spec.per_row), np.float32)
     for part in read_parts(folder):
         if part.kind != "dense" or part.config["rule"] != rule.name or part.config["total"] != total:
             raise CheckpointError(
@@ -349,29 +338,6 @@ def _new_part(folder: Path, server: int, suffix: str) -> Path:
     for abandoned in folder.glob(f".part-{server:03d}-*.tmp"):
         abandoned.unlink(missing_ok=True)
     return folder / f"part-{server:03d}-{secrets.token_hex(6)}.{suffix}"
-
-
-class temporary_file:
-    """A file that stands at its path once the block has ended without an error, durable; otherwise nowhere."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, path.with_name(f".{path.name}.tmp")
-
-    def __enter__(self) -> BinaryIO:
-        self._at.unlink(missing_ok=True)
-        self._file = self._at.open("xb", buffering=_BUFFER_BYTES)  # not through a link that somebody has left there
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with self._file:  # closing writes what is left in the buffer, which a full disk refuses once more
-                if kind is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if kind is None:
-                publish(self._at, self._path)
-        finally:
-            self._at.unlink(missing_ok=True)
 
 
 def _publish_part(folder: Path, manifest: Manifest) -> None:

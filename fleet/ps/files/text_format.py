@@ -26,9 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import CheckpointError
-from fleet.ps.files.manifest import table_folder
-from fleet.ps.files.row_file import open_plain
-from fleet.ps.files.table_files import Mine, Saved, temporary_file
+from fleet.ps.files.manifest import Mine, Saved, table_folder
+from fleet.ps.files.row_file import open_plain, temporary_file
 from fleet.ps.table.layout import Float32s
 from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
 from fleet.ps.table.rules import Rule
@@ -52,7 +51,8 @@ class _TextRow:
         spans = [(0, 1)] + ([(1, layout.num_weights)] if layout.num_weights > 1 else [])
         for part, (start, stop) in enumerate(spans):
             block = next(b for b in layout.blocks if b.column <= start < b.column + b.width)
-            rule, places = block.rule, list(range(start, stop))
+            rule = block.rule
+            places = list(range(start, stop))
             for i in range(len(rule.spec.per_dim)):
                 first = block.state + i * block.width - block.column
                 places += range(first + start, first + stop)
@@ -71,7 +71,8 @@ class _TextRow:
         for of_part, column, rule in self.steps:
             if of_part == part:
                 steps = out[:, column].copy()
-                out[:, column], out[:, column + 1] = rule["beta1"] ** (steps + 1), rule["beta2"] ** (steps + 1)
+                out[:, column] = rule["beta1"] ** (steps + 1)
+                out[:, column + 1] = rule["beta2"] ** (steps + 1)
         return out
 
     def fill(self, values: Float32s, part: int, numbers: npt.NDArray[np.float64]) -> None:
@@ -80,7 +81,8 @@ class _TextRow:
         for of_part, column, rule in self.steps:
             if of_part == part:
                 steps = _steps_of(numbers[:, column], numbers[:, column + 1], rule)
-                numbers[:, column], numbers[:, column + 1] = steps, steps
+                numbers[:, column] = steps
+                numbers[:, column + 1] = steps
         values[:, self.parts[part]] = numbers
 
 
@@ -99,7 +101,8 @@ def export_text(table: SparseTable, dirname: str | Path, *, server: int = 0, com
     folder = table_folder(dirname, table.config.name)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{server:03d}-00000{'.gz' if compress else ''}"
-    row, rows = _TextRow(table), 0
+    row = _TextRow(table)
+    rows = 0
     with temporary_file(path) as raw:
         file: gzip.GzipFile | BinaryIO = gzip.GzipFile("", "wb", 6, raw, mtime=0) if compress else raw
         for block in table.blocks():
@@ -137,7 +140,8 @@ def _remove(server: int, num_servers: int, paths: list[Path]) -> None:
 
 
 def _lines_of(row: _TextRow, block: RowBlock) -> Iterator[bytes]:
-    n, kept = len(block), block.statistics
+    n = len(block)
+    kept = block.statistics
     zeros = np.zeros(n)
     slots = zeros.astype(int) if kept is None else kept.slots
     shows = block.counts if kept is None else kept.shows
@@ -178,7 +182,9 @@ def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = 
     paths = text_parts(folder)
     if not paths:
         raise CheckpointError(f"{folder}: no text parts here (part-NNN-NNNNN, or the same with .gz).")
-    row, loaded, was_empty = _TextRow(table), 0, table.num_rows == 0
+    row = _TextRow(table)
+    loaded = 0
+    was_empty = table.num_rows == 0
     try:
         for path in paths:
             for block in _blocks_of_text(path, row, table):
@@ -194,7 +200,8 @@ def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = 
 
 def _blocks_of_text(path: Path, row: _TextRow, table: SparseTable) -> Iterator[RowBlock]:
     lines: list[list[str]] = []
-    number, most = 0, _NUMBER_BYTES * (_HEAD + sum(map(len, row.parts)))
+    number = 0
+    most = _NUMBER_BYTES * (_HEAD + sum(map(len, row.parts)))
     try:
         with open_plain(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             while data := file.readline(most + 1):
@@ -225,7 +232,8 @@ def _check_line(where: str, tokens: list[str], row: _TextRow) -> None:
 
 
 def _block_of(where: str, lines: list[list[str]], row: _TextRow, table: SparseTable) -> RowBlock:
-    n, short = len(lines), _HEAD + len(row.parts[0])
+    n = len(lines)
+    short = _HEAD + len(row.parts[0])
     try:
         keys = np.array([_key_of(tokens[0]) for tokens in lines], np.int64)
         head = np.array([tokens[1:short] for tokens in lines], np.float64)

@@ -35,7 +35,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, patience_s: float = 5.0) -> None:
-        self._path, self._fd = folder / ".lock", -1
+        self._path = folder / ".lock"
+        self._fd = -1
         self.renew(patience_s)
 
     def renew(self, patience_s: float = 0.0) -> None:

@@ -6,6 +6,13 @@ death of the process and not that of the machine; 2 also calls fdatasync for gro
 
 A record whose end is missing (the process died while writing) is found by its checksum and cut off.
 
+[Note: A sync does not stop the server]
+``lock`` orders records and is held for each append. A sync takes ``_syncing``, reads the open file and the last record
+under ``lock``, calls fdatasync without it, and then marks the records up to that one as durable. So records are appended
+while the disk works; they are durable with the next sync. A file that ``rotate`` leaves may be in the hands of a sync:
+it is retired, and closed by a later sync. After a failed fdatasync nothing counts as durable any more and no record is
+taken: the kernel may have dropped pages and would not say so again.
+
 [Note: What a machine that died leaves]
 Until it is synced, anything may be on the disk: the end of a file is old or zeros, a later file is whole and an earlier
 one is not. At level 2 every segment is durable before the next one begins, and the newest one before a snapshot that
@@ -24,14 +31,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from fleet.errors import CheckpointError, ConfigError, PSError
+from fleet.ps.files.chunks import block_checksum
 from fleet.ps.files.own_folder import PLAIN, own_folder
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
 
-__all__ = ["Journal", "Record", "RecordKind", "block_checksum", "read_journal"]
+__all__ = ["Journal", "Record", "RecordKind", "read_journal"]
 
 _SEGMENT = struct.Struct("<8sQ")
 _SEGMENT_MAGIC = b"FLPSJNL1"
@@ -70,19 +76,6 @@ class Record:
     body: Buffer = b""
 
 
-def block_checksum(data: Buffer) -> int:
-    """Returns 32 bits that change with any changed word, lost end, or exchanged 4 KB blocks.
-
-    It is the crc32 of the sums of the blocks: about fifteen times as fast as the crc32 of the data, which the
-    request path would feel. It guards against torn writes, not against forgery.
-    """
-    size = len(data)
-    blocks = size // 4096
-    words = np.frombuffer(data, np.uint64, blocks * 512).reshape(blocks, 512)
-    sums = np.add.reduce(words, axis=1, dtype=np.uint64)
-    return zlib.crc32(memoryview(data)[blocks * 4096 :], zlib.crc32(sums.tobytes(), size & 0xFFFFFFFF))
-
-
 class Journal:
     """Appends records once it is open; :attr:`lock` orders them and whatever must change together with them.
 
@@ -101,10 +94,12 @@ class Journal:
         if level and folder is None:
             raise ConfigError(f"journal level {level} needs a folder to write to; give one, or use level 0.")
         self.lock = threading.Lock()
-        self.level, self.last_lsn = level, last_lsn
+        self.level = level
+        self.last_lsn = last_lsn
         self.bytes_written = 0
         self.in_snapshot: int | None = None  # the last record that a snapshot has made superfluous
-        self._folder, self._sync_interval_s = folder, sync_interval_s
+        self._folder = folder
+        self._sync_interval_s = sync_interval_s
         self._fd = -1
         self._first = self._position = 0  # of the segment that is written: its first record, and its length
         self._failed: str | None = None
@@ -202,7 +197,8 @@ class Journal:
     def snapshot_done(self, lsn: int) -> None:
         """Removes the segments in which every record is at most ``lsn``: a snapshot holds them."""
         with self.lock:
-            self._durable_lsn, self.in_snapshot = max(self._durable_lsn, lsn), lsn
+            self._durable_lsn = max(self._durable_lsn, lsn)
+            self.in_snapshot = lsn
         if self._folder is None:
             return
         segments = _segments(self._folder)
@@ -236,10 +232,12 @@ class Journal:
     def _open_segment(self) -> None:
         assert self._folder is not None
         own_folder(self._folder)
-        path, before = self._segment(self.last_lsn + 1), (self._fd, self._position)
+        path = self._segment(self.last_lsn + 1)
+        before = (self._fd, self._position)
         path.unlink(missing_ok=True)  # of a server that wrote no record into it; a link is not written through
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd, self._position = os.open(path, flags, 0o600), 0
+        self._fd = os.open(path, flags, 0o600)
+        self._position = 0
         try:
             self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
             _fsync(self._folder)  # or the new name may be lost with the machine
@@ -259,7 +257,8 @@ class Journal:
                 "restart the server; workers send again what it lacks."
             )
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        written, total = 0, sum(map(len, views))
+        written = 0
+        total = sum(map(len, views))
         try:
             while written < total:
                 count = os.writev(self._fd, views)
@@ -298,7 +297,8 @@ class Journal:
     def _sync_once(self) -> None:
         with self._syncing:
             with self.lock:
-                fd, lsn = self._fd, self.last_lsn
+                fd = self._fd
+                lsn = self.last_lsn
                 self._close_retired()
             if fd < 0:
                 return
@@ -355,7 +355,8 @@ def read_journal(
     Raises:
         CheckpointError: with ``exact``, a segment is missing, or one that is not the last is damaged.
     """
-    segments, lines = _segments(folder), [] if on_cut is None else on_cut
+    segments = _segments(folder)
+    lines = [] if on_cut is None else on_cut
     expected: int | None = None
     damage = ""
     for index, (first, path) in enumerate(segments):
@@ -376,7 +377,8 @@ def read_journal(
             for _, later in segments[index:]:
                 later.rename(later.with_name(f"{later.name}.lost"))
             return
-        expected, good = first, 0
+        expected = first
+        good = 0
         for record, end in _read_segment(path, first):
             good = end
             if record is not None:

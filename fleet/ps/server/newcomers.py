@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from fleet.ps.wire.transport import Connection
 
-__all__ = ["Complaints", "Newcomers", "address_of"]
+__all__ = ["Complaints", "Newcomers", "host_of"]
 
 MAX_ADDRESSES = 10
 INTERVAL_S = 60.0
 
 
-def address_of(peer: str) -> str:
+def host_of(peer: str) -> str:
     """Returns where a peer ``address:port`` is, without its port."""
     return peer.rpartition(":")[0] or peer
 
@@ -31,7 +31,7 @@ class Newcomers:
 
     def add(self, connection: Connection) -> None:
         """Notes a connection that has just come."""
-        self._connections[connection] = address_of(connection.peer)
+        self._connections[connection] = host_of(connection.peer)
 
     def discard(self, connection: Connection) -> None:
         """Forgets a connection that has proven the secret, or has ended."""
@@ -51,7 +51,8 @@ class Complaints:
     """Lines about peers, at most one a minute for each address and few in all; a later one says what was left out."""
 
     def __init__(self, notify: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._notify, self._clock = notify, clock
+        self._notify = notify
+        self._clock = clock
         self._said: dict[str, tuple[float, int]] = {}  # by address: when, and how many lines were left out since
         self._lock = threading.Lock()
 

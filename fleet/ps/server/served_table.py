@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
-from fleet.ps.server.session import Refused
+from fleet.ps.server.job_state import Refused
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.gate import Gate
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
-from fleet.ps.wire.messages import Part
+from fleet.ps.wire.messages import TablePart
 
-__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "missing_parts"]
+__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "merge_parts", "missing_parts"]
 
 _LONGEST_DAY = 256
 
@@ -62,7 +62,7 @@ class Stamps:
         return newer
 
 
-def missing_parts(parts: Sequence[Part], stamps: Mapping[int, Stamps], lsn: int) -> list[Part]:
+def missing_parts(parts: Sequence[TablePart], stamps: Mapping[int, Stamps], lsn: int) -> list[TablePart]:
     """Returns the rows of ``parts`` that the snapshot does not hold record ``lsn`` for."""
     missing = []
     for part in parts:
@@ -72,7 +72,7 @@ def missing_parts(parts: Sequence[Part], stamps: Mapping[int, Stamps], lsn: int)
         elif part.ids is not None and (keep := known.newer(part.ids, lsn)) is not None:
             places = np.flatnonzero(keep)
             missing.append(
-                Part(
+                TablePart(
                     part.table_id,
                     len(places),
                     part.dim,
@@ -86,12 +86,63 @@ def missing_parts(parts: Sequence[Part], stamps: Mapping[int, Stamps], lsn: int)
     return missing
 
 
+def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = False) -> TablePart:
+    """Returns the one part that stands for one part per worker; a worker that lacks an id counts as zero.
+
+    The float32 sums run in the order of ``parts``, so the result depends on that order alone.
+
+    Args:
+        parts: of one table, all sparse or all dense; rows are float32.
+        divisor: the number of workers; the sum of the rows is divided by it.
+        with_shows: the table keeps statistics: shows (1 where absent) and clicks are summed, not averaged, as one
+            process would count them for the whole batch.
+    """
+    scale = np.float32(divisor)
+    first = parts[0]
+    if first.ids is None:
+        total = np.zeros((first.n, 1), np.float32)
+        for part in parts:
+            assert part.rows is not None
+            total += part.rows
+        total /= scale
+        return TablePart(first.table_id, first.n, 1, rows=total)
+    every = np.concatenate([part.ids for part in parts if part.ids is not None])
+    keys, inverse = np.unique(every, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    rows = np.zeros((len(keys), first.dim), np.float32)
+    shows = np.zeros(len(keys), np.float32)
+    clicks = np.zeros(len(keys), np.float32)
+    with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
+    slots = np.zeros(len(keys), np.uint32) if any(part.slots is not None for part in parts) else None
+    start = 0
+    for part in parts:
+        places = inverse[start : start + part.n]
+        start += part.n
+        assert part.rows is not None
+        if part.n and np.bincount(places).max() > 1:
+            np.add.at(rows, places, part.rows)
+        else:
+            rows[places] += part.rows
+        if with_shows:
+            np.add.at(shows, places, np.float32(1) if part.shows is None else part.shows)
+            if part.clicks is not None:
+                np.add.at(clicks, places, part.clicks)
+        if slots is not None and part.slots is not None:
+            slots[places] = part.slots
+    rows /= scale
+    if not with_shows:
+        return TablePart(first.table_id, len(keys), first.dim, keys, rows, slots=slots)
+    return TablePart(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
+
+
 def make_served_table(spec: Mapping[str, Any]) -> ServedTable:
     """Returns an empty table of ``spec``, see :mod:`fleet.ps.table.table_spec`, with all its kernels loaded."""
     config = config_of_spec(spec)
-    table = DenseTable(config) if isinstance(config, DenseTableConfig) else SparseTable(config)
+    if isinstance(config, DenseTableConfig):
+        return ServedDense(DenseTable(config))
+    table = SparseTable(config)
     table.load_kernels()
-    return ServedDense(table) if isinstance(table, DenseTable) else ServedSparse(table)
+    return ServedSparse(table)
 
 
 class ServedTable(Protocol):
@@ -102,25 +153,25 @@ class ServedTable(Protocol):
     learning_rate: float | None  # what it was set to, None while it is the configuration's
     keeps_shows: bool
 
-    def check(self, part: Part, change: bool) -> None:
+    def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the next push."""
 
-    def pull_shape(self, part: Part) -> tuple[int, int]:
+    def pull_shape(self, part: TablePart) -> tuple[int, int]:
         """Returns the shape of the rows that a pull of ``part`` gives."""
 
-    def pull(self, part: Part, out: NDArray[np.float32], create: bool) -> None:
+    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
         """Writes the rows of ``part`` to ``out``."""
 
-    def push(self, part: Part) -> None:
+    def push(self, part: TablePart) -> None:
         """Applies a gradient."""
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TablePart) -> None:
         """Adds deltas."""
 
-    def set_values(self, part: Part) -> None:
+    def set_values(self, part: TablePart) -> None:
         """Replaces dense values."""
 
     def alter(self, action: str, fields: dict[str, Any]) -> int:
@@ -140,7 +191,8 @@ class ServedSparse:
     """A :class:`SparseTable` behind the server."""
 
     def __init__(self, table: SparseTable) -> None:
-        self.table, self.gate = table, table.gate
+        self.table = table
+        self.gate = table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
         self.day: str | None = None  # the one that advance_day has named last
@@ -151,7 +203,7 @@ class ServedSparse:
         self.table.learning_rate = value
         self.learning_rate = value
 
-    def check(self, part: Part, change: bool) -> None:
+    def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
         dim = self.table.layout.num_weights if change else self.table.config.dim
         name = self.table.config.name
@@ -162,28 +214,28 @@ class ServedSparse:
         if change and part.rows is None:
             raise Refused(f"table {name!r}: the message has ids and no rows.")
 
-    def pull_shape(self, part: Part) -> tuple[int, int]:
+    def pull_shape(self, part: TablePart) -> tuple[int, int]:
         """Returns the shape of the rows that a pull of ``part`` gives."""
         return part.n, self.table.config.dim
 
-    def pull(self, part: Part, out: NDArray[np.float32], create: bool) -> None:
+    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
         """Writes the rows of ``part`` to ``out``."""
         assert part.ids is not None
         self.table.pull(part.ids, out, create=create)
 
-    def push(self, part: Part) -> None:
+    def push(self, part: TablePart) -> None:
         """Applies a gradient."""
         assert part.ids is not None
         assert part.rows is not None
         self.table.push(part.ids, part.rows, part.shows, part.clicks, part.slots)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TablePart) -> None:
         """Adds deltas."""
         assert part.ids is not None
         assert part.rows is not None
         self.table.add(part.ids, part.rows)
 
-    def set_values(self, part: Part) -> None:
+    def set_values(self, part: TablePart) -> None:
         """Does not exist for rows: they are set by loading."""
         raise AssertionError("the request was checked")
 
@@ -239,7 +291,8 @@ class ServedDense:
     keeps_shows = False
 
     def __init__(self, table: DenseTable) -> None:
-        self.table, self.gate = table, table.gate
+        self.table = table
+        self.gate = table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
 
@@ -248,9 +301,10 @@ class ServedDense:
         self.table.learning_rate = value
         self.learning_rate = value
 
-    def check(self, part: Part, change: bool) -> None:
+    def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
-        name, size = self.table.config.name, self.table.config.size
+        name = self.table.config.name
+        size = self.table.config.size
         if part.ids is not None:
             raise Refused(f"table {name!r} is dense; the message has ids for it.")
         if part.n != size or part.offset:
@@ -261,25 +315,25 @@ class ServedDense:
         if change and part.rows is None:
             raise Refused(f"table {name!r}: the message has no values for it.")
 
-    def pull_shape(self, part: Part) -> tuple[int, int]:
+    def pull_shape(self, part: TablePart) -> tuple[int, int]:
         """Returns the shape of the values."""
         return part.n, 1
 
-    def pull(self, part: Part, out: NDArray[np.float32], create: bool) -> None:
+    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
         """Writes the values to ``out``."""
         self.table.pull(out.reshape(-1))
 
-    def push(self, part: Part) -> None:
+    def push(self, part: TablePart) -> None:
         """Applies a gradient."""
         assert part.rows is not None
         self.table.push(part.rows.reshape(-1))
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TablePart) -> None:
         """Adds deltas."""
         assert part.rows is not None
         self.table.add(part.rows.reshape(-1))
 
-    def set_values(self, part: Part) -> None:
+    def set_values(self, part: TablePart) -> None:
         """Replaces the values."""
         assert part.rows is not None
         self.table.set_values(part.rows.reshape(-1))

@@ -22,24 +22,23 @@ from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
 from fleet.ps.server.folder_lock import FolderLock
+from fleet.ps.server.job_state import Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
-from fleet.ps.server.machine import Machine, MakeTable
-from fleet.ps.server.metrics import Summary
-from fleet.ps.server.newcomers import Complaints, Newcomers, address_of
-from fleet.ps.server.open_files import USUAL_CONNECTIONS, connections_allowed
-from fleet.ps.server.requests import Answer, Peer, Requests
+from fleet.ps.server.measures import Summary
+from fleet.ps.server.newcomers import Complaints, Newcomers, host_of
+from fleet.ps.server.operations import Answer, ConnectedWorker, Operations
 from fleet.ps.server.served_table import make_served_table
-from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, connections_allowed
 from fleet.ps.server.server_files import load_tables, save_tables
-from fleet.ps.server.session import Fenced, Refused, Session
+from fleet.ps.server.server_state import MakeTable, ServerState
 from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
 from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
 from fleet.ps.wire.body_digest import BodyDigest
 from fleet.ps.wire.messages import (
     MAX_CONTROL_BYTES,
-    Flag,
     Header,
     MessageError,
+    MessageFlag,
     Op,
     Status,
     control_body,
@@ -59,8 +58,8 @@ def run_server(
     *,
     transport: Transport | None = None,
     notify: Callable[[str], None] = print,
-    prepare: Callable[[Machine], None] | None = None,
-    watch: Callable[[Machine], Callable[[], None]] = lambda machine: lambda: None,
+    prepare: Callable[[ServerState], None] | None = None,
+    watch: Callable[[ServerState], Callable[[], None]] = lambda state: lambda: None,
 ) -> None:
     """Serves until the workers have gone; then the folder's state is removed, for the job is over.
 
@@ -82,7 +81,7 @@ def run_server(
     with _exit_on_signals(), ExitStack() as stack:
         stack.callback(server.stop)
         server.start(prepare)
-        stack.callback(watch(server.machine))
+        stack.callback(watch(server.state))
         server.wait()
     server.forget()
 
@@ -114,23 +113,27 @@ class Server:
         notify: Callable[[str], None] = print,
         make_table: MakeTable = make_served_table,
     ) -> None:
+        # Before anything is changed: a broken numba is an error here, and the kernel of the seals is loaded while files
+        # can be opened.
+        BodyDigest(b"")([bytes(8)], 8)
         self.config = config
         self._transport = transport or SocketTransport()
         self._notify = notify
         level = config.journal_level
         journal = Journal(None if config.folder is None else config.folder / "journal", level)
-        session = Session(config.num_workers, journal.lock, config.lease_s, config.job)
-        self.machine = Machine(session, journal, make_table, sync=config.mode == "sync")
-        self._requests = Requests(
+        job = JobState(config.num_workers, journal.lock, config.lease_s, config.job)
+        self.state = ServerState(job, journal, make_table, sync=config.mode == "sync")
+        self._operations = Operations(
             config,
-            self.machine,
+            self.state,
             self.snapshot,
-            lambda fields: save_tables(self.machine, config, fields),
-            lambda fields: load_tables(self.machine, config, fields),
+            lambda fields: save_tables(self.state, config, fields),
+            lambda fields: load_tables(self.state, config, fields),
         )
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
-        self._newcomers, self._complaints = Newcomers(), Complaints(notify)
+        self._newcomers = Newcomers()
+        self._complaints = Complaints(notify)
         self._max_connections = USUAL_CONNECTIONS
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -143,12 +146,13 @@ class Server:
         assert self._listener is not None
         return self._listener.endpoint
 
-    def start(self, prepare: Callable[[Machine], None] | None = None) -> None:
+    def start(self, prepare: Callable[[ServerState], None] | None = None) -> None:
         """Recovers the state in the folder, then listens.
 
         ``prepare`` is called before, unless there was a state to recover: it can make tables and fill them.
         """
-        config, machine = self.config, self.machine
+        config = self.config
+        state = self.state
         check_secret(config.endpoint, config.secret)
         self._max_connections = connections_allowed(config.max_connections)
         if self._max_connections < USUAL_CONNECTIONS and config.max_connections is None:
@@ -163,15 +167,14 @@ class Server:
         except OSError as error:
             raise PSError(f"parameter server {config.index} cannot use its folder {config.folder}: {error}.") from error
         if prepare is not None and is_new:
-            prepare(machine)
-        if machine.sync:
-            machine.apply_ready()
+            prepare(state)
+        if state.sync:
+            state.apply_ready()
         now = time.monotonic()
-        for worker in machine.session.workers:
+        for worker in state.job.workers:
             worker.seen = now
             if worker.state == "expected" and worker.channels:
                 worker.state = "active"  # it was here before the restart: its lease runs from now
-        BodyDigest(b"")([bytes(8)], 8)  # its kernel is there before the first message, while files can be opened
         self._listener = self._transport.bind(config.endpoint)
         self._notify(f"parameter server {config.index} is listening on {self._listener.endpoint}")
         for target in (self._accept, self._watch, self._keep):
@@ -184,14 +187,16 @@ class Server:
 
         Preparing ends with a snapshot and precedes all workers: a journal without a worker's change was cut short.
         """
-        config, machine, saved = self.config, self.machine, False
+        config = self.config
+        state = self.state
+        saved = False
         if config.folder is not None:
             self._folder_lock = FolderLock(config.folder)
-            for line in recover(config.folder, machine):
+            for line in recover(config.folder, state):
                 self._notify(f"parameter server {config.index}: {line}")
             saved = has_snapshot(config.folder)
-        machine.journal.open()
-        return not saved and not any(worker.channels for worker in machine.session.workers)
+        state.journal.open()
+        return not saved and not any(worker.channels for worker in state.job.workers)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end of the job; returns whether it has come.
@@ -199,14 +204,14 @@ class Server:
         Raises:
             PSError: the server cannot go on.
         """
-        session = self.machine.session
-        with session.changed:
-            ended = session.changed.wait_for(session.ended, timeout_s)
-        if self.machine.failure is not None:
+        job = self.state.job
+        with job.changed:
+            ended = job.changed.wait_for(job.ended, timeout_s)
+        if self.state.failure is not None:
             raise PSError(
                 f"parameter server {self.config.index}: a change was journaled and could not be applied: "
-                f"{self.machine.failure!r}. Restart it; the journal brings its state back."
-            ) from self.machine.failure
+                f"{self.state.failure!r}. Restart it; the journal brings its state back."
+            ) from self.state.failure
         return ended
 
     def stop(self) -> None:
@@ -217,30 +222,30 @@ class Server:
         self._stopping.set()
         if self._listener is not None:
             self._listener.close()
-        session = self.machine.session
-        with session.changed:
-            session.stopped = True
-            session.changed.notify_all()
+        job = self.state.job
+        with job.changed:
+            job.stopped = True
+            job.changed.notify_all()
         with self._lock:
             connections = dict(self._open)
         for connection in connections:
             connection.close()
         for thread in (*self._threads, *connections.values()):
             thread.join(5.0)
-        self.machine.journal.close()
+        self.state.journal.close()
         if self._folder_lock is not None:
             self._folder_lock.release()
 
     def _answer_the_last(self) -> None:
         """Gives the workers a moment to read the answers to their goodbyes."""
         deadline = time.monotonic() + 1.0
-        while self._open and time.monotonic() < deadline and self.machine.session.ended():
+        while self._open and time.monotonic() < deadline and self.state.job.ended():
             time.sleep(0.01)
 
     def forget(self) -> None:
         """Removes snapshot and journal: the job is over."""
         if self.config.folder is not None:
-            with self.machine.snapshots:  # one that is being written would stay, for the next job to find
+            with self.state.snapshots:  # one that is being written would stay, for the next job to find
                 for path in (*self.config.folder.glob("*snapshot-*"), self.config.folder / "journal"):
                     shutil.rmtree(path, ignore_errors=True)
                 (self.config.folder / ".lock").unlink(missing_ok=True)
@@ -249,7 +254,7 @@ class Server:
         """Writes a snapshot now; serving goes on meanwhile."""
         if self.config.folder is None:
             raise Refused("this parameter server has no folder to write a snapshot to.")
-        write_snapshot(self.machine, self.config.folder)
+        write_snapshot(self.state, self.config.folder)
 
     # -- threads -------------------------------------------------------------------------------------------------
 
@@ -290,16 +295,20 @@ class Server:
         return ""
 
     def _complain(self, connection: Connection, reason: object) -> None:
-        address = address_of(connection.peer)
+        address = host_of(connection.peer)
         self._complaints.say(address, f"parameter server {self.config.index}: {connection.peer}: {reason}")
 
     def _watch(self) -> None:
         """Ends leases, and says now and then how the server is."""
-        machine, config, unsettled, told = self.machine, self.config, False, time.monotonic()
-        session, summary = machine.session, Summary(self.machine, told)
+        state = self.state
+        config = self.config
+        unsettled = False
+        told = time.monotonic()
+        job = state.job
+        summary = Summary(self.state, told)
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
-            with session.changed:
-                ranks = session.expire(time.monotonic())
+            with job.changed:
+                ranks = job.expire(time.monotonic())
             if ranks:
                 self._notify(
                     f"parameter server {config.index}: workers {ranks} were silent for {config.lease_s} s; the others "
@@ -308,7 +317,7 @@ class Server:
             unsettled = unsettled or bool(ranks)
             if unsettled:
                 try:
-                    machine.settle()
+                    state.settle()
                     unsettled = False
                 except Exception as error:  # the journal's disk is full, say: nobody else would try again
                     self._notify(f"parameter server {config.index}: the others cannot go on yet: {error}")
@@ -320,10 +329,12 @@ class Server:
 
     def _keep(self) -> None:
         """Writes snapshots when they are due; a large one takes minutes, in which leases end all the same."""
-        journal, config, written = self.machine.journal, self.config, time.monotonic()
+        journal = self.state.journal
+        config = self.config
+        written = time.monotonic()
         interval_s = math.inf if config.snapshot_interval_s is None else config.snapshot_interval_s
         while config.folder is not None and not self._stopping.wait(min(config.lease_s / 4, 1.0)):
-            lost = is_lost(config.folder, self.machine)
+            lost = is_lost(config.folder, self.state)
             if lost:
                 self._notify(
                     f"parameter server {config.index}: {config.folder} has been removed. A new one gets a snapshot; "
@@ -345,7 +356,7 @@ class Server:
             sealed = prove_to_worker(connection, self.endpoint, secret, self.config.handshake_timeout_s)
             with self._lock:
                 self._newcomers.discard(connection)
-            self._converse(Peer(sealed))
+            self._converse(ConnectedWorker(sealed))
         except (ConnectionLost, TransferTimeout):
             pass
         except FleetError as error:
@@ -356,9 +367,11 @@ class Server:
                 self._open.pop(connection, None)
                 self._newcomers.discard(connection)
 
-    def _converse(self, peer: Peer) -> None:
-        config, connection = self.config, peer.connection
-        limit, idle = config.transfer_timeout_s, config.handshake_timeout_s
+    def _converse(self, peer: ConnectedWorker) -> None:
+        config = self.config
+        connection = peer.connection
+        limit = config.transfer_timeout_s
+        idle = config.handshake_timeout_s
         while not self._stopping.is_set():
             header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
@@ -369,16 +382,16 @@ class Server:
             connection.receive_body(body, limit)
             answer = self._answer(peer, header, body)
             self._send(peer, header, answer)
-            if answer.status is Status.FENCED or self.machine.failure is not None:
+            if answer.status is Status.FENCED or self.state.failure is not None:
                 return
             idle = 2 * config.lease_s
 
-    def _answer(self, peer: Peer, header: Header, body: memoryview) -> Answer:
+    def _answer(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer:
         def beat(fields: dict[str, Any]) -> None:
             self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
 
         try:
-            return self._requests.answer(peer, header, body, beat)
+            return self._operations.answer(peer, header, body, beat)
         except (ConnectionLost, TransferTimeout):
             raise
         except Fenced as error:
@@ -389,20 +402,21 @@ class Server:
             self._notify(f"parameter server {self.config.index}: {header.op.name} failed: {error!r}")
             return _error(Status.FAILED, error)
 
-    def _send(self, peer: Peer, header: Header, answer: Answer) -> None:
-        machine, durable = self.machine, 0
+    def _send(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
+        state = self.state
+        durable = 0
         if peer.worker is not None:
             channel = peer.worker.channels.get(peer.channel)
             if channel is not None and header.seq:
-                with machine.journal.lock:
-                    durable = channel.durable_seq(machine.journal.durable_lsn)
-        flags = Flag.RESPONSE | answer.flags
+                with state.journal.lock:
+                    durable = channel.durable_seq(state.journal.durable_lsn)
+        flags = MessageFlag.RESPONSE | answer.flags
         head = Header(
             header.op,
             flags,
             header.client_id,
             durable,
-            machine.session.applied_step if answer.step is None else answer.step,
+            state.job.applied_step if answer.step is None else answer.step,
             answer.n_tables,
             answer.status,
             sum(map(len, answer.buffers)),

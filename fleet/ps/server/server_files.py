@@ -7,10 +7,10 @@ from typing import Any
 
 from fleet.ps.files.table_files import check_save_mode, load_dense, load_table, save_dense, save_table
 from fleet.ps.files.text_format import remove_text, save_text
-from fleet.ps.server.machine import Machine
+from fleet.ps.server.job_state import Refused
 from fleet.ps.server.served_table import ServedDense, ServedSparse
 from fleet.ps.server.server_config import ServerConfig
-from fleet.ps.server.session import Refused
+from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import write_snapshot
 from fleet.ps.table.partition import range_bounds, servers_of_keys
 
@@ -19,44 +19,48 @@ __all__ = ["load_tables", "save_tables"]
 _KEPT_ANSWERS = 16
 
 
-def save_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Saves tables and returns ``{"rows": ...}``; a save id that was done is answered again and not done again.
 
     Modes that change the rows (1, 2 and 3) are followed by a snapshot, so that a restart has the change, too.
     """
-    dirname, ids, mode, save_id = _dirname(fields), _tables(machine, fields), fields.get("mode"), fields.get("save_id")
+    dirname = _dirname(fields)
+    ids = _tables(state, fields)
+    mode = fields.get("mode")
+    save_id = fields.get("save_id")
     text = fields.get("text", False)
     if not isinstance(mode, int) or not isinstance(save_id, str) or not isinstance(text, bool) or (text and mode):
         raise Refused("SAVE takes a mode and a save id; text has all rows, mode 0.")
     for table_id in ids:
-        table = machine.tables[table_id]
+        table = state.tables[table_id]
         if isinstance(table, ServedSparse):
             check_save_mode(mode, table.table.config)
-    with machine.saving:
-        if save_id in machine.session.saved:
-            return machine.session.saved[save_id]
+    with state.saving:
+        if save_id in state.job.saved:
+            return state.job.saved[save_id]
         rows = 0
-        with machine.snapshots:
+        with state.snapshots:
             for table_id in ids:
-                rows += _save(machine, config, table_id, dirname, mode, save_id, text)
-            _note_done(machine, save_id, rows)
+                rows += _save(state, config, table_id, dirname, mode, save_id, text)
+            _note_done(state, save_id, rows)
         if mode and config.folder is not None:
-            write_snapshot(machine, config.folder)
+            write_snapshot(state, config.folder)
     return {"rows": rows}
 
 
-def _note_done(machine: Machine, key: str, rows: int) -> None:
-    session = machine.session
-    with session.changed:
-        session.saved[key] = {"rows": rows}
-        while len(session.saved) > _KEPT_ANSWERS:
-            del session.saved[next(iter(session.saved))]
+def _note_done(state: ServerState, key: str, rows: int) -> None:
+    job = state.job
+    with job.changed:
+        job.saved[key] = {"rows": rows}
+        while len(job.saved) > _KEPT_ANSWERS:
+            del job.saved[next(iter(job.saved))]
 
 
 def _save(
-    machine: Machine, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str, text: bool
+    state: ServerState, config: ServerConfig, table_id: int, dirname: Path, mode: int, save_id: str, text: bool
 ) -> int:
-    table, spec = machine.tables[table_id], machine.session.specs[table_id]
+    table = state.tables[table_id]
+    spec = state.job.specs[table_id]
     count = spec.get("num_servers", 1)
     if isinstance(table, ServedDense):
         return save_dense(
@@ -76,31 +80,35 @@ def _save(
     return saved.rows
 
 
-def load_tables(machine: Machine, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded.
 
     What gradients of an open step (sync mode) have for these tables is dropped. A load id that was done is answered
     again and not done again.
     """
-    dirname, ids, load_id, rows = _dirname(fields), _tables(machine, fields), fields.get("load_id", ""), 0
+    dirname = _dirname(fields)
+    ids = _tables(state, fields)
+    load_id = fields.get("load_id", "")
+    rows = 0
     if not isinstance(load_id, str):
         raise Refused("LOAD takes a load id.")
-    with machine.saving:
-        if load_id and load_id in machine.session.saved:
-            return machine.session.saved[load_id]
-        with machine.snapshots:
+    with state.saving:
+        if load_id and load_id in state.job.saved:
+            return state.job.saved[load_id]
+        with state.snapshots:
             for table_id in ids:
-                rows += _load(machine, config, table_id, dirname)
-        machine.forget_held(ids)
+                rows += _load(state, config, table_id, dirname)
+        state.forget_held(ids)
         if load_id:
-            _note_done(machine, load_id, rows)
+            _note_done(state, load_id, rows)
         if config.folder is not None:
-            write_snapshot(machine, config.folder)
+            write_snapshot(state, config.folder)
     return {"rows": rows}
 
 
-def _load(machine: Machine, config: ServerConfig, table_id: int, dirname: Path) -> int:
-    table, spec = machine.tables[table_id], machine.session.specs[table_id]
+def _load(state: ServerState, config: ServerConfig, table_id: int, dirname: Path) -> int:
+    table = state.tables[table_id]
+    spec = state.job.specs[table_id]
     with table.order, table.gate.exclusive():
         if isinstance(table, ServedDense):
             load_dense(table.table, dirname, start=spec.get("start", 0), total=spec.get("total"))
@@ -110,7 +118,8 @@ def _load(machine: Machine, config: ServerConfig, table_id: int, dirname: Path) 
 
 
 def _load_sparse(table: ServedSparse, dirname: Path, index: int, spec: dict[str, Any]) -> int:
-    count, routing = spec.get("num_servers", 1), spec.get("routing", "range")
+    count = spec.get("num_servers", 1)
+    routing = spec.get("routing", "range")
     if count == 1:
         return load_table(table.table, dirname)
     bounds = range_bounds(count)
@@ -129,12 +138,12 @@ def _dirname(fields: dict[str, Any]) -> Path:
     return Path(dirname)
 
 
-def _tables(machine: Machine, fields: dict[str, Any]) -> list[int]:
+def _tables(state: ServerState, fields: dict[str, Any]) -> list[int]:
     wanted = fields.get("tables")
     if wanted is None:
-        return sorted(machine.tables)
+        return sorted(state.tables)
     if not isinstance(wanted, list) or not all(isinstance(table_id, int) for table_id in wanted):
         raise Refused(f"tables must be a list of table ids, received {wanted!r}.")
     for table_id in wanted:
-        machine.table(table_id)
+        state.table(table_id)
     return wanted

@@ -1,7 +1,7 @@
 """Snapshots of a whole server while it serves, and the way back: snapshot, then the journal's newer records.
 
-A snapshot first fixes the session at one record and starts a new journal segment there; then it copies the tables
-chunk by chunk, each chunk with the number of the last record it holds. A restart applies to each row exactly the
+A snapshot first copies the state of the job at one record and starts a new journal segment there. Then it copies the
+tables chunk by chunk, each chunk with the number of the last record it holds. A restart applies to each row exactly the
 records it does not hold. A snapshot appears under its name only when it is complete, and every record that its rows
 hold is durable: a row known to a record that is lost would get the change twice when it is sent again.
 """
@@ -20,32 +20,33 @@ from fleet.errors import CheckpointError, PSError
 from fleet.ps.files.chunks import read_chunks, write_chunk, write_end
 from fleet.ps.files.own_folder import own_folder
 from fleet.ps.files.row_file import open_plain
+from fleet.ps.server.job_state import Held, JobState
 from fleet.ps.server.journal import read_journal
-from fleet.ps.server.machine import Machine
 from fleet.ps.server.served_table import ServedSparse, Stamps
-from fleet.ps.server.session import Held, Session
+from fleet.ps.server.server_state import ServerState
 
 __all__ = ["has_snapshot", "is_lost", "recover", "write_snapshot"]
 
 _VERSION = 1
-_SESSION = "session.bin"
+_JOB_STATE = "session.bin"
 _JSON, _HELD, _RECORDED = 1, 2, 3
 
 
-def write_snapshot(machine: Machine, folder: Path) -> Path:
-    """Writes the state of ``machine`` under ``folder`` and drops the journal it replaces; returns its path."""
-    with machine.snapshots:
-        session, journal = machine.session, machine.journal
+def write_snapshot(state: ServerState, folder: Path) -> Path:
+    """Writes the state of ``state`` under ``folder`` and drops the journal it replaces; returns its path."""
+    with state.snapshots:
+        job = state.job
+        journal = state.journal
 
         def stamp() -> int:
-            if session.stopped:
+            if job.stopped:
                 raise PSError("the server ends; the journal has what this snapshot would hold.")
             return journal.last_lsn
 
         with journal.lock:
             lsn = journal.rotate()
-            captured = _capture(session)
-            tables = dict(machine.tables)
+            captured = _capture(job)
+            tables = dict(state.tables)
         captured["level"] = journal.level
         captured["learning_rates"] = {str(table_id): table.learning_rate for table_id, table in tables.items()}
         captured["days"] = {str(key): table.day for key, table in tables.items() if isinstance(table, ServedSparse)}
@@ -57,7 +58,7 @@ def write_snapshot(machine: Machine, folder: Path) -> Path:
         try:
             own_folder(folder)
             draft.mkdir(mode=0o700)  # as of the journal, only the server's user reads them
-            _write_session(draft / _SESSION, captured, lsn)
+            _write_job_state(draft / _JOB_STATE, captured, lsn)
             for table_id, table in tables.items():
                 table.write(_table_path(draft, table_id), stamp)
             _flush(draft)
@@ -78,7 +79,7 @@ def _table_path(folder: Path, table_id: int) -> Path:
     return folder / f"table-{table_id}.rows"
 
 
-def _capture(session: Session) -> dict[str, Any]:
+def _capture(job: JobState) -> dict[str, Any]:
     workers = [
         {
             "clock": worker.clock,
@@ -86,25 +87,26 @@ def _capture(session: Session) -> dict[str, Any]:
             "steps": {str(table): step for table, step in worker.steps.items()},
             "channels": {str(number): channel.last for number, channel in worker.channels.items()},
         }
-        for worker in session.workers
+        for worker in job.workers
     ]
     return {
         "version": _VERSION,
-        "job": session.job,
-        "num_workers": session.num_workers,
+        "job": job.name,
+        "num_workers": job.num_workers,
         "workers": workers,
-        "specs": {str(table): spec for table, spec in session.specs.items()},
-        "applied_step": session.applied_step,
-        "barriers": dict(session.barriers),
-        "keys": dict(session.keys),
-        "saved": dict(session.saved),
-        "held": [(step, rank, held) for step, ranks in session.held.items() for rank, held in ranks.items()],
-        "recorded": sorted(session.recorder.capture().items()),
+        "specs": {str(table): spec for table, spec in job.specs.items()},
+        "applied_step": job.applied_step,
+        "barriers": dict(job.barriers),
+        "keys": dict(job.keys),
+        "saved": dict(job.saved),
+        "held": [(step, rank, held) for step, ranks in job.held.items() for rank, held in ranks.items()],
+        "recorded": sorted(job.recorder.capture().items()),
     }
 
 
-def _write_session(path: Path, captured: dict[str, Any], lsn: int) -> None:
-    held, recorded = captured.pop("held"), captured.pop("recorded")
+def _write_job_state(path: Path, captured: dict[str, Any], lsn: int) -> None:
+    held = captured.pop("held")
+    recorded = captured.pop("recorded")
     captured["held"] = [(step, rank, item.n_tables, item.flags) for step, rank, item in held]
     captured["recorded"] = [place for place, _ in recorded]
     with path.open("wb") as file:
@@ -147,14 +149,14 @@ def has_snapshot(folder: Path) -> bool:
     return bool(_snapshots(folder))
 
 
-def is_lost(folder: Path, machine: Machine) -> bool:
+def is_lost(folder: Path, state: ServerState) -> bool:
     """Returns whether somebody has removed what a restart needs: the journal's file, or the only snapshot."""
-    journal = machine.journal
+    journal = state.journal
     return journal.is_lost() or (journal.in_snapshot is not None and not has_snapshot(folder))
 
 
-def recover(folder: Path, machine: Machine) -> list[str]:
-    """Brings the empty ``machine`` to where the server in ``folder`` stood; returns lines that say what was done.
+def recover(folder: Path, state: ServerState) -> list[str]:
+    """Brings the empty ``state`` to where the server in ``folder`` stood; returns lines that say what was done.
 
     At level 2 nothing may be missing. At the others the records go as far as the disk has them, and a line says what
     is missing.
@@ -167,18 +169,21 @@ def recover(folder: Path, machine: Machine) -> list[str]:
         shutil.rmtree(draft, ignore_errors=True)
     lines: list[str] = []
     stamps: dict[int, Stamps] = {}
-    count, journal = 0, machine.journal
-    lsn, exact = 0, journal.level == 2
+    count = 0
+    journal = state.journal
+    lsn = 0
+    exact = journal.level == 2
     snapshots = _snapshots(folder)
     if snapshots:
-        lsn, level, stamps = _read_snapshot(snapshots[-1], machine)
+        lsn, level, stamps = _read_snapshot(snapshots[-1], state)
         exact = exact and level == 2
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
         journal.in_snapshot = lsn
-    journal.last_lsn, known = lsn, max([lsn, *(stamp.latest for stamp in stamps.values())])
+    journal.last_lsn = lsn
+    known = max([lsn, *(stamp.latest for stamp in stamps.values())])
     own_folder(folder / "journal")
     for record in read_journal(folder / "journal", lsn, lines, known=known, exact=exact):
-        machine.replay(record, stamps)
+        state.replay(record, stamps)
         journal.last_lsn = record.lsn
         count += 1
     if count:
@@ -196,56 +201,62 @@ def recover(folder: Path, machine: Machine) -> list[str]:
     return lines
 
 
-def _read_snapshot(path: Path, machine: Machine) -> tuple[int, int | None, dict[int, Stamps]]:
-    """Fills ``machine``; returns the snapshot's record, the level it was written at, and what its rows hold."""
+def _read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dict[int, Stamps]]:
+    """Fills ``state``; returns the snapshot's record, the level it was written at, and what its rows hold."""
     own_folder(path)
-    lsn, fields = _read_session(path / _SESSION, machine.session)
-    rates, days, stamps = fields["learning_rates"], fields.get("days", {}), {}
-    for table_id, spec in machine.session.specs.items():
-        table = machine.make_table(spec)
+    lsn, fields = _read_job_state(path / _JOB_STATE, state.job)
+    rates = fields["learning_rates"]
+    days = fields.get("days", {})
+    stamps = {}
+    for table_id, spec in state.job.specs.items():
+        table = state.make_table(spec)
         stamps[table_id] = table.read(_table_path(path, table_id))
         rate = rates[str(table_id)]
         if rate is not None:
             table.set_learning_rate(rate)
         if isinstance(table, ServedSparse):
             table.day = days.get(str(table_id))
-        machine.tables[table_id] = table
+        state.tables[table_id] = table
     return lsn, fields.get("level"), stamps
 
 
-def _read_session(path: Path, session: Session) -> tuple[int, dict[str, Any]]:
+def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
     chunks = list(read_chunks_of(path))
     if not chunks or chunks[0][3] != _JSON:
-        raise CheckpointError(f"{path}: this is not the session of a parameter server.")
-    lsn, fields = chunks[0][1], json.loads(chunks[0][4])
+        raise CheckpointError(f"{path}: this is not the state of a parameter server.")
+    lsn = chunks[0][1]
+    fields = json.loads(chunks[0][4])
     if fields["version"] != _VERSION:
         raise CheckpointError(f"{path}: version {fields['version']!r}; this program reads version {_VERSION}.")
-    if fields["num_workers"] != session.num_workers:
+    if fields["num_workers"] != job.num_workers:
         raise CheckpointError(
             f"{path}: the folder belongs to a job of {fields['num_workers']} workers, this one has "
-            f"{session.num_workers}. Save the model and load it into a job with an empty folder."
+            f"{job.num_workers}. Save the model and load it into a job with an empty folder."
         )
-    if fields["job"] != session.job:
+    if fields["job"] != job.name:
         raise CheckpointError(
-            f"{path}: the folder belongs to job {fields['job']!r}, this is job {session.job!r}. Give each job a "
+            f"{path}: the folder belongs to job {fields['job']!r}, this is job {job.name!r}. Give each job a "
             "folder of its own."
         )
-    for worker, known in zip(session.workers, fields["workers"], strict=True):
-        worker.clock, worker.state = known["clock"], "gone" if known["gone"] else "expected"
+    for worker, known in zip(job.workers, fields["workers"], strict=True):
+        worker.clock = known["clock"]
+        worker.state = "gone" if known["gone"] else "expected"
         worker.steps = {int(table): step for table, step in known["steps"].items()}
         for number, last in known["channels"].items():
             channel = worker.channel(int(number))
             channel.last = channel.durable = last
-    session.specs = {int(table): spec for table, spec in fields["specs"].items()}
-    session.applied_step, session.barriers = fields["applied_step"], fields["barriers"]
-    session.saved, session.keys = fields["saved"], fields.get("keys", {})
+    job.specs = {int(table): spec for table, spec in fields["specs"].items()}
+    job.applied_step = fields["applied_step"]
+    job.barriers = fields["barriers"]
+    job.saved = fields["saved"]
+    job.keys = fields.get("keys", {})
     payloads = [chunk[4] for chunk in chunks[1:]]
     for step, rank, n_tables, flags in fields["held"]:
-        session.held.setdefault(step, {})[rank] = Held(n_tables, flags, payloads.pop(0))
+        job.held.setdefault(step, {})[rank] = Held(n_tables, flags, payloads.pop(0))
     recorded = {}
     for rank, table in fields["recorded"]:
         recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
-    session.recorder.restore(recorded)
+    job.recorder.restore(recorded)
     return lsn, fields
 
 

@@ -34,7 +34,7 @@ _REFUSED = {
 }
 KINDS = ("SparseAccessor", *_WITH_COUNTERS)
 
-# What the accessor means when a table's configuration is written out and leaves the key away (D.4).
+# What the accessor means when a table's configuration is written out and omits the key (D.4).
 DOCUMENTED: dict[str, float] = {
     "embedx_threshold": 10.0,
     "nonclk_coeff": 0.1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,11 +10,8 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigError
 from fleet.ps.table.gate import Gate
-from fleet.ps.table.kernels.numba_cache import kernels_work
+from fleet.ps.table.kernels.numba_cache import load_kernels, naming_the_cause
 from fleet.ps.table.layout import Float32s
-from fleet.ps.table.reference_rules import update_rows
-from fleet.ps.table.rule_parameters import LEARNING_RATE as RATE
-from fleet.ps.table.rule_parameters import rule_parameters
 from fleet.ps.table.rules import Rule
 
 f32 = np.float32
@@ -37,7 +33,7 @@ class DenseTableConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 0:
-            raise ConfigError(f"dense table {self.name!r}: size is {self.size!r}; it takes a whole number, 0 or more.")
+            raise ConfigError(f"dense table {self.name!r}: size is {self.size!r}; it takes an integer, 0 or more.")
         if not self.rule.spec.dense:
             raise ConfigError(f"dense table {self.name!r}: rule {self.rule.name!r} is for sparse tables only.")
 
@@ -50,8 +46,6 @@ class DenseTableConfig:
 class DenseTable:
     """Elements, float32 [size], and rule state, float32 [state_width]; every call is atomic.
 
-    ``use_kernels`` as in :class:`fleet.ps.SparseTable`.
-
     Adam counts its steps from 1 and uses the rule's betas.
 
     Example:
@@ -62,7 +56,7 @@ class DenseTable:
         [-0.05000000074505806, ...]
     """
 
-    def __init__(self, config: DenseTableConfig, *, use_kernels: bool | None = None) -> None:
+    def __init__(self, config: DenseTableConfig) -> None:
         self.config = config
         self.gate = Gate()
         self._lock = threading.Lock()
@@ -70,11 +64,15 @@ class DenseTable:
         # One row as a sparse table has them, so that the same kernels update it.
         size = config.size
         self._row = np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32)
-        self._values, self._state = self._row[:size], self._row[size:]
+        self._values = self._row[:size]
+        self._state = self._row[size:]
         self._values[:] = 0
         self.is_set = False  # whether anything was ever written to the values
-        self._use_kernels = (kernels_work() if use_kernels is None else use_kernels) and config.rule.spec.sparse
-        self._params = rule_parameters(config.rule)
+        if config.rule.spec.sparse:  # the others are a few numpy operations
+            kernels = load_kernels("rule_kernels")
+            with naming_the_cause():
+                self._update = kernels.update_function(config.rule.name)
+            self._params = kernels.rule_parameters(config.rule)
 
     def pull(self, out: Float32s | None = None) -> Float32s:
         """Returns the values, written to ``out`` where given."""
@@ -95,15 +93,8 @@ class DenseTable:
             elif self._rule.name == "summary":
                 self._values *= f32(self._rule["decay"])
                 self._values += gradient
-            elif self._use_kernels and len(gradient):
+            elif len(gradient):
                 self._push_by_kernel(np.ascontiguousarray(gradient))
-            else:
-                update_rows(self._rule, self._values[None], self._state[None], gradient[None], None)
-
-    def load_kernels(self) -> None:
-        """Loads the kernel of the rule now, as :meth:`fleet.ps.SparseTable.load_kernels` does."""
-        if self._use_kernels:
-            self._kernel()
 
     def add(self, delta: Float32s) -> None:
         """Adds ``delta`` to the values (geo); the state stays."""
@@ -133,7 +124,8 @@ class DenseTable:
                 f"{self._rule.name!r} keeps float32 {self._state.shape}."
             )
         with self._lock:
-            self._values[:], self._state[:] = values, state
+            self._values[:] = values
+            self._state[:] = state
             self.is_set = True
 
     @property
@@ -145,19 +137,17 @@ class DenseTable:
     def learning_rate(self, value: float) -> None:
         with self._lock:
             self._rule = self._rule.with_learning_rate(value)
-            self._params[RATE] = value
+            if self._rule.spec.sparse:
+                self._params[load_kernels("rule_kernels").RATE] = value
 
     def _push_by_kernel(self, gradient: Float32s) -> None:
-        size, rows, order = self.config.size, np.array([_address(self._row)]), np.zeros(1, np.int32)
+        size = self.config.size
+        rows = np.array([_address(self._row)])
+        order = np.zeros(1, np.int32)
         # A C function called through ctypes runs without the GIL.
-        self._kernel()(
+        self._update(
             _address(rows), 1, _address(order), _address(gradient), size, 0, 0, size, size, _address(self._params)
         )
-
-    def _kernel(self) -> Callable[..., None]:
-        from fleet.ps.table.kernels.rule_kernels import update_function
-
-        return update_function(self._rule.name)
 
     def _push_d2sum(self, g: Float32s) -> None:
         if self._rule["weight_decay"]:

@@ -22,7 +22,7 @@ class CountFilterEntry:
     def __post_init__(self) -> None:
         value = self.count_filter
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"CountFilterEntry({value!r}): count_filter takes a whole number.")
+            raise ConfigError(f"CountFilterEntry({value!r}): count_filter takes an integer.")
         if not 0 <= value <= MAX_COUNT:
             raise ConfigError(f"CountFilterEntry({value!r}): count_filter must lie in [0, {MAX_COUNT}].")
 
@@ -33,7 +33,7 @@ class CountFilterEntry:
 
 @dataclass(frozen=True)
 class ProbabilityEntry:
-    """Admits each id with the given probability, decided once and for ever by a hash of (table seed, id)."""
+    """Admits each id with the given probability, decided once and forever by a hash of (table seed, id)."""
 
     probability: float
 

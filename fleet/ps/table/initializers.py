@@ -6,7 +6,6 @@ Neither the order in which rows arrive, nor the thread, nor the number of server
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from fleet.errors import ConfigError, did_you_mean
@@ -51,32 +50,3 @@ class Initializer:
     def code(self) -> int:
         """The number of the kind in kernels and files."""
         return KINDS[self.kind]
-
-
-_SPECS = {
-    "gaussian_random": ("normal", (1, 2)),
-    "truncated_gaussian_random": ("truncated_normal", (1, 2)),
-    "uniform_random": ("uniform", (1, 2)),
-    "fill_constant": ("constant", (0,)),
-}
-
-
-def initializer_from_paddle(text: str) -> tuple[Initializer, int]:
-    """Returns the initializer and the seed of a specification such as ``uniform_random&0&-0.5&0.5``.
-
-    The parts are separated by ``&`` or ``:``: ``gaussian_random seed mean std``, ``truncated_gaussian_random seed
-    mean std``, ``uniform_random seed min max``, ``fill_constant value``.
-    """
-    name, *parts = re.split("[&:]", text)
-    if name not in _SPECS:
-        raise ConfigError(
-            f"the initializer {text!r} does not exist; one of {sorted(_SPECS)}." + did_you_mean(name, _SPECS)
-        )
-    kind, places = _SPECS[name]
-    try:
-        values = [float(part) for part in parts]
-        a, b = values[places[0]], values[places[-1]]
-        seed = int(values[0]) if len(places) > 1 else 0
-    except (ValueError, IndexError):
-        raise ConfigError(f"the initializer {text!r} cannot be read; {name} takes {max(places) + 1} numbers.") from None
-    return Initializer(kind, a, b), seed

@@ -1,16 +1,13 @@
 """KernelStore: the rows of one sparse table in raw memory, worked by the numba kernels.
 
-The same results as :class:`fleet.ps.table.reference_store.ReferenceStore`. Memory is the kernels' own and is released
-by :meth:`KernelStore.close` or with the object.
+The tests hold it against a store in plain numpy. Memory is the kernels' own and is released by
+:meth:`KernelStore.close` or with the object.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,21 +15,13 @@ import numpy.typing as npt
 
 from fleet.errors import PSError
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.hash import GOLDEN, NUM_SUB_SHARDS, mix_int
 from fleet.ps.table.kernels import common as k
-from fleet.ps.table.kernels import draws as draws
-from fleet.ps.table.kernels import finding as finds
-from fleet.ps.table.kernels import life as life
-from fleet.ps.table.kernels import row_kernels as rows
-from fleet.ps.table.kernels import row_requests as requests
-from fleet.ps.table.kernels import rule_kernels as rules
+from fleet.ps.table.kernels import finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
-from fleet.ps.table.reference import GOLDEN, NUM_SUB_SHARDS, mix_int
-from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics
-from fleet.ps.table.rule_parameters import LEARNING_RATE as RATE
-from fleet.ps.table.rule_parameters import rule_parameters
+from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics, Window
 from fleet.ps.table.rules import LEARNING_RATE
 
-Window = tuple[int, int, int]
 _PLACES = 2**32
 _AGING_PERIOD = 16384
 _STATISTICS = np.dtype([("show", "<f8"), ("click", "<f8"), ("delta", "<f4"), ("slot", "<u4")])
@@ -44,64 +33,74 @@ def address_of(array: npt.NDArray[Any] | None) -> int:
 
 
 def _scratch(n: int) -> npt.NDArray[np.int64]:
-    return np.empty(finds.scratch_words(n), np.int64)
+    return np.empty(finding.scratch_words(n), np.int64)
 
 
 class KernelStore:
     """Holds the state block (see [Note: State block]) and calls the kernels with its address."""
 
     def __init__(self, config: SparseTableConfig) -> None:
-        self.config, self.layout = config, plan_layout(config)
+        self.config = config
+        self.layout = plan_layout(config)
         self._header = np.zeros(k.HEADER_WORDS + 8, np.int64)
         self._subs = np.zeros(NUM_SUB_SHARDS * k.SUB_WORDS + 8, np.int64)
         self._floats = np.zeros(k.NUM_FLOATS)
-        self._params = [rule_parameters(block.rule) for block in self.layout.blocks]
+        self._params = [rule_kernels.rule_parameters(block.rule) for block in self.layout.blocks]
         self._nonces = itertools.count(1)
         self._table = self._fill_header()
-        self._check(life.open_table(self._table))
+        self._check(walks.open_table(self._table))
         kept = (self._header, self._subs, self._floats, self._params)
         self._finalizer = weakref.finalize(self, _release, self._table, kept)
         # At exit other threads may still be at work; the system takes the memory back.
         self._finalizer.atexit = False
 
     def _fill_header(self) -> int:
-        config, layout, accessor = self.config, self.layout, self.config.accessor or Accessor()
+        config = self.config
+        layout = self.layout
+        accessor = self.config.accessor or Accessor()
         # Locks and sub-shards start on cache lines of their own.
         table, subs = (-(-address_of(a) // 64) * 64 for a in (self._header, self._subs))
         h = self._words = np.ndarray(k.HEADER_WORDS, np.int64, self._header, table - address_of(self._header))
         self._shards = np.ndarray((NUM_SUB_SHARDS, k.SUB_WORDS), np.int64, self._subs, subs - address_of(self._subs))
-        h[k.NUM_WEIGHTS], h[k.NUM_COUNTERS], h[k.ROW_BYTES] = (
-            layout.num_weights,
-            layout.num_counters,
-            4 * layout.row_floats,
-        )
-        h[k.HAS_STATISTICS], h[k.NUM_BLOCKS] = layout.has_statistics, len(layout.blocks)
+        h[k.NUM_WEIGHTS] = layout.num_weights
+        h[k.NUM_COUNTERS] = layout.num_counters
+        h[k.ROW_BYTES] = 4 * layout.row_floats
+        h[k.HAS_STATISTICS] = layout.has_statistics
+        h[k.NUM_BLOCKS] = len(layout.blocks)
         h[k.CREATE_ON_PULL] = config.create_on == "pull"
         h[k.WHOLE_ROWS] = len(layout.blocks) == 1 or (config.create_on == "pull" and accessor.embedx_threshold <= 0)
         h[k.ADMISSION], h[k.ADMISSION_ARGUMENT] = admission_of(config.entry)
-        h[k.DRAW] = draws.draw_address(config.initializer.code)
-        h[k.GROUP], h[k.FIND], h[k.ADMIT] = finds.group_keys.address, finds.find_rows.address, rows.admit.address
+        h[k.DRAW] = row_kernels.draw_address(config.initializer.code)
+        h[k.GROUP] = finding.group_keys.address
+        h[k.FIND] = finding.find_rows.address
+        h[k.ADMIT] = row_kernels.admit.address
         h[k.ZERO_INIT] = config.accessor is not None and accessor.zero_init
         h[k.SCALES_BY_SHOW] = config.accessor is None or accessor.scales_by_show
         h[k.CREATE_BY_SCORE] = accessor.create_by_score
-        h[k.FLOATS], h[k.SUB_SHARDS] = address_of(self._floats), subs
+        h[k.FLOATS] = address_of(self._floats)
+        h[k.SUB_SHARDS] = subs
         h[k.CHUNK_BYTES] = k.CHUNK_ROWS * (4 * layout.row_floats + k.STATISTICS_BYTES * layout.has_statistics)
         f = self._floats
         f.view(np.uint64)[k.SEED_BASE] = mix_int(config.seed + GOLDEN)
-        f[k.INIT_A], f[k.INIT_B] = config.initializer.a, config.initializer.b
-        f[k.NONCLK_COEFF], f[k.CLICK_COEFF] = accessor.nonclk_coeff, accessor.click_coeff
+        f[k.INIT_A] = config.initializer.a
+        f[k.INIT_B] = config.initializer.b
+        f[k.NONCLK_COEFF] = accessor.nonclk_coeff
+        f[k.CLICK_COEFF] = accessor.click_coeff
         f[k.EMBEDX_THRESHOLD] = accessor.embedx_threshold
-        for number, block in enumerate(layout.blocks):
-            f[k.INITIAL_STATE + number] = block.rule.initial_state
-            h[k.BLOCKS + k.BLOCK_WORDS * number :][:6] = (
-                rules.update_address(block.rule),
+        self._fill_blocks()
+        return table
+
+    def _fill_blocks(self) -> None:
+        for number, block in enumerate(self.layout.blocks):
+            self._floats[k.INITIAL_STATE + number] = block.rule.initial_state
+            self._words[k.BLOCKS + k.BLOCK_WORDS * number :][:6] = (
+                rule_kernels.update_address(block.rule),
                 block.column,
                 block.width,
                 block.state,
                 block.state_width,
                 address_of(self._params[number]),
             )
-        return table
 
     def _check(self, status: int) -> None:
         if status:
@@ -110,31 +109,24 @@ class KernelStore:
                 f"{self.memory_bytes >> 20} MiB. Shrink the table, or run it on more servers."
             )
 
-    @functools.cached_property
-    def _rare(self) -> ModuleType:
-        """The kernels of rare requests, compiled when one comes."""
-        return import_module("fleet.ps.table.kernels.adding")
-
-    @functools.cached_property
-    def _walks(self) -> ModuleType:
-        """The walk kernels, compiled when a table is first walked."""
-        return import_module("fleet.ps.table.kernels.walks")
-
     def load_kernels(self) -> None:
         """Compiles every kernel that the table may need, or loads it from the disk; the table is empty and stays so."""
-        table, none, scratch = self._table, np.empty(1, np.int64), _scratch(0)
-        at, room = address_of(none), address_of(scratch)
-        life.clear_table(table)
-        life.reserve_table(table, 0)
-        requests.pull(table, at, 0, at, 0, room)
-        requests.push(table, at, 0, at, 0, 0, 0, 0, room)
-        self._rare.add(table, at, 0, at, 0, room)
-        self._rare.contains(table, at, 0, at, room)
-        self._walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at)
-        self._walks.insert_rows(table, 0, at, at, at, at, room)
-        self._walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0)
-        self._walks.settle_rows(table, at, 0, at, room)
-        self._walks.age_rows(table, 0)
+        table = self._table
+        none = np.empty(1, np.int64)
+        scratch = _scratch(0)
+        at = address_of(none)
+        room = address_of(scratch)
+        walks.clear_table(table)
+        walks.reserve_table(table, 0)
+        row_requests.pull(table, at, 0, at, 0, room)
+        row_requests.push(table, at, 0, at, 0, 0, 0, 0, room)
+        row_requests.add(table, at, 0, at, 0, room)
+        row_requests.contains(table, at, 0, at, room)
+        walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at)
+        walks.insert_rows(table, 0, at, at, at, at, room)
+        walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0)
+        walks.settle_rows(table, at, 0, at, room)
+        walks.age_rows(table, 0)
 
     def close(self) -> None:
         """Releases the memory; the store cannot be used afterwards."""
@@ -142,7 +134,7 @@ class KernelStore:
 
     def clear(self) -> None:
         """Removes every row; the memory is kept for new ones."""
-        life.clear_table(self._table)
+        walks.clear_table(self._table)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -150,7 +142,9 @@ class KernelStore:
         """Writes the pulled columns of each key; creates missing rows where ``create`` and the policies allow."""
         n = len(keys)
         scratch = _scratch(n)
-        self._check(requests.pull(self._table, address_of(keys), n, address_of(out), int(create), address_of(scratch)))
+        self._check(
+            row_requests.pull(self._table, address_of(keys), n, address_of(out), int(create), address_of(scratch))
+        )
 
     def push(
         self,
@@ -163,7 +157,7 @@ class KernelStore:
         """Applies one gradient row per key."""
         scratch = _scratch(len(keys))
         self._check(
-            requests.push(
+            row_requests.push(
                 self._table,
                 address_of(keys),
                 len(keys),
@@ -180,7 +174,7 @@ class KernelStore:
         """Adds one row of deltas per key to the weights; state and statistics stay."""
         scratch = _scratch(len(keys))
         self._check(
-            self._rare.add(
+            row_requests.add(
                 self._table, address_of(keys), len(keys), address_of(deltas), next(self._nonces), address_of(scratch)
             )
         )
@@ -189,7 +183,7 @@ class KernelStore:
         """Returns which keys have a row."""
         found = np.empty(len(keys), np.bool_)
         scratch = _scratch(len(keys))
-        self._rare.contains(self._table, address_of(keys), len(keys), address_of(found), address_of(scratch))
+        row_requests.contains(self._table, address_of(keys), len(keys), address_of(found), address_of(scratch))
         return found
 
     # -- walks ---------------------------------------------------------------------------------------------------
@@ -208,10 +202,11 @@ class KernelStore:
         s, first, last = window
         room = int(self._shards[s, k.NUM_ENTRIES]) * (last - first) // _PLACES * 5 // 4 + 64
         while True:
-            keys, metas = np.empty(room, np.int64), np.empty(room, np.uint64)
+            keys = np.empty(room, np.int64)
+            metas = np.empty(room, np.uint64)
             values = np.empty((room, self.layout.row_floats), np.float32)
             traffic = np.empty(room if self.layout.has_statistics else 0, _STATISTICS)
-            n = self._walks.copy_rows(
+            n = walks.copy_rows(
                 self._table,
                 s,
                 first,
@@ -244,7 +239,7 @@ class KernelStore:
 
     def reserve(self, num_rows: int) -> None:
         """Makes room in the index for ``num_rows`` more rows."""
-        self._check(life.reserve_table(self._table, -(-num_rows // len(self._shards))))
+        self._check(walks.reserve_table(self._table, -(-num_rows // len(self._shards))))
 
     def insert(self, block: RowBlock) -> None:
         """Puts the rows of ``block`` into the table, over those of the same keys."""
@@ -256,22 +251,26 @@ class KernelStore:
         traffic = np.zeros(len(block) if self.layout.has_statistics else 0, _STATISTICS)
         if block.statistics is not None and self.layout.has_statistics:
             kept = block.statistics
-            traffic["show"], traffic["click"] = kept.shows, kept.clicks
-            traffic["delta"], traffic["slot"] = kept.delta_scores, kept.slots
-        keys, values = np.ascontiguousarray(block.keys, np.int64), np.ascontiguousarray(block.values, np.float32)
+            traffic["show"] = kept.shows
+            traffic["click"] = kept.clicks
+            traffic["delta"] = kept.delta_scores
+            traffic["slot"] = kept.slots
+        keys = np.ascontiguousarray(block.keys, np.int64)
+        values = np.ascontiguousarray(block.values, np.float32)
         arrays = (keys, metas, values, traffic, _scratch(len(block)))
-        self._check(self._walks.insert_rows(self._table, len(block), *map(address_of, arrays)))
+        self._check(walks.insert_rows(self._table, len(block), *map(address_of, arrays)))
 
     def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> int:
         """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns how many."""
-        return int(self._walks.shrink_rows(self._table, *window, float(least), float(max_unseen_days), float(decay)))
+        return int(walks.shrink_rows(self._table, *window, float(least), float(max_unseen_days), float(decay)))
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Takes ``delta_scores`` off the rows that still exist."""
         if self.layout.has_statistics:
-            keys, deltas = np.ascontiguousarray(keys), np.ascontiguousarray(delta_scores, np.float32)
+            keys = np.ascontiguousarray(keys)
+            deltas = np.ascontiguousarray(delta_scores, np.float32)
             scratch = _scratch(len(keys))
-            self._walks.settle_rows(self._table, address_of(keys), len(keys), address_of(deltas), address_of(scratch))
+            walks.settle_rows(self._table, address_of(keys), len(keys), address_of(deltas), address_of(scratch))
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class KernelStore:
         self._words[k.DAY] = value
         if value % _AGING_PERIOD == 0:
             for s in range(NUM_SUB_SHARDS):
-                self._walks.age_rows(self._table, s)
+                walks.age_rows(self._table, s)
 
     @property
     def num_rows(self) -> int:
@@ -300,7 +299,8 @@ class KernelStore:
     @property
     def memory_bytes(self) -> int:
         """Bytes of indexes and of the chunks that hold rows."""
-        lengths, chunks = self._shards[:, k.LENGTH], self._shards[:, k.NUM_CHUNKS]
+        lengths = self._shards[:, k.LENGTH]
+        chunks = self._shards[:, k.NUM_CHUNKS]
         return int(
             16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES] + self._header.nbytes + self._subs.nbytes
         )
@@ -309,9 +309,9 @@ class KernelStore:
         """Makes every later push use ``learning_rate`` in each block whose rule has one."""
         for block, params in zip(self.layout.blocks, self._params, strict=True):
             if LEARNING_RATE in block.rule.hyper:
-                params[RATE] = learning_rate
+                params[rule_kernels.RATE] = learning_rate
 
 
 def _release(table: int, kept: object) -> None:
     """Releases a table's memory; ``kept`` holds the arrays that the state block consists of until then."""
-    life.close_table(table)
+    walks.close_table(table)

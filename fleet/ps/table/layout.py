@@ -1,4 +1,4 @@
-"""RowLayout: where the weights and the optimizer state of a row stand, worked out once from the configuration."""
+"""RowLayout: where the weights and the optimizer state of a row stand, derived once from the configuration."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SparseTableConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or not 1 <= self.dim <= 65536:
-            raise ConfigError(f"table {self.name!r}: dim is {self.dim!r}; it takes a whole number from 1 to 65536.")
+            raise ConfigError(f"table {self.name!r}: dim is {self.dim!r}; it takes an integer from 1 to 65536.")
         if self.create_on not in CREATE_ON:
             raise ConfigError(f"table {self.name!r}: create_on is {self.create_on!r}; one of {list(CREATE_ON)}.")
         if not -(2**63) <= self.seed < 2**63:
@@ -66,7 +66,7 @@ class SparseTableConfig:
         if self.accessor is None and self.embed_rule is not None:
             raise ConfigError(
                 f"table {self.name!r}: embed_rule is set; only a table with an accessor has an embed "
-                "column of its own. Set an accessor, or leave embed_rule away."
+                "column of its own. Set an accessor, or omit embed_rule."
             )
         if self.accessor is not None:
             self.accessor.check_dim(self.dim)
@@ -94,7 +94,7 @@ class SparseTableConfig:
 
 
 @dataclass(frozen=True)
-class Block:
+class ColumnBlock:
     """Consecutive columns under one rule: ``columns[column : column + width]``, state from float ``state``."""
 
     rule: Rule
@@ -112,7 +112,7 @@ class Block:
 class RowLayout:
     """A row: ``num_weights`` floats of weights, then the state of each block; ``row_floats`` in all."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ColumnBlock, ...]
     num_weights: int
     row_floats: int
     num_counters: int
@@ -129,9 +129,10 @@ def plan_layout(config: SparseTableConfig) -> RowLayout:
         spans = [(config.embed_rule or config.rule, 0, 1)]
         if num_weights > 1:
             spans.append((config.rule, 1, num_weights - 1))
-    blocks, state = [], num_weights
+    blocks = []
+    state = num_weights
     for rule, column, width in spans:
-        blocks.append(Block(rule, column, width, state))
+        blocks.append(ColumnBlock(rule, column, width, state))
         state += rule.state_width(width)
     return RowLayout(tuple(blocks), num_weights, state, num_counters, accessor is not None)
 

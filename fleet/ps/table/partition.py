@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fleet.errors import ConfigError
+from fleet.ps.table.hash import NUM_RANGES, mix, range_of
 from fleet.ps.table.layout import Int64s
-from fleet.ps.table.reference import NUM_RANGES, mix, range_of
 
 ROUTINGS = ("range", "modulo")
 
@@ -14,7 +14,7 @@ ROUTINGS = ("range", "modulo")
 def check_num_servers(num_servers: int) -> None:
     """Raises ConfigError unless ``num_servers`` is between 1 and 4096."""
     if not isinstance(num_servers, int) or isinstance(num_servers, bool) or not 1 <= num_servers <= NUM_RANGES:
-        raise ConfigError(f"the number of servers is {num_servers!r}; it takes a whole number from 1 to {NUM_RANGES}.")
+        raise ConfigError(f"the number of servers is {num_servers!r}; it takes an integer from 1 to {NUM_RANGES}.")
 
 
 def range_bounds(num_servers: int) -> list[int]:

@@ -12,6 +12,7 @@ from fleet.ps.table.layout import Float32s, Int64s
 
 MAX_UNSEEN_DAYS = 65535
 MAX_ROW_COUNT = 32767
+Window = tuple[int, int, int]  # of a walk: sub-shard, first place, last place + 1
 Select = npt.NDArray[np.bool_] | Int64s
 
 

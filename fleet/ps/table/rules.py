@@ -1,7 +1,7 @@
 """Rule: how a pushed gradient changes a row of weights, as data (name, hyper-parameters, state layout).
 
-The formulas stand once in words here, once as numba kernels (:mod:`fleet.ps.table.kernels.rule_kernels`) and once as
-numpy twins (:mod:`fleet.ps.table.reference_rules`). ``w`` is the weight, ``g`` the gradient (plus ``weight_decay * w``
+The formulas stand here in words, in :mod:`fleet.ps.table.kernels.rule_kernels` as numba kernels, and in the tests in
+numpy. ``w`` is the weight, ``g`` the gradient (plus ``weight_decay * w``
 where the rule has one), ``s`` the gradient divided by the row's pushed shows:
 
 ==================  ===========================================================================================
@@ -181,11 +181,6 @@ class Rule:
     def state_width(self, dim: int) -> int:
         """Returns how many floats of state a block of ``dim`` weights keeps."""
         return len(self.spec.per_dim) * dim + len(self.spec.per_row)
-
-    def state_names(self, dim: int) -> list[str]:
-        """Returns one name per float of state, in row order."""
-        names = [f"{name}[{i}]" for name in self.spec.per_dim for i in range(dim)]
-        return names + list(self.spec.per_row)
 
     @property
     def initial_state(self) -> float:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.table.gate import Gate
+from fleet.ps.table.kernels.numba_cache import naming_the_cause
 from fleet.ps.table.layout import Float32s, Int64s, RowLayout, SparseTableConfig
-from fleet.ps.table.reference_store import ReferenceStore, Window
-from fleet.ps.table.rows import RowBlock
+from fleet.ps.table.rows import RowBlock, Window
 
 if TYPE_CHECKING:
     from fleet.ps.table.kernel_store import KernelStore
@@ -26,9 +26,8 @@ ROWS_PER_WINDOW = 8192
 class SparseTable:
     """The rows of one sparse table on this server.
 
-    Args:
-        config: the table.
-        use_kernels: ``True`` the numba kernels, ``False`` their numpy twins, ``None`` the kernels where numba works.
+    Raises:
+        ConfigError: numba is broken or disabled, so that the table's kernels cannot be compiled.
 
     Example:
         >>> table = SparseTable(SparseTableConfig("ads", dim=8))
@@ -39,10 +38,13 @@ class SparseTable:
         2
     """
 
-    def __init__(self, config: SparseTableConfig, *, use_kernels: bool | None = None) -> None:
+    def __init__(self, config: SparseTableConfig) -> None:
         self.config = config
         self.gate = Gate()
-        self._store: ReferenceStore | KernelStore = _new_store(config, use_kernels)
+        with naming_the_cause():
+            from fleet.ps.table.kernel_store import KernelStore
+
+            self._store = KernelStore(config)
         self._learning_rate: float | None = None
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class SparseTable:
     def close(self) -> None:
         """Releases the memory; no thread may be using the table, and every later call raises PSError."""
         self._store.close()
-        self._store = cast(ReferenceStore, _Closed(self.config.name))
+        self._store = cast("KernelStore", _Closed(self.config.name))
 
     def load_kernels(self) -> None:
         """Loads the kernels of every call now; the table is empty.
@@ -148,7 +150,8 @@ class SparseTable:
         A server does so before it answers: with no file descriptor left none could be loaded, and a change that is in
         the journal could not be applied.
         """
-        self._store.load_kernels()
+        with naming_the_cause():
+            self._store.load_kernels()
 
     # -- walks ---------------------------------------------------------------------------------------------------
 
@@ -252,15 +255,3 @@ def _check_keys(what: str, keys: Int64s) -> Int64s:
     if keys.dtype != np.int64 or keys.ndim != 1:
         raise ConfigError(f"{what}: keys are {keys.dtype} {keys.shape}; they take int64 of one dimension.")
     return np.ascontiguousarray(keys)
-
-
-def _new_store(config: SparseTableConfig, use_kernels: bool | None) -> ReferenceStore | KernelStore:
-    if use_kernels is None:
-        from fleet.ps.table.kernels.numba_cache import kernels_work
-
-        use_kernels = kernels_work()
-    if not use_kernels:
-        return ReferenceStore(config)
-    from fleet.ps.table.kernel_store import KernelStore
-
-    return KernelStore(config)

@@ -46,7 +46,8 @@ def check_secret(endpoint: str, secret: bytes | None) -> bytes:
 
 def prove_to_worker(connection: Connection, endpoint: str, secret: bytes, timeout_s: float) -> Sealed:
     """Does the server's half; raises :class:`AuthenticationError` when the worker's proof is wrong."""
-    nonce, name = secrets.token_bytes(_NONCE_BYTES), endpoint.encode()
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    name = endpoint.encode()
     connection.send([_GREETING + nonce + len(name).to_bytes(_SIZE_BYTES, "big") + name], timeout_s)
     answer = bytearray(_NONCE_BYTES + PROOF_BYTES)
     connection.receive(memoryview(answer), timeout_s, timeout_s)
@@ -64,8 +65,10 @@ def prove_to_server(connection: Connection, endpoint: str, secret: bytes, timeou
     """
     peer = f"parameter server {connection.peer}"
     nonce = _read_greeting(connection, endpoint, timeout_s)
-    own, name = secrets.token_bytes(_NONCE_BYTES), endpoint.encode()
-    base, proof = nonce + own + name, bytearray(PROOF_BYTES)
+    own = secrets.token_bytes(_NONCE_BYTES)
+    name = endpoint.encode()
+    base = nonce + own + name
+    proof = bytearray(PROOF_BYTES)
     connection.send([own + _proof(secret, b"worker", base)], timeout_s)
     try:
         connection.receive(memoryview(proof), timeout_s, timeout_s)
@@ -86,7 +89,8 @@ def turn_away(connection: Connection, timeout_s: float) -> None:
 
 def _read_greeting(connection: Connection, endpoint: str, timeout_s: float) -> bytes:
     """Returns the server's nonce."""
-    greeting, peer = bytearray(GREETING_BYTES), f"parameter server {connection.peer}"
+    greeting = bytearray(GREETING_BYTES)
+    peer = f"parameter server {connection.peer}"
     try:
         connection.receive(memoryview(greeting), timeout_s, timeout_s)
     except TransferTimeout as error:

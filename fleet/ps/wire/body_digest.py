@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.ps.table.kernels.seal import LANES, add_lanes
+from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.wire.messages import Buffer
 
 __all__ = ["BodyDigest"]
@@ -28,15 +28,19 @@ class BodyDigest:
     """The digests of one connection's bodies, under a key derived from ``secret``; one thread at a time."""
 
     def __init__(self, secret: bytes) -> None:
-        self._key = np.frombuffer(hashlib.shake_256(secret).digest(8 * (LANES + 1)), np.uint64)
+        kernel = load_kernels("seal")
+        self._add_lanes = kernel.add_lanes
+        self._block_bytes = 8 * kernel.LANES
+        self._key = np.frombuffer(hashlib.shake_256(secret).digest(self._block_bytes + 8), np.uint64)
         self._joined = np.empty(JOINED_BYTES, np.uint8)
         self._view = memoryview(self._joined)  # type: ignore[arg-type]
-        self._key_at, self._joined_at = _address(self._key), _address(self._joined)
+        self._key_at = _address(self._key)
+        self._joined_at = _address(self._joined)
         self._make_room(JOINED_BYTES)
 
     def __call__(self, buffers: Sequence[Buffer], size: int) -> memoryview:
         """Returns the digest of the body of ``size`` bytes that ``buffers`` make up, valid until the next one."""
-        blocks = -(-size // (8 * LANES))
+        blocks = -(-size // self._block_bytes)
         if 2 * blocks > len(self._sums):
             self._make_room(size + size // 4)
         if size <= JOINED_BYTES:
@@ -46,33 +50,37 @@ class BodyDigest:
         return self._digest[: 16 * blocks]
 
     def _make_room(self, size: int) -> None:
-        self._sums = np.empty(2 * (-(-size // (8 * LANES))), np.uint64)
-        self._sums_at, self._digest = _address(self._sums), memoryview(self._sums).cast("B")  # type: ignore[arg-type]
+        self._sums = np.empty(2 * (-(-size // self._block_bytes)), np.uint64)
+        self._sums_at = _address(self._sums)
+        self._digest = memoryview(self._sums).cast("B")  # type: ignore[arg-type]
 
     def _add_joined(self, buffers: Sequence[Buffer]) -> None:
         end = 0
         for buffer in buffers:
-            begin, end = end, end + len(buffer)
+            begin = end
+            end = end + len(buffer)
             self._view[begin:end] = buffer
         if end % 8:
             self._joined[end : end + 8 - end % 8] = 0
-        add_lanes(self._joined_at, -(-end // 8), 0, self._key_at, self._sums_at)
+        self._add_lanes(self._joined_at, -(-end // 8), 0, self._key_at, self._sums_at)
 
     def _add_each(self, buffers: Sequence[Buffer]) -> None:
-        first, rest = 0, b""
+        first = 0
+        rest = b""
         for buffer in buffers:
             if rest:  # an odd end of rows, and the padding behind it
                 buffer = rest + bytes(buffer)
             count = len(buffer) // 8
             self._add(buffer, count, first)
-            first, rest = first + count, bytes(buffer[8 * count :])
+            first = first + count
+            rest = bytes(buffer[8 * count :])
         if rest:
             self._add(rest.ljust(8, b"\0"), 1, first)
 
     def _add(self, buffer: Buffer, count: int, first: int) -> None:
         if count:
             data = np.frombuffer(buffer, np.uint8)
-            add_lanes(_address(data), count, first, self._key_at, self._sums_at)
+            self._add_lanes(_address(data), count, first, self._key_at, self._sums_at)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -24,11 +24,11 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_CONTROL_BYTES",
     "Buffer",
-    "Flag",
+    "MessageFlag",
     "Header",
     "MessageError",
     "Op",
-    "Part",
+    "TablePart",
     "Status",
     "control_body",
     "decode_control",
@@ -36,7 +36,6 @@ __all__ = [
     "decode_parts",
     "encode_header",
     "encode_parts",
-    "rows_bytes",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -82,7 +81,7 @@ class Op(IntEnum):
     SNAPSHOT = 16
 
 
-class Flag:
+class MessageFlag:
     """Properties of a message: bits of a plain integer, for enumerations cost microseconds here."""
 
     NONE = 0
@@ -117,7 +116,7 @@ class Header(NamedTuple):
     """
 
     op: Op
-    flags: int = Flag.NONE
+    flags: int = MessageFlag.NONE
     client_id: int = 0
     seq: int = 0
     step: int = 0
@@ -128,7 +127,7 @@ class Header(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part:
+class TablePart:
     """What a message carries for one table.
 
     A sparse part has ``ids`` (int64 ``[n]``); a dense part has none and covers ``n`` elements from ``offset``.
@@ -190,12 +189,7 @@ _OPS = {int(op): op for op in Op}
 _STATUSES = {int(status): status for status in Status}
 
 
-def rows_bytes(n: int, dim: int, bfloat16: bool) -> int:
-    """Returns the bytes that ``n`` rows of ``dim`` take on the wire, without padding."""
-    return n * dim * (2 if bfloat16 else 4)
-
-
-def encode_parts(parts: Sequence[Part], bfloat16: bool = False) -> list[Buffer]:
+def encode_parts(parts: Sequence[TablePart], bfloat16: bool = False) -> list[Buffer]:
     """Returns the buffers that make up the body for ``parts``; arrays are referred to, not copied.
 
     ``rows`` must be C-contiguous float32, or uint16 when ``bfloat16``.
@@ -241,7 +235,7 @@ def _field(values: NDArray[Any], dtype: type, size: int, table_id: int) -> list[
     return buffers
 
 
-def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[Part]:
+def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[TablePart]:
     """Returns the ``n_tables`` parts in ``body``; their arrays are views of it.
 
     ``body`` must begin at an address that is a multiple of 8.
@@ -250,7 +244,7 @@ def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[Pa
         MessageError: a length, an id or a dim is out of range, parts do not fill the body exactly, a table occurs
             twice.
     """
-    parts: list[Part] = []
+    parts: list[TablePart] = []
     position = 0
     seen: set[int] = set()
     for _ in range(n_tables):
@@ -266,7 +260,7 @@ def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[Pa
     return parts
 
 
-def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[Part, int]:
+def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[TablePart, int]:
     table_id, n, present, reserved, dim, offset = _PART.unpack_from(body, position)
     position += PART_BYTES
     _check_part(table_id, present, reserved, dim, offset)
@@ -290,7 +284,7 @@ def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[Part, int
     ids, rows, shows, clicks, slots = arrays
     if rows is not None:
         rows = rows.reshape(n, dim)
-    return Part(table_id, n, dim, ids, rows, shows, clicks, slots, offset), position
+    return TablePart(table_id, n, dim, ids, rows, shows, clicks, slots, offset), position
 
 
 _ITEM_BYTES: dict[Any, int] = {np.int64: 8, np.uint16: 2, np.float32: 4, np.uint32: 4}
@@ -303,7 +297,8 @@ def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) 
         raise MessageError(f"table {table_id}: fields {bits:#x}/{reserved:#x} hold bits that have no meaning.")
     if not 1 <= dim <= MAX_DIM:
         raise MessageError(f"table {table_id}: dim {dim}; it must be 1 to {MAX_DIM}.")
-    dense, sparse = bool(bits & _DENSE), bool(bits & _IDS)
+    dense = bool(bits & _DENSE)
+    sparse = bool(bits & _IDS)
     if dense == sparse:
         raise MessageError(f"table {table_id}: a part is either sparse (it has ids) or dense.")
     if dense and (dim != 1 or bits & (_SHOWS | _CLICKS | _SLOTS)):

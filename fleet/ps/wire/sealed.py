@@ -34,7 +34,8 @@ class Sealed:
         self._seals = MessageSeals(key, is_server=is_server)
         self._digest = BodyDigest(prove(key, b"body"))
         self._front = memoryview(bytearray(HEADER_BYTES + SEAL_BYTES))
-        self._header, self._seal = self._front[:HEADER_BYTES], self._front[HEADER_BYTES:]
+        self._header = self._front[:HEADER_BYTES]
+        self._seal = self._front[HEADER_BYTES:]
 
     def send(self, header: bytes, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
         """Sends a message whose body ``buffers`` make up."""

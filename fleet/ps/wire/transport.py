@@ -1,8 +1,8 @@
 """The transport seam, and its socket form: blocking TCP or Unix sockets, TLS when a context is given.
 
 A transport binds and connects; a listener accepts; a connection sends and receives whole messages. Everything above
-knows only these protocols, so the tests run the same server over queues (:mod:`fleet.ps.wire.local`). Sockets are
-opened directly: proxy settings of the environment play no part.
+knows only these protocols, so the tests run the same server over queues in memory. Sockets are opened directly: proxy
+settings of the environment play no part.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Connection(Protocol):
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``.
 
-        The first byte may take ``idle_s`` seconds (for ever if None), all bytes ``timeout_s`` from then on.
+        The first byte may take ``idle_s`` seconds (forever if None), all bytes ``timeout_s`` from then on.
 
         Raises:
             ConnectionLost: the stream ended.
@@ -130,7 +130,9 @@ class SocketTransport:
         handshake_timeout_s: float = 5.0,
         bound: socket.socket | None = None,
     ) -> None:
-        self._server_tls, self._client_tls, self._bound = server_tls, client_tls, bound
+        self._server_tls = server_tls
+        self._client_tls = client_tls
+        self._bound = bound
         self._handshake_timeout_s = handshake_timeout_s
 
     def bind(self, endpoint: str) -> SocketListener:
@@ -232,7 +234,7 @@ def _shake_hands(sock: ssl.SSLSocket, peer: str, host: str | None = None) -> Tls
         if getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
             raise PeerRefused(
                 f"parameter server {peer} does not speak TLS, and FLEET_PS_CA asks for it. Set FLEET_PS_CERT for the "
-                "servers, or leave FLEET_PS_CA away."
+                "servers, or omit FLEET_PS_CA."
             ) from None
         raise ConnectionLost(f"{peer}: TLS: {error}.") from None
     return TlsConnection(sock, peer)
@@ -245,7 +247,9 @@ class SocketListener:
         self, sock: socket.socket, endpoint: str, tls: ssl.SSLContext | None, handshake_timeout_s: float
     ) -> None:
         self.endpoint = endpoint
-        self._sock, self._tls, self._handshake_timeout_s = sock, tls, handshake_timeout_s
+        self._sock = sock
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
         self._closed = False
 
     def accept(self) -> Connection:
@@ -316,7 +320,9 @@ class SocketConnection:
         if idle_s is not None and idle_s < _TICK_S and not self._has_byte(idle_s):
             raise TransferTimeout(f"{self.peer}: no byte came within {idle_s} s.")
         began = time.monotonic()
-        limit, filled, size = idle_s, 0, len(view)
+        limit = idle_s
+        filled = 0
+        size = len(view)
         while filled < size:
             try:
                 count = self._sock.recv_into(view[filled:], 0, socket.MSG_WAITALL)
@@ -328,7 +334,8 @@ class SocketConnection:
                 raise ConnectionLost(f"{self.peer} closed the connection.")
             if count > 0:
                 if not filled:
-                    limit, began = timeout_s, time.monotonic()
+                    limit = timeout_s
+                    began = time.monotonic()
                 filled += count
             if filled < size and limit is not None and time.monotonic() - began > limit:
                 raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
@@ -369,7 +376,8 @@ class TlsConnection:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``."""
-        deadline, filled = (None if idle_s is None else time.monotonic() + idle_s), 0
+        deadline = None if idle_s is None else time.monotonic() + idle_s
+        filled = 0
         while filled < len(view):
             try:
                 self._sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
@@ -396,7 +404,9 @@ class _LateTls:
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
-        self._context, self._sock, self._timeout_s = context, sock, timeout_s
+        self._context = context
+        self._sock = sock
+        self._timeout_s = timeout_s
         self._inner: TlsConnection | None = None
 
     def _ready(self, limit_s: float | None) -> TlsConnection:

@@ -55,7 +55,8 @@ class DenseExchange:
         trainers: TrainerGroup,
     ) -> None:
         self._parameters: list[nn.Parameter] = [p for part in parts for p in part.parameters]
-        self._optimizer, self._trainers = optimizer, trainers
+        self._optimizer = optimizer
+        self._trainers = trainers
         self._size = sum(p.numel() for p in self._parameters)
         length = self._size + len(self._parameters) + 3 + _RATE_PARTS * len(self._groups)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
@@ -133,7 +134,7 @@ class DenseExchange:
             tensor.copy_(whole)
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Returns the ``numbers`` of every trainer, by rank; whole numbers below 2**52."""
+        """Returns the ``numbers`` of every trainer, by rank; integers below 2**52."""
         table = torch.zeros((self._trainers.size, len(numbers)), dtype=torch.float64, device=self._buffer.device)
         table[self._trainers.rank] = torch.tensor(numbers, dtype=torch.float64)
         self._trainers.start_sum(table)()
@@ -153,7 +154,9 @@ class DenseExchange:
 
     @torch.no_grad()
     def _fill(self, *, active: bool, bad: bool, leaving: bool) -> None:
-        buffer, start, flags = self._buffer, 0, []
+        buffer = self._buffer
+        start = 0
+        flags = []
         buffer.zero_()
         for parameter in self._parameters:
             gradient = parameter.grad if active else None
@@ -178,7 +181,8 @@ class DenseExchange:
 
     @torch.no_grad()
     def _take(self, active: int) -> None:
-        flags, start = self._buffer[self._size : self._size + len(self._parameters)].tolist(), 0
+        flags = self._buffer[self._size : self._size + len(self._parameters)].tolist()
+        start = 0
         self._buffer[: self._size].div_(active)
         for parameter, count in zip(self._parameters, flags, strict=True):
             mean = self._buffer[start : start + parameter.numel()].view(parameter.shape)
@@ -205,7 +209,7 @@ def check_same_round(rounds: list[int]) -> None:
     """Checks that all go on after the same number of updates; ``rounds`` has it by rank.
 
     Raises:
-        PSError: checkpoints of different steps, from which trainers would wait for each other for ever.
+        PSError: checkpoints of different steps, from which trainers would wait for each other forever.
 
     Example:
         >>> check_same_round([4, 4])

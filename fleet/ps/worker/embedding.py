@@ -17,9 +17,9 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
+from fleet.ps.worker.bags import Bags, bags_of, keys_of_slots
 from fleet.ps.worker.lookup import LocalRows, RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight
-from fleet.ps.worker.slots import Bags, bags_of, keys_of_slots
 
 __all__ = ["COMBINERS", "SparseEmbedding", "scale_gradient"]
 
@@ -81,7 +81,7 @@ class SparseEmbedding(WatchesWeight):
         combiner gives the rows one after the other, [n, dim].
 
     Raises:
-        ConfigError: an argument is wrong, or ids are not whole numbers of a fitting shape.
+        ConfigError: an argument is wrong, or ids are not integers of a fitting shape.
 
     Example:
         >>> embedding = SparseEmbedding(4, name="ads", combiner="sum")
@@ -111,7 +111,7 @@ class SparseEmbedding(WatchesWeight):
         if combiner not in COMBINERS:
             raise ConfigError(f"SparseEmbedding(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
         if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
-            raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes a whole number of 1 or more.")
+            raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes an integer of 1 or more.")
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f"SparseEmbedding(name={name!r}) takes a text, or None for the module's name.")
         if entry is not None and not isinstance(entry, CountFilterEntry | ProbabilityEntry | ShowClickEntry):
@@ -133,10 +133,19 @@ class SparseEmbedding(WatchesWeight):
                 )
         if isinstance(entry, ShowClickEntry) and accessor is None:
             accessor = Accessor()
-        self.dim, self.name, self.combiner, self.num_slots = dim, name, combiner, num_slots
-        self.separate_slots, self.padding_idx, self.entry = separate_slots, padding_idx, entry
-        self.slot, self.rule, self._accessor, self._scales = slot, rule, accessor, False
-        self._initializer, self._seed = initializer or Initializer(), seed
+        self.dim = dim
+        self.name = name
+        self.combiner = combiner
+        self.num_slots = num_slots
+        self.separate_slots = separate_slots
+        self.padding_idx = padding_idx
+        self.entry = entry
+        self.slot = slot
+        self.rule = rule
+        self._accessor = accessor
+        self._scales = False
+        self._initializer = initializer or Initializer()
+        self._seed = seed
         self.weight = nn.Parameter(torch.empty(0, self.table_config(Rule("sgd")).dim))
         setattr(self.weight, self.MARK, True)
         self.lookup = self._new_lookup()
@@ -162,7 +171,8 @@ class SparseEmbedding(WatchesWeight):
 
     def use_table(self, config: SparseTableConfig) -> None:
         """Makes the module one of a table that was configured elsewhere, for example by ``sparse_table_configs``."""
-        self._accessor, self._scales = config.accessor, config.scale_gradient
+        self._accessor = config.accessor
+        self._scales = config.scale_gradient
         self.lookup = self._new_lookup(config)
 
     def forward(
@@ -266,7 +276,8 @@ class SparseEmbedding(WatchesWeight):
         )
 
     def _combined(self, bags: Bags, keys: np.ndarray, shows: Any, clicks: Any) -> Tensor:
-        device, present = self.weight.device, None
+        device = self.weight.device
+        present = None
         if self.padding_idx is not None:
             padding = bags.ids == self.padding_idx
             if padding.any():
@@ -308,4 +319,4 @@ class SparseEmbedding(WatchesWeight):
 
 def _check_number(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"SparseEmbedding({name}={value!r}) takes a whole number from {low} to {high}.")
+        raise ConfigError(f"SparseEmbedding({name}={value!r}) takes an integer from {low} to {high}.")

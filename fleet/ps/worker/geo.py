@@ -19,72 +19,20 @@ from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import KeyPlaces
-from fleet.ps.table.kernels.numba_cache import kernels_work
 
 __all__ = ["GeoCommunicator", "GeoRows"]
 
 
-# The recent keys are merged into the others when they are more than this share of them, so that a new key costs the
-# same however many there are.
-_RECENT_SHARE, _MIN_RECENT = 32, 4096
-
-
-class _Run:
-    """Keys in sorted order and their places."""
-
-    def __init__(self) -> None:
-        self.keys = np.empty(0, np.int64)
-        self.places = np.empty(0, np.int64)
-
-    def find(self, keys: Keys) -> NDArray[np.int64]:
-        """Returns the place of each key, -1 where it is unknown."""
-        if not len(self.keys):
-            return np.full(len(keys), -1, np.int64)
-        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        return np.where(self.keys[at] == keys, self.places[at], -1)
-
-    def add(self, keys: Keys, places: NDArray[np.int64]) -> None:
-        """Adds unknown keys; costs as much as there are keys."""
-        merged = np.concatenate((self.keys, keys))
-        order = np.argsort(merged, kind="stable")
-        self.keys, self.places = merged[order], np.concatenate((self.places, places))[order]
-
-
-class SortedKeys:
-    """What :class:`fleet.ps.table.ids.KeyPlaces` does, in numpy."""
-
-    def __init__(self) -> None:
-        self._old, self._recent = _Run(), _Run()
-
-    def find(self, keys: Keys) -> NDArray[np.int64]:
-        """Returns the place of each key, -1 where it is unknown."""
-        places = self._old.find(keys)
-        if len(self._recent.keys) and (unknown := places < 0).any():
-            places[unknown] = self._recent.find(keys[unknown])
-        return places
-
-    def add(self, every: Keys, first: int) -> None:
-        """Enters ``every[first:]``, distinct keys that are unknown; those before are known."""
-        self._recent.add(every[first:], np.arange(first, len(every)))
-        if len(self._recent.keys) > max(_MIN_RECENT, len(self._old.keys) // _RECENT_SHARE):
-            self._old.add(self._recent.keys, self._recent.places)
-            self._recent = _Run()
-
-
 class GeoRows:
-    """The rows of one sparse table that this worker has used: its own values and those of the last exchange.
+    """The rows of one sparse table that this worker has used: its own values and those of the last exchange."""
 
-    ``use_kernels`` as in :class:`fleet.ps.SparseTable`.
-    """
-
-    def __init__(self, dim: int, *, use_kernels: bool | None = None) -> None:
+    def __init__(self, dim: int) -> None:
         self.local = np.empty((0, dim), np.float32)
         self.old = np.empty((0, dim), np.float32)
         self.keys = np.empty(0, np.int64)  # by place
         self._touched = np.zeros(0, np.bool_)
         self._num_rows = 0  # the arrays above have room for more
-        hashed = kernels_work() if use_kernels is None else use_kernels
-        self._index: KeyPlaces | SortedKeys = KeyPlaces() if hashed else SortedKeys()
+        self._index = KeyPlaces()
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """Returns the place of each key, -1 where it is unknown."""
@@ -92,7 +40,8 @@ class GeoRows:
 
     def insert(self, keys: Keys, rows: Rows) -> None:
         """Adds unknown, distinct keys with the server's rows."""
-        first, end = self._num_rows, self._num_rows + len(keys)
+        first = self._num_rows
+        end = self._num_rows + len(keys)
         if end > len(self.keys):
             self._grow(max(end, 2 * len(self.keys)))
         self.keys[first:end] = keys
@@ -123,7 +72,8 @@ class GeoRows:
         """Takes over what others have changed; keys that are unknown here come with their first use."""
         places = self.find(keys)
         known = places >= 0
-        places, rows = places[known], rows[known]
+        places = places[known]
+        rows = rows[known]
         self.local[places] += rows - self.old[places]
         self.old[places] = rows
 
@@ -144,7 +94,8 @@ class GeoCommunicator:
     ) -> None:
         if isinstance(k_steps, bool) or not isinstance(k_steps, int) or k_steps < 1:
             raise ConfigError(f"a_sync_configs['k_steps'] is {k_steps!r}; geo mode needs 1 or more.")
-        self._client, self._k_steps = client, k_steps
+        self._client = client
+        self._k_steps = k_steps
         self._rows = {table_id: GeoRows(client.tables[table_id].dim) for table_id in sparse}
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
@@ -168,7 +119,8 @@ class GeoCommunicator:
 
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
-        rows, places = self._rows[table_id], self._known(table_id, gradient.ids)
+        rows = self._rows[table_id]
+        places = self._known(table_id, gradient.ids)
         rows.local[places] = rows.local.take(places, 0) - np.float32(learning_rate) * gradient.rows
         rows.touch(places)
 
@@ -200,7 +152,8 @@ class GeoCommunicator:
 
     def exchange(self) -> None:
         """Sends this worker's differences and takes over those of the others."""
-        client, workers = self._client, self._client.config.num_workers
+        client = self._client
+        workers = self._client.config.num_workers
         deltas: dict[int, Gradient | Rows] = {
             table_id: rows.take_deltas(workers) for table_id, rows in self._rows.items()
         }

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSError
 from fleet.ps.client.client import Client
 from fleet.ps.files.archive import check_archive
-from fleet.ps.files.row_file import open_plain
-from fleet.ps.files.table_files import temporary_file
+from fleet.ps.files.row_file import open_plain, temporary_file
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
@@ -53,7 +52,9 @@ class HybridTrainer(Trainer):
         tensors: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(plan, config, make_client)
-        self._optimizer, self._tensors, self._size = optimizer, list(tensors), trainers.size
+        self._optimizer = optimizer
+        self._tensors = list(tensors)
+        self._size = trainers.size
         self._left = 0  # trainers that had called stop_worker() when all met last
         self._exchanged = TablePlan(sparse=plan.sparse)
         self._dense: DenseExchange | None = DenseExchange(plan.dense, optimizer, trainers)
@@ -70,7 +71,8 @@ class HybridTrainer(Trainer):
             PSError: the trainers were given checkpoints of different steps.
         """
         super().open()
-        dense, client = self._own(), self.client
+        dense = self._own()
+        client = self.client
         dense.copy_from_0(self._tensors)
         found = dense.gather([dense.rounds, client.step])  # by rank
         check_same_round([rounds for rounds, _ in found])
@@ -92,7 +94,9 @@ class HybridTrainer(Trainer):
             NanInfError: a gradient of this trainer or another is not finite and the check is on; nothing was updated.
             PSError: a server is lost for longer than the deadline, or a trainer is gone.
         """
-        exchange, rows, dense = self._running(), self._gradients(), self._own()
+        exchange = self._running()
+        rows = self._gradients()
+        dense = self._own()
         self._average(rows, dense)
         # Rows leave when every trainer has computed with those before: a trainer that repeats a step after a failure
         # then computes with the rows it had, although a gradient of that step may wait on the servers already.
@@ -147,7 +151,8 @@ class HybridTrainer(Trainer):
         Raises:
             PSError: a trainer has left already.
         """
-        client, dense = self.client, self._own()
+        client = self.client
+        dense = self._own()
 
         def act(key: str) -> int:
             if self._left:
@@ -216,13 +221,15 @@ class HybridTrainer(Trainer):
         """Loads the state that trainer 0 finds in the save; a save of another mode has none, and all start anew."""
         path = Path(dirname) / STATE_FILE
         is_here = self.client.config.rank == 0 and path.exists()
-        data, problem = b"", None
+        data = b""
+        problem = None
         if is_here:
             try:
                 with open_plain(path) as file:
                     data = file.read()
             except CheckpointError as error:  # raised here once the others know that there is nothing to read
-                data, problem = b"\0", error
+                data = b"\0"
+                problem = error
         data = dense.share(data)
         if problem is not None:
             raise problem

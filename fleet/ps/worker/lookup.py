@@ -80,7 +80,9 @@ class TrainedRows:
     def __init__(
         self, rows: Callable[[Keys], Rows], ahead: Callable[[Keys], ComingRows | None], is_open: Callable[[], bool]
     ) -> None:
-        self.rows, self.ahead, self.is_open = rows, ahead, is_open
+        self.rows = rows
+        self.ahead = ahead
+        self.is_open = is_open
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainedRows:
         return self
@@ -106,8 +108,12 @@ class RowLookup:
         skipped: int | None = None,
         slot: int | None = None,
     ) -> None:
-        self.label, self.source = label, None
-        self._num_counters, self.keeps_shows, self._skipped, self._slot = num_counters, keeps_shows, skipped, slot
+        self.label = label
+        self.source = None
+        self._num_counters = num_counters
+        self.keeps_shows = keeps_shows
+        self._skipped = skipped
+        self._slot = slot
         self._unique = UniqueKeys()
         self._ready: list[tuple[Tensor, Gradient]] = []
         self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)

@@ -61,7 +61,7 @@ def check_geo_optimizer(optimizer: Optimizer) -> None:
                 _refuse(
                     optimizer,
                     f"{name}={group[name]!r}",
-                    "geo training keeps no state beside the rows and applies the bare gradient. Leave it away.",
+                    "geo training keeps no state beside the rows and applies the bare gradient. Omit it.",
                 )
 
 

@@ -9,6 +9,14 @@ get older by that, in proportion to what an exchange takes; where it takes littl
 
 Where the servers bound staleness they have to know which steps of this worker are applied whole. Tables leave at paces
 of their own, so a push says nothing of that; after it the sender tells the last step of which nothing waits.
+
+[Note: From put to push]
+Everything here changes under ``_changed``; nothing is sent while it is held. A table belongs to one thread
+(``_mine``), so its pushes leave in the order of their steps. The thread waits until one of its tables has a gradient,
+collects up to the limit of each (``_collect``) and sends the sums without the lock; ``_busy`` is set from before the
+collecting until after the answer, so a flush waits for both. A push carries the step of its last gradient. After a
+restart of this worker a server may have had steps up to the ``_boundary``: these gradients leave one by one, or the
+server could not recognise them by their step. What fails in a thread is raised by the next call.
 """
 
 from __future__ import annotations
@@ -26,8 +34,7 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Rows
-from fleet.ps.table.ids import UniqueKeys
-from fleet.ps.table.ids import merge_gradients as sum_rows
+from fleet.ps.table.ids import UniqueKeys, sum_rows
 
 __all__ = [
     "AsyncSender",
@@ -139,7 +146,7 @@ class SenderConfig:
         min_send_grad_num_before_recv: parameters are received only after so many gradients have been sent.
 
     Raises:
-        ConfigError: a value is not a whole number of 1 or more.
+        ConfigError: a value is not an integer of 1 or more.
     """
 
     max_merge_var_num: int = 1
@@ -159,7 +166,7 @@ class SenderConfig:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"a_sync_configs[{name!r}] is {value!r}; it must be a whole number of 1 or more.")
+                raise ConfigError(f"a_sync_configs[{name!r}] is {value!r}; it must be an integer of 1 or more.")
 
 
 class AsyncSender:
@@ -184,7 +191,9 @@ class AsyncSender:
         wanted = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
         if len(clients) != wanted:
             raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each its own.")
-        self.config, self._clients, self._receive = config, list(clients), receive
+        self.config = config
+        self._clients = list(clients)
+        self._receive = receive
         self._additive = frozenset(additive)
         self._changed = threading.Condition()
         self._queues: dict[int, GradientQueue] = {}
@@ -242,7 +251,8 @@ class AsyncSender:
             queue.append(Waiting(step, value))
         elif queue and self._takes_more(table_id, queue[-1]):
             value.add_gradients(queue[-1].value)  # its first step stays
-            queue[-1].step, queue[-1].count = step, queue[-1].count + 1
+            queue[-1].step = step
+            queue[-1].count = queue[-1].count + 1
         elif (found := value.gradients()) is not None:
             queue.append(Waiting(step, found))
         if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for the first or the last
@@ -363,7 +373,9 @@ class AsyncSender:
 
     def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[Waiting]]:
         """Takes what one push of each table carries, waiting for more as long as the configuration says."""
-        polls, mine, merges = 0, self._mine(index), self.config.max_merge_var_num > 1
+        polls = 0
+        mine = self._mine(index)
+        merges = self.config.max_merge_var_num > 1
         while polls < self.config.send_wait_times and not (self._is_urgent() or self._full(mine)):
             wait_s = _POLL_S if merges else self._resting_until[index] - time.monotonic()
             if wait_s <= 0:
@@ -448,7 +460,9 @@ class HalfAsyncSender:
     def __init__(self, client: Client, num_batches: int, receive: Callable[[Client], None] | None = None) -> None:
         if num_batches < 1:
             raise ConfigError(f"half-async: num_batches is {num_batches!r}; it must be 1 or more.")
-        self._client, self._num_batches, self._receive = client, num_batches, receive
+        self._client = client
+        self._num_batches = num_batches
+        self._receive = receive
         self._waiting: dict[int, list[Waiting]] = {}
         self._batches = 0
 
@@ -464,8 +478,10 @@ class HalfAsyncSender:
         """Pushes what waits."""
         if not self._batches:
             return
-        client, waiting = self._client, self._waiting
-        self._waiting, self._batches = {}, 0
+        client = self._client
+        waiting = self._waiting
+        self._waiting = {}
+        self._batches = 0
         merged = {table: sum_waiting(client, table, items) for table, items in waiting.items()}
         client.wait(client.push(merged))
         if self._receive is not None:

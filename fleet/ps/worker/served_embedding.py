@@ -38,13 +38,16 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def take_other_gradient(self) -> Gradient | None:
         """Returns the gradient that reached the weight outside the lookup, and forgets it; ``None`` without any."""
-        found, self.weight.grad = self.weight.grad, None
+        found = self.weight.grad
+        self.weight.grad = None
         if found is None:
             return None
         if found.layout is torch.strided:
-            ids, rows = torch.arange(self.num_embeddings), found
+            ids = torch.arange(self.num_embeddings)
+            rows = found
         else:
-            ids, rows = found.coalesce().indices()[0], found.coalesce().values()
+            ids = found.coalesce().indices()[0]
+            rows = found.coalesce().values()
         gradient = Gradient(ids.cpu().numpy(), np.ascontiguousarray(rows.to("cpu", torch.float32).numpy()))
         if self.lookup.keeps_shows:
             gradient.shows = np.zeros(len(gradient.ids), np.float32)
@@ -63,7 +66,8 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
                 "but them. Leave initial_range and accessors that pull show and click away, or use "
                 "fleet.SparseEmbedding."
             )
-        self.lookup, self.scales = self._new_lookup(keeps_shows=config.accessor is not None), config.scale_gradient
+        self.lookup = self._new_lookup(keeps_shows=config.accessor is not None)
+        self.scales = config.scale_gradient
 
     def _new_lookup(self, *, keeps_shows: bool = False) -> RowLookup:
         return RowLookup(self.lookup.label, keeps_shows=keeps_shows, skipped=self.padding_idx)
@@ -129,7 +133,7 @@ def check_embeddings(model: nn.Module) -> None:
             )
         if module.max_norm is not None or module.scale_grad_by_freq:
             raise UnsupportedOptionError(
-                f"{name}: max_norm and scale_grad_by_freq cannot be honoured for rows on the servers. Leave them away."
+                f"{name}: max_norm and scale_grad_by_freq cannot be honoured for rows on the servers. Omit them."
             )
         if module.weight.dtype is not torch.float32:
             raise UnsupportedOptionError(f"{name}.weight is {module.weight.dtype}; tables hold float32.")

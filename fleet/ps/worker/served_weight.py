@@ -79,7 +79,8 @@ class ServedWeight(nn.Parameter):
         Raises:
             ConfigError: it changes values that servers hold, or the weight has no rows to read.
         """
-        kwargs, name = kwargs or {}, _name(func)
+        kwargs = kwargs or {}
+        name = _name(func)
         with as_plain():
             if name is not None:
                 changed = _changed(name, args, kwargs)

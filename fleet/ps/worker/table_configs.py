@@ -65,7 +65,8 @@ def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | Non
         raise ConfigError(f"sparse_table_configs[{config.name!r}] takes a dictionary, got {settings!r}.")
     _check_keys(config.name, settings)
     accessor = _accessor(config, settings)
-    rule, embed = _rule(config, settings, "embedx_"), _rule(config, settings, "embed_")
+    rule = _rule(config, settings, "embedx_")
+    embed = _rule(config, settings, "embed_")
     made = replace(
         config,
         accessor=accessor,
@@ -97,7 +98,7 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         label = f"sparse_table_configs[{table!r}][{key!r}]"
         if key in _REFUSED:
-            raise UnsupportedOptionError(f"{label} cannot be honoured: {_REFUSED[key]}. Leave it away.")
+            raise UnsupportedOptionError(f"{label} cannot be honoured: {_REFUSED[key]}. Omit it.")
         if key not in known:
             raise ConfigError(f"{label} does not exist.{did_you_mean(key, known)} Keys: {', '.join(known)}.")
         if key == "sparse_table_class" and value not in _CLASSES:
@@ -107,7 +108,7 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
         if key in ("shard_num", "compress_in_save"):
             raise UnsupportedOptionError(
                 f"{label} cannot be honoured: a save has one checked file of rows per server, whose form does not "
-                "depend on it. Leave it away."
+                "depend on it. Omit it."
             )
 
 
@@ -151,7 +152,7 @@ def _rule(config: SparseTableConfig, settings: Mapping[str, Any], prefix: str) -
 
 
 def _refuse(name: str, key: str) -> bool:
-    raise ConfigError(f"sparse_table_configs: the rule {name!r} does not read {key!r}. Leave it away.")
+    raise ConfigError(f"sparse_table_configs: the rule {name!r} does not read {key!r}. Omit it.")
 
 
 def _number(table: str, key: str, value: Any) -> float:

@@ -1,4 +1,4 @@
-"""TablePlan: the tables of a job, worked out from model and optimizer alike on every worker and server."""
+"""TablePlan: the tables of a job, derived from model and optimizer alike on every worker and server."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class DensePart:
     @torch.no_grad()
     def add_gradients(self, total: Rows) -> None:
         """Adds the gradients to float32 [size], without a flat copy of them."""
-        whole, start = torch.from_numpy(total), 0
+        whole = torch.from_numpy(total)
+        start = 0
         for parameter in self.parameters:
             if parameter.grad is not None:
                 gradient = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
@@ -118,7 +119,8 @@ class DensePart:
     @torch.no_grad()
     def assign(self, values: Rows) -> None:
         """Copies ``values`` into the parameters."""
-        whole, start = torch.from_numpy(values), 0
+        whole = torch.from_numpy(values)
+        start = 0
         for parameter in self.parameters:
             parameter.copy_(whole[start : start + parameter.numel()].view(parameter.shape))
             start += parameter.numel()
@@ -238,7 +240,8 @@ def plan_tables(
         for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
-    plan, stands_for_rows = TablePlan(optimizer=optimizer), set()
+    plan = TablePlan(optimizer=optimizer)
+    stands_for_rows = set()
     for name, module in _embeddings(models):
         stands_for_rows.add(id(module.weight))
         _add_sparse(plan, name, module, places.get(id(module.weight)), optimizer, geo, configure)
@@ -335,7 +338,7 @@ def _check_geo(config: SparseTableConfig) -> None:
     if config.entry is not None or config.accessor is not None:
         raise ConfigError(
             f"table {config.name!r}: geo training exchanges differences of rows, which carry no counts for an entry "
-            "policy or an accessor. Leave entry and accessor away, or set k_steps to 0."
+            "policy or an accessor. Omit entry and accessor, or set k_steps to 0."
         )
     if config.rule.name != "sum":
         raise ConfigError(f"table {config.name!r}: geo training takes no rule of its own, got {config.rule.name!r}.")

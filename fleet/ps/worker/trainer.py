@@ -17,11 +17,11 @@ from fleet.ps.client.link import ONCE
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
 from fleet.ps.table.rules import LEARNING_RATE
-from fleet.ps.worker.exchange import (
+from fleet.ps.worker.exchange_modes import (
     AsyncExchange,
-    Exchange,
     GeoExchange,
     HalfAsyncExchange,
+    ServerExchange,
     SyncExchange,
     check_mode,
 )
@@ -40,7 +40,7 @@ class TrainerConfig:
     """How a worker trains.
 
     Args:
-        mode: one of :data:`fleet.ps.worker.exchange.MODES`.
+        mode: one of :data:`fleet.ps.worker.exchange_modes.MODES`.
         k_steps: steps between the exchanges of geo mode.
         sender: the queues of async mode.
         staleness: how many steps of other workers a step may go without (async, half-async); ``None``: any number.
@@ -80,12 +80,15 @@ class Trainer:
         make_client: Callable[[int], Client],
         train_dense: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.plan, self._exchanged, self.config = plan, plan, config
-        self._make_client, self._train_dense = make_client, train_dense
+        self.plan = plan
+        self._exchanged = plan
+        self.config = config
+        self._make_client = make_client
+        self._train_dense = train_dense
         self._pending: Mapping[str, Any] | None = None
         self._rates: dict[int, float] = {}
         self._client: Client | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ServerExchange | None = None
         self.stopped = False
         self.counts = {"pulled": 0, "pushed": 0}  # rows
 
@@ -140,7 +143,8 @@ class Trainer:
     def abandon(self) -> None:
         """Disconnects without a goodbye: the servers wait for this worker to come back, until its lease ends."""
         self.stopped = True
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         if exchange is not None:
             exchange.abandon()
         if self._client is not None:
@@ -251,7 +255,9 @@ class Trainer:
 
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that say which, once every worker has come here."""
-        client, parts, rows = self.client, self.plan.shrinking(threshold), 0
+        client = self.client
+        parts = self.plan.shrinking(threshold)
+        rows = 0
         self._come_to_save()
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
@@ -327,14 +333,14 @@ class Trainer:
     def _parts(self) -> list[SparsePart | DensePart]:
         return [*self.plan.sparse, *self.plan.dense]
 
-    def _running(self) -> Exchange:
+    def _running(self) -> ServerExchange:
         if self.stopped:
             raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
         if self._exchange is None:
             raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
         return self._exchange
 
-    def _start_exchange(self, client: Client) -> Exchange:
+    def _start_exchange(self, client: Client) -> ServerExchange:
         config = self.config
         if config.mode == "sync":
             return SyncExchange(client, self._exchanged)
@@ -346,7 +352,8 @@ class Trainer:
         return AsyncExchange(client, self._exchanged, config.sender, [self._connect(i + 1) for i in range(count)])
 
     def _stop_exchange(self) -> None:
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         if exchange is not None:
             exchange.close()
 
@@ -380,7 +387,8 @@ class Trainer:
                 self._rates[part.table_id] = rate
 
     def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
-        rank, step = self.client.config.rank, self.client.step + 1
+        rank = self.client.config.rank
+        step = self.client.step + 1
         found = self._not_finite(gradients)
         if found:
             raise NanInfError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fleet.errors import PSError
 
-__all__ = ["Alone", "ProcessGroupTrainers", "TrainerGroup"]
+__all__ = ["ProcessGroupTrainers", "SingleTrainer", "TrainerGroup"]
 
 
 class TrainerGroup(Protocol):
@@ -27,7 +27,7 @@ class TrainerGroup(Protocol):
         """Replaces ``tensor`` by that of trainer 0."""
 
 
-class Alone:
+class SingleTrainer:
     """The only trainer.
 
     Example:
@@ -49,7 +49,8 @@ class ProcessGroupTrainers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Begins the all-reduce; the wait raises PSError when a trainer is gone."""

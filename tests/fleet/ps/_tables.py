@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fleet.ps import SparseTable
-from fleet.ps.table.reference import _M1, _M2
+from fleet.ps.table.hash import MIX_1, MIX_2
 
 DATA = Path(__file__).parents[2] / "data" / "ps"
 
@@ -49,8 +49,8 @@ def assert_same_rows(one: dict[int, tuple[Any, ...]], other: dict[int, tuple[Any
 def key_with_bits(bits: int) -> int:
     """The key whose mixed bits are ``bits``: lets a test choose sub-shard and place."""
     bits ^= bits >> 33
-    bits = bits * pow(_M2, -1, 2**64) % 2**64
+    bits = bits * pow(MIX_2, -1, 2**64) % 2**64
     bits ^= bits >> 33
-    bits = bits * pow(_M1, -1, 2**64) % 2**64
+    bits = bits * pow(MIX_1, -1, 2**64) % 2**64
     bits ^= bits >> 33
     return bits - 2**64 if bits >= 2**63 else bits

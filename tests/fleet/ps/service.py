@@ -19,9 +19,9 @@ from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
-from fleet.ps.wire.local import LocalTransport
+from tests.fleet.ps.local_transport import LocalTransport
+from tests.fleet.ps.reference_store import ReferenceTable
 
 SECRET = b"of the tests"
 SGD = Rule("sgd", {"learning_rate": 1.0})
@@ -35,7 +35,7 @@ def make_table(spec: dict[str, Any]) -> ServedSparse | ServedDense:
     config = config_of_spec(spec)
     if isinstance(config, DenseTableConfig):
         return ServedDense(DenseTable(config))
-    return ServedSparse(SparseTable(config, use_kernels=False))
+    return ServedSparse(ReferenceTable(config))
 
 
 def silent(line: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.table.layout import SparseTableConfig
-from fleet.ps.wire.local import Fault
 from fleet.ps.wire.messages import Op
 from fleet.ps.wire.transport import SocketTransport
+from tests.fleet.ps.local_transport import Fault
 from tests.fleet.ps.service import DENSE, SGD, SPARSE, Gradient, gradient, ids, rows, serving
 
 
@@ -342,14 +342,14 @@ def test_the_heartbeat_keeps_the_lease():
         service.client(0, heartbeat=True)
         service.client(1)
         time.sleep(1.2)
-        states = [worker.state for worker in service.servers[0].machine.session.workers]
+        states = [worker.state for worker in service.servers[0].state.job.workers]
         assert states == ["active", "expired"]
 
 
 def test_the_wire_knows_every_operation():
-    from fleet.ps.server.requests import Requests
+    from fleet.ps.server.operations import Operations
 
     with serving() as service:
-        requests = service.servers[0]._requests
-        assert isinstance(requests, Requests)
-        assert set(requests._handlers) == set(Op) - {Op.HELLO}
+        operations = service.servers[0]._operations
+        assert isinstance(operations, Operations)
+        assert set(operations._handlers) == set(Op) - {Op.HELLO}

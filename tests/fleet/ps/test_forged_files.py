@@ -27,13 +27,14 @@ from fleet.ps import (
 from fleet.ps import save_table as save
 from fleet.ps.files.manifest import read_manifest
 from fleet.ps.files.text_format import export_text, import_text, save_text
+from tests.fleet.ps.reference_store import ReferenceTable
 
 CONFIG = SparseTableConfig("t", 4, Rule("sgd"))
 
 
 def table(rows: int = 20) -> SparseTable:
     """A table that runs without kernels."""
-    made = SparseTable(CONFIG, use_kernels=False)
+    made = ReferenceTable(CONFIG)
     if rows:
         keys = np.arange(rows)
         made.push(keys, np.ones((rows, 4), np.float32))

@@ -16,11 +16,11 @@ import pytest
 from fleet.ps.wire.auth import GREETING_BYTES, prove_to_server
 from fleet.ps.wire.messages import (
     HEADER_BYTES,
-    Flag,
     Header,
+    MessageFlag,
     Op,
-    Part,
     Status,
+    TablePart,
     control_body,
     decode_control,
     decode_header,
@@ -116,7 +116,7 @@ def test_without_the_secret_nothing_is_read(service):
 
 
 def part(n=3, table=0, dim=2):
-    return Part(table, n, dim, np.arange(n, dtype=np.int64), np.ones((n, dim), np.float32))
+    return TablePart(table, n, dim, np.arange(n, dtype=np.int64), np.ones((n, dim), np.float32))
 
 
 def test_random_bytes_after_the_proof(service):
@@ -177,14 +177,14 @@ def test_each_wrong_request_is_refused_and_the_line_stays(service):
         (Op.PUSH, good, {"seq": 1, "n_tables": 0}, "fill 0"),
         (
             Op.PUSH,
-            b"".join(bytes(b) for b in encode_parts([Part(0, 2, 2, ids(1, 2))])),
+            b"".join(bytes(b) for b in encode_parts([TablePart(0, 2, 2, ids(1, 2))])),
             {"seq": 1, "n_tables": 1},
             "no rows",
         ),
         (Op.SET_DENSE, good, {"seq": 1, "n_tables": 1}, "dense tables only"),
         (Op.BARRIER, control_body({"name": 5}), {"step": 1}, "name"),
         (Op.BARRIER, control_body({"name": "x"}), {"step": 0}, "number from 1"),
-        (Op.CREATE, control_body({"tables": {"x": {}}}), {}, "whole numbers"),
+        (Op.CREATE, control_body({"tables": {"x": {}}}), {}, "integers"),
         (Op.CREATE, control_body({"tables": {"70000": {}}}), {}, "65535"),
         (Op.CREATE, control_body({"tables": {"5": {"kind": "sparse"}}}), {}, "cannot be read"),
         (Op.CREATE, b"[1]", {}, "JSON object"),
@@ -249,10 +249,10 @@ def test_an_oversize_control_message_closes(service):
 
 def test_a_pull_larger_than_a_message_is_refused(service):
     connection = proven(service)
-    body = b"".join(bytes(b) for b in encode_parts([Part(0, 40_000_0, 2, np.zeros(40_000_0, np.int64))]))
+    body = b"".join(bytes(b) for b in encode_parts([TablePart(0, 40_000_0, 2, np.zeros(40_000_0, np.int64))]))
     object.__setattr__(service.servers[0].config, "max_body_bytes", 3_200_000 + 100)
     try:
-        answer, content = ask(connection, Op.PULL, body, n_tables=1, flags=Flag.NO_CREATE)
+        answer, content = ask(connection, Op.PULL, body, n_tables=1, flags=MessageFlag.NO_CREATE)
         assert answer.status is Status.REFUSED or len(content) <= 3_200_100
     finally:
         object.__setattr__(service.servers[0].config, "max_body_bytes", 1 << 28)

@@ -1,7 +1,8 @@
-"""What the tables cost: imports, compilation, memory per row, and the way without numba."""
+"""What the tables cost: imports, compilation, memory per row; and what a broken numba says."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -41,15 +42,40 @@ def test_import_loads_nothing_heavy() -> None:
     assert _run("import sys; from fleet.ps import SparseTable; print('numba' in sys.modules)") == "False"
 
 
-def test_without_numba_the_twins_stand_in(tmp_path: Path) -> None:
-    """Decision 4: NUMBA_DISABLE_JIT, or no numba at all, gives the same table, slower."""
-    with_kernels = _run(TABLE)
-    assert with_kernels.startswith("KernelStore")
-    without = _run(TABLE, NUMBA_DISABLE_JIT="1")
-    blocked = _run("import sys; sys.modules['numba'] = None\n" + TABLE)
-    assert without == blocked
-    assert without.startswith("ReferenceStore")
-    np.testing.assert_allclose(float(without.split()[1]), float(with_kernels.split()[1]), rtol=1e-6)
+BUILDERS = {
+    "sparse table": "from fleet.ps import SparseTable, SparseTableConfig; SparseTable(SparseTableConfig('t', 16))",
+    "dense table": "from fleet.ps import DenseTable, DenseTableConfig; DenseTable(DenseTableConfig('d', 4))",
+    "server": (
+        "from pathlib import Path; from fleet.ps import Server, ServerConfig\n"
+        "    Server(ServerConfig(secret=b's', folder=Path(sys.argv[0]).parent / 'never made'))"
+    ),
+    "batch": "import numpy; from fleet.ps import UniqueKeys; UniqueKeys()(numpy.arange(3))",
+}
+BREAKS = {
+    "absent": ("sys.modules['numba'] = None", {}, "cannot be imported .ModuleNotFoundError.*pip install"),
+    "disabled": ("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT is set.*Unset"),
+    "does not compile": (
+        "import numba.core.compiler as c\n"
+        "def broken(*a, **k): raise RuntimeError('no target for this processor')\n"
+        "c.compile_extra = broken; import numba.core.caching as d; d.CacheImpl._locator_classes = []",
+        {},
+        "RuntimeError: no target for this processor.*pip install",
+    ),
+}
+
+
+@pytest.mark.parametrize("built", BUILDERS)
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_broken_numba_is_named_before_anything_is_built(broken: str, built: str) -> None:
+    """Decision 4: there is no second, slow implementation that stands in without a word."""
+    setup, variables, words = BREAKS[broken]
+    code = (
+        f"import sys\n{setup}\nfrom fleet.errors import ConfigError\n"
+        f"try:\n    {BUILDERS[built]}\nexcept ConfigError as error:\n    print(error)\nelse:\n    print('built')"
+    )
+    said = _run(code, **variables)
+    assert said.startswith("parameter-server tables need numba: ")
+    assert re.search(words, said), said
 
 
 def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
@@ -70,7 +96,7 @@ def test_damaged_files_of_the_cache_are_written_anew(content: bytes, tmp_path: P
     code = (
         "from fleet.ps.table.kernels.rule_kernels import update_function\n"
         "update_function('sgd')\n"
-        "from fleet.ps.table.kernels.id_kernels import expand_rows; expand_rows(0, 0, 0, 0, 0)\n"
+        "from fleet.ps.table.kernels.id_kernels import merge_rows; merge_rows(0, 0, 0, 0, 0, 0)\n"
         "import numpy as np; from fleet.dataset._kernels import copy_runs\n"
         "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
     )
@@ -107,7 +133,7 @@ def test_first_use_compiles_in_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [1_000_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 def test_memory_per_row(rows: int) -> None:
     """Study 3: dim 16 Adagrad takes 128 bytes of row and about 27 of index, within 10 percent."""
-    table = SparseTable(SparseTableConfig("t", 16, Rule("adagrad")), use_kernels=True)
+    table = SparseTable(SparseTableConfig("t", 16, Rule("adagrad")))
     before = _resident_bytes()
     for start in range(0, rows, 100_000):
         table.pull(np.arange(start, start + 100_000) * 97)
@@ -124,7 +150,7 @@ def test_statistics_cost_24_bytes() -> None:
     """An accessor's shows, clicks, delta score and slot."""
     sizes = []
     for accessor in (None, Accessor()):
-        table = SparseTable(SparseTableConfig("t", 16, Rule("adagrad"), accessor=accessor), use_kernels=True)
+        table = SparseTable(SparseTableConfig("t", 16, Rule("adagrad"), accessor=accessor))
         table.pull(np.arange(1_000_000))
         sizes.append(table.memory_bytes / 1_000_000)
         table.close()

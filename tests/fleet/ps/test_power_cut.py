@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from fleet.errors import CheckpointError, PSError
+from fleet.ps.server.job_state import JobState
 from fleet.ps.server.journal import Journal
-from fleet.ps.server.machine import Machine
-from fleet.ps.server.session import Session
+from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import recover, write_snapshot
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.messages import Header, Op, Part, encode_parts
+from fleet.ps.wire.messages import Header, Op, TablePart, encode_parts
 from tests.fleet.ps.service import SPARSE, gradient, make_table, rows, serving
 from tests.helpers.forgetful_disk import ForgetfulDisk
 
@@ -28,30 +28,30 @@ class Life:
 
     def __init__(self, folder: Path, level: int) -> None:
         journal = Journal(folder / "journal", level)
-        self.folder, self.machine = folder, Machine(Session(1, journal.lock), journal, make_table, sync=False)
-        self.lines = recover(folder, self.machine)
+        self.folder, self.state = folder, ServerState(JobState(1, journal.lock), journal, make_table, sync=False)
+        self.lines = recover(folder, self.state)
         journal.open()
-        self.worker = self.machine.session.workers[0]
+        self.worker = self.state.job.workers[0]
         self.channel = self.worker.channel(1)
         self.sent = self.start = self.channel.last
-        self.machine.create_tables({0: spec_of_config(SPARSE)})
+        self.state.create_tables({0: spec_of_config(SPARSE)})
 
     def push(self, times: int = 1) -> None:
         for _ in range(times):
             self.sent += 1
-            part = Part(0, len(KEYS), 2, KEYS, np.ones((len(KEYS), 2), np.float32))
+            part = TablePart(0, len(KEYS), 2, KEYS, np.ones((len(KEYS), 2), np.float32))
             body = memoryview(bytearray(b"".join(bytes(item) for item in encode_parts([part]))))
             header = Header(Op.PUSH, client_id=self.worker.client_id, seq=self.sent, step=self.sent, n_tables=1)
-            self.machine.change(self.worker, 1, header, body)
+            self.state.change(self.worker, 1, header, body)
 
     def durable(self) -> int:
         """What the worker has been told, and so does not keep any more."""
-        with self.machine.journal.lock:
-            return self.channel.durable_seq(self.machine.journal.durable_lsn)
+        with self.state.journal.lock:
+            return self.channel.durable_seq(self.state.journal.durable_lsn)
 
     def snapshot(self, patch: pytest.MonkeyPatch, pushes: tuple[int, ...] = (20, 40)) -> None:
         """Writes one; pushes come while the rows are copied."""
-        table = self.machine.tables[0].table
+        table = self.state.tables[0].table
         plan = table.plan_windows
 
         def plan_windows(rows_per_window: int) -> Iterator[object]:
@@ -62,15 +62,15 @@ class Life:
 
         with patch.context() as inner:
             inner.setattr(table, "plan_windows", plan_windows)
-            write_snapshot(self.machine, self.folder)
+            write_snapshot(self.state, self.folder)
 
     def values(self) -> set[float]:
         """What stands in the rows."""
-        return set(self.machine.tables[0].table.pull(KEYS, create=False).reshape(-1).tolist())
+        return set(self.state.tables[0].table.pull(KEYS, create=False).reshape(-1).tolist())
 
     def run(self, patch: pytest.MonkeyPatch) -> None:
         """Some pushes, with syncs and snapshots between."""
-        journal = self.machine.journal
+        journal = self.state.journal
         self.push(2)
         journal.sync()
         self.push(2)
@@ -152,8 +152,8 @@ def test_level_1_says_what_is_missing(tmp_path: Path, alone: pytest.MonkeyPatch)
     life = Life(tmp_path, 1)
     life.push(5)
     first = next((tmp_path / "journal").iterdir())
-    with life.machine.journal.lock:
-        life.machine.journal.rotate()
+    with life.state.journal.lock:
+        life.state.journal.rotate()
     life.push(5)
     first.write_bytes(first.read_bytes()[:-9])
     again = Life(tmp_path, 1)
@@ -171,11 +171,11 @@ def test_the_numbers_go_on_after_the_newest_row(tmp_path: Path, alone: pytest.Mo
         path.unlink()
     again = Life(tmp_path, 1)
     assert "the snapshot has rows up to record 6, the journal ends with 4" in again.lines[-1]
-    before = again.machine.tables[0].table.pull(KEYS, create=False)
+    before = again.state.tables[0].table.pull(KEYS, create=False)
     again.push(2)
     third = Life(tmp_path, 1)  # the same again: the journal goes on after the gap
     assert third.sent == again.sent
-    after = third.machine.tables[0].table.pull(KEYS, create=False)
+    after = third.state.tables[0].table.pull(KEYS, create=False)
     np.testing.assert_array_equal(after, before - 2)
 
 

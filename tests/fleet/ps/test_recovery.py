@@ -20,8 +20,9 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.local import Fault, LocalTransport
-from fleet.ps.wire.messages import Part
+from fleet.ps.wire.messages import TablePart
+from tests.fleet.ps.local_transport import Fault, LocalTransport
+from tests.fleet.ps.reference_store import ReferenceTable
 from tests.fleet.ps.service import (
     SECRET,
     SPARSE,
@@ -39,6 +40,7 @@ ADAM = SparseTableConfig("adam", 3, Rule("adam", {"learning_rate": 0.1}), initia
 CTR = SparseTableConfig(
     "ctr", 5, Rule("shared_adagrad"), Rule("adam"), accessor=Accessor("CtrCommonAccessor"), entry=CountFilterEntry(2)
 )
+
 DENSE_ADAM = DenseTableConfig("mlp", 7, Rule("adam"))
 TABLES = {0: ADAM, 1: DENSE_ADAM, 2: CTR}
 
@@ -61,7 +63,7 @@ def train(client, steps, seed):
 
 def state_of(server):
     """Everything a server knows, bit by bit."""
-    machine, state = server.machine, {}
+    machine, state = server.state, {}
     for number, served in machine.tables.items():
         if hasattr(served.table, "read_state"):
             state[number] = [array.tobytes() for array in served.table.read_state()]
@@ -81,7 +83,7 @@ def state_of(server):
                 rows_[key] = (int(block.counts[i]), bool(block.admitted[i]), block.values[i].tobytes(), counts)
         state[number] = rows_
         state[number, "lr"] = served.learning_rate
-    session = machine.session
+    session = machine.job
     state["session"] = (
         session.applied_step,
         session.barriers,
@@ -172,7 +174,7 @@ def test_a_row_known_to_a_later_record_is_not_updated_twice(tmp_path, monkeypatc
     with serving(folder=tmp_path / "s") as service:
         client = service.client(tables={0: SPARSE})
         client.wait(client.push({0: gradient([1, 2, 3])}))
-        table = service.servers[0].machine.tables[0].table
+        table = service.servers[0].state.tables[0].table
         plan, pushed = table.plan_windows, []
 
         def plan_windows(rows_per_window):
@@ -190,9 +192,8 @@ def test_a_row_known_to_a_later_record_is_not_updated_twice(tmp_path, monkeypatc
         assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
         newest = next((tmp_path / "s" / "server-0").glob("snapshot-*"))
         from fleet.ps.server.served_table import ServedSparse
-        from fleet.ps.table.sparse_table import SparseTable
 
-        stamps = ServedSparse(SparseTable(SPARSE, use_kernels=False)).read(newest / "table-0.rows")
+        stamps = ServedSparse(ReferenceTable(SPARSE)).read(newest / "table-0.rows")
         assert len(set(np.concatenate(stamps._stamps).tolist())) > 1  # or this test shows nothing
 
 
@@ -340,7 +341,7 @@ def test_a_damaged_snapshot_is_refused(tmp_path):
 def test_a_change_that_cannot_be_applied_stops_the_server(tmp_path, monkeypatch):
     with serving(folder=tmp_path / "s") as service:
         client = service.client(tables={0: SPARSE}, deadline_s=1.0)
-        table = service.servers[0].machine.tables[0].table
+        table = service.servers[0].state.tables[0].table
         monkeypatch.setattr(table, "push", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
         with pytest.raises(PSError, match="no room"):
             client.wait(client.push({0: gradient([1])}))
@@ -355,7 +356,7 @@ def test_a_snapshot_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     """PS design 3: or each attempt on a full disk would fill it further."""
     with serving(folder=tmp_path) as service:
         client = service.client(tables={0: SPARSE})
-        served = service.servers[0].machine.tables[0]
+        served = service.servers[0].state.tables[0]
 
         def full(path, stamp):
             path.write_bytes(b"half")
@@ -383,7 +384,7 @@ def test_a_server_killed_while_it_prepared_prepares_again(tmp_path):
         calls.append(machine)
         if len(calls) == 1:
             raise KeyboardInterrupt  # the end of the process, as far as the folder knows
-        machine.tables[0].push(Part(0, 1, 2, ids(7), np.ones((1, 2), np.float32)))
+        machine.tables[0].push(TablePart(0, 1, 2, ids(7), np.ones((1, 2), np.float32)))
         write_snapshot(machine, tmp_path)  # as loading does
 
     for expected in (1, 2, 2):
@@ -393,7 +394,7 @@ def test_a_server_killed_while_it_prepared_prepares_again(tmp_path):
         except KeyboardInterrupt:
             assert expected == 1
         else:
-            assert server.machine.tables[0].table.pull(ids(7), create=False)[0, 0] == -1
+            assert server.state.tables[0].table.pull(ids(7), create=False)[0, 0] == -1
         finally:
             server.stop()
         assert len(calls) == expected

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.server.session import GeoRecorder
+from fleet.ps.server.job_state import GeoRecorder
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-from fleet.ps.worker.exchange import SyncExchange
+from fleet.ps.worker.exchange_modes import SyncExchange
 from fleet.ps.worker.table_plan import SparsePart, TablePlan
 from tests.fleet.ps.service import SPARSE, Gradient, gradient, ids, in_threads, rows, serving
 
@@ -35,7 +35,7 @@ def test_sync_averages_over_workers_and_applies_once():
 
 def test_who_waits_says_for_whom_and_where(monkeypatch):
     """D.8: a save that worker 0 alone calls, as in scripts of Paddle, does not stand there in silence."""
-    monkeypatch.setattr("fleet.ps.server.requests.BEAT_S", 0.02)
+    monkeypatch.setattr("fleet.ps.server.operations.BEAT_S", 0.02)
     with serving(mode="sync", num_workers=2) as service:
         a, b = service.client(0), service.client(1)
         lines: list[str] = []
@@ -201,7 +201,7 @@ def test_workers_do_run_ahead_within_the_bound():
         blocked.start()
         blocked.join(0.3)
         assert blocked.is_alive()
-        service.servers[0].machine.leave(service.servers[0].machine.session.workers[1])
+        service.servers[0].state.leave(service.servers[0].state.job.workers[1])
         blocked.join(5)
         assert not blocked.is_alive()
 
@@ -258,7 +258,7 @@ def test_a_barrier_does_not_hang_on_a_worker_that_ends(how):
 
 
 def test_a_barrier_survives_a_cut_and_a_restarted_worker_passes_old_ones():
-    from fleet.ps.wire.local import Fault
+    from tests.fleet.ps.local_transport import Fault
 
     with serving(num_workers=2) as service:
         a, b = service.client(0), service.client(1)
@@ -279,7 +279,7 @@ def test_a_barrier_opens_when_what_was_pushed_before_it_is_applied(ending, tmp_p
         for client in (a, b):
             client.wait(client.push({0: gradient([1, 2], 2.0)}))
         a.wait(a.push({0: gradient([1, 2], 4.0)}))
-        sessions = [server.machine.session for server in service.servers]
+        sessions = [server.state.job for server in service.servers]
         waiting = threading.Thread(target=a.barrier, daemon=True)
         waiting.start()
         deadline = time.monotonic() + 10
@@ -298,7 +298,7 @@ def test_a_barrier_opens_when_what_was_pushed_before_it_is_applied(ending, tmp_p
             server.stop()
             service.start(index)
         assert rows(a, [1, 2])[:, 0].tolist() == [-6, -6]
-        assert [server.machine.session.barriers for server in service.servers] == [{"worker": 1}] * 2
+        assert [server.state.job.barriers for server in service.servers] == [{"worker": 1}] * 2
 
 
 def test_a_load_drops_what_an_open_step_holds_for_its_tables(tmp_path):
@@ -316,7 +316,7 @@ def test_a_load_drops_what_an_open_step_holds_for_its_tables(tmp_path):
         service.servers[0].stop()
         service.start(0)
         b = service.client(1)
-        assert service.servers[0].machine.session.held[1].keys() == {0}
+        assert service.servers[0].state.job.held[1].keys() == {0}
         b.wait(b.push({0: gradient([1], 2.0), 1: np.full(5, 2.0, np.float32)}))
         found = b.wait(b.pull({0: ids(1), 1: None}))
         assert found[0][:, 0].tolist() == [-1]  # only the other worker's

@@ -14,11 +14,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, load_table, save_table, saved_blocks
+from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, load_table, save_table
+from fleet.ps.files.manifest import read_parts
+from fleet.ps.files.table_files import _blocks_of
 from fleet.ps.table.kernels.common import CAPACITY, LENGTH, NUM_ENTRIES
-from fleet.ps.table.kernels.life import FIRST_CAPACITY
+from fleet.ps.table.kernels.walks import FIRST_CAPACITY
 from fleet.ps.table.rows import RowBlock
 from tests.fleet.ps._tables import key_with_bits, rows_of
+from tests.fleet.ps.reference_store import table_of
 
 EXACT = Rule("sgd", {"learning_rate": 1.0})
 ZERO = Initializer("constant", 0.0)
@@ -35,7 +38,7 @@ class TableAgainstDictionary(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = SparseTable(SparseTableConfig("t", 2, EXACT, initializer=ZERO), use_kernels=True)
+        self.table = SparseTable(SparseTableConfig("t", 2, EXACT, initializer=ZERO))
         self.model: dict[int, float] = {}
         self.counts: dict[int, int] = {}
 
@@ -66,7 +69,7 @@ class TableAgainstDictionary(RuleBasedStateMachine):
     @rule()
     def move(self) -> None:
         """All rows, through blocks, into a new table."""
-        fresh = SparseTable(self.table.config, use_kernels=True)
+        fresh = SparseTable(self.table.config)
         for block in self.table.blocks(7):
             fresh.insert(block)
         self.table.close()
@@ -93,7 +96,7 @@ TestTableAgainstDictionary.settings = settings(
 
 def test_growth_keeps_the_load() -> None:
     """Study 3: an index grows by half at three quarters, so it is never emptier than half once it has grown."""
-    table = SparseTable(SparseTableConfig("t", 1, EXACT, initializer=ZERO), use_kernels=True)
+    table = SparseTable(SparseTableConfig("t", 1, EXACT, initializer=ZERO))
     keys = np.arange(200_000) * 7919
     for start in range(0, len(keys), 10_000):
         table.pull(keys[start : start + 10_000])
@@ -109,7 +112,7 @@ def test_growth_keeps_the_load() -> None:
 
 def test_deleted_rows_are_used_again() -> None:
     """Memory does not grow when as many rows come as go."""
-    table = SparseTable(SparseTableConfig("t", 8, EXACT, initializer=ZERO), use_kernels=True)
+    table = SparseTable(SparseTableConfig("t", 8, EXACT, initializer=ZERO))
     table.pull(np.arange(50_000))
     before = table.memory_bytes
     for round_ in range(1, 6):
@@ -122,7 +125,7 @@ def test_deleted_rows_are_used_again() -> None:
 def test_four_threads_give_the_serial_result() -> None:
     """Study 2c: concurrent pushes to shared rows while the table grows lose nothing (integers add exactly)."""
     config = SparseTableConfig("t", 4, EXACT, initializer=ZERO, accessor=Accessor())
-    table, expected = SparseTable(config, use_kernels=True), {}
+    table, expected = SparseTable(config), {}
     rng = np.random.default_rng(3)
     work = []
     for _ in range(4):
@@ -157,7 +160,7 @@ def test_four_threads_give_the_serial_result() -> None:
 
 def test_threads_on_one_row_wait_for_each_other() -> None:
     """Without the lock of the sub-shard this loses updates at once, and new ids find a half-written index."""
-    table = SparseTable(SparseTableConfig("t", 4, EXACT, initializer=ZERO), use_kernels=True)
+    table = SparseTable(SparseTableConfig("t", 4, EXACT, initializer=ZERO))
     repeated, gradients = np.full(4000, 7), np.ones((4000, 4), np.float32)
 
     def push(seed: int) -> None:
@@ -228,12 +231,13 @@ def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
     Replaying the later ones of a log on the saved rows gives the live table, row for row, without a stop.
     """
     config = SparseTableConfig("t", 3, Rule("sgd", {"learning_rate": 1.0}), initializer=Initializer("uniform", -1, 1))
-    table, fresh = (SparseTable(config, use_kernels=use_kernels) for _ in range(2))
+    table, fresh = (table_of(config, use_kernels) for _ in range(2))
     table.push(np.arange(0, 2000), np.ones((2000, 3), np.float32))
     log = _save_under_load(table, tmp_path, 40 if use_kernels else 10)
     rows: dict[int, np.ndarray] = {}
     known_until: dict[int, int] = {}
-    for block in saved_blocks(tmp_path, "t"):
+    folder = tmp_path / "t"
+    for block in (block for part in read_parts(folder) for block in _blocks_of(folder, part, None)):
         for key, row in zip(block.keys.tolist(), block.values, strict=True):
             assert key not in known_until
             rows[key], known_until[key] = row.copy(), block.stamp
@@ -252,7 +256,7 @@ def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
 
 def test_walk_meets_every_row_once_while_others_come_and_go() -> None:
     """D.8: rows that exist throughout are found once, however the index moves between windows."""
-    table = SparseTable(SparseTableConfig("t", 1, EXACT, initializer=ZERO), use_kernels=True)
+    table = SparseTable(SparseTableConfig("t", 1, EXACT, initializer=ZERO))
     stay, rng = np.arange(20_000), np.random.default_rng(0)
     for _ in range(3):
         table.push(stay, np.zeros((len(stay), 1), np.float32))
@@ -270,7 +274,7 @@ def test_walk_meets_every_row_once_while_others_come_and_go() -> None:
 def test_a_load_finds_an_index_of_the_final_size(tmp_path: Path) -> None:
     """D.8: a save comes in the order of places, and in an index that grew under it each row would probe all others."""
     config = SparseTableConfig("t", 2, EXACT, initializer=ZERO)
-    table, loaded = (SparseTable(config, use_kernels=True) for _ in range(2))
+    table, loaded = (SparseTable(config) for _ in range(2))
     table.pull(np.arange(100_000))
     save_table(table, tmp_path)
     capacities: list[np.ndarray] = []

@@ -13,7 +13,6 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server, prove_to_worker
-from fleet.ps.wire.local import Fault, LocalTransport
 from fleet.ps.wire.transport import (
     Connection,
     ConnectionLost,
@@ -23,6 +22,7 @@ from fleet.ps.wire.transport import (
     is_loopback,
     split_endpoint,
 )
+from tests.fleet.ps.local_transport import Fault, LocalTransport
 from tests.helpers.certificates import make_certificate
 
 KINDS = ["tcp", "unix", "tls", "local"]

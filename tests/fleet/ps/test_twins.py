@@ -1,8 +1,6 @@
-"""Kernels and their numpy twins compute the same (decision 4)."""
+"""Kernels and their oracles in numpy compute the same (decision 4)."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -15,16 +13,14 @@ from fleet.ps import (
     Initializer,
     ProbabilityEntry,
     Rule,
-    SparseTable,
     SparseTableConfig,
     UniqueKeys,
-    expand_rows,
-    merge_gradients,
-    servers_of_keys,
-    split_keys,
+    sum_rows,
 )
 from fleet.ps.table.rules import RULES
+from tests.fleet.ps import reference_ids
 from tests.fleet.ps._tables import assert_same_rows, rows_of
+from tests.fleet.ps.reference_store import table_of
 
 KEYS = st.one_of(st.integers(-40, 40), st.sampled_from([2**63 - 1, -(2**63)]))
 SPARSE_RULES = [name for name, spec in RULES.items() if spec.sparse]
@@ -54,7 +50,7 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
         initializer=Initializer(kind, -0.5, 0.5),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
     )
-    tables = [SparseTable(config, use_kernels=use) for use in (True, False)]
+    tables = [table_of(config, use) for use in (True, False)]
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     actions = st.sampled_from(["pull", "push", "push", "bare", "add", "day", "shrink"])
     for action in draw(st.lists(actions, max_size=12)):
@@ -86,28 +82,16 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    keys=st.lists(KEYS, max_size=200),
-    dim=st.integers(1, 33),
-    servers=st.integers(1, 100),
-    routing=st.sampled_from(["range", "modulo"]),
-)
-def test_same_batches(keys: list[int], dim: int, servers: int, routing: str) -> None:
-    """Distinct keys, merged gradients, expanded rows and groups of servers."""
+@given(keys=st.lists(KEYS, max_size=200), dim=st.integers(1, 33))
+def test_same_batches(keys: list[int], dim: int) -> None:
+    """Distinct keys and merged gradients."""
     array = np.array(keys, np.int64)
-    rng = np.random.default_rng(0)
-    gradients = rng.normal(size=(len(keys), dim)).astype(np.float32)
-    find = UniqueKeys(use_kernels=True)
+    gradients = np.random.default_rng(0).normal(size=(len(keys), dim)).astype(np.float32)
+    find = UniqueKeys()
     find(array[::-1].copy())  # an older generation must not be seen
-    (distinct, inverse), other = find(array), UniqueKeys(use_kernels=False)(array)
-    assert distinct.tolist() == other[0].tolist() == list(dict.fromkeys(keys))
-    assert inverse.tolist() == other[1].tolist()
-    merged = [merge_gradients(gradients, inverse, len(distinct), use_kernels=use) for use in (True, False)]
-    np.testing.assert_array_equal(*merged)
-    expanded = [expand_rows(merged[0], inverse, use_kernels=use) for use in (True, False)]
-    np.testing.assert_array_equal(*expanded)
-    groups = [split_keys(distinct, servers, routing, use_kernels=use) for use in (True, False)]
-    np.testing.assert_array_equal(groups[0][0], groups[1][0])
-    np.testing.assert_array_equal(groups[0][1], groups[1][1])
-    for server, (start, stop) in enumerate(itertools.pairwise(groups[0][1].tolist())):
-        assert (servers_of_keys(distinct[groups[0][0][start:stop]], servers, routing) == server).all()
+    distinct, inverse = find(array)
+    expected, places = reference_ids.unique_keys(array)
+    assert distinct.tolist() == expected.tolist() == list(dict.fromkeys(keys))
+    assert inverse.tolist() == places.tolist()
+    merged = sum_rows(gradients, inverse, len(distinct))
+    np.testing.assert_array_equal(merged, reference_ids.sum_rows(gradients, inverse, len(distinct)))

@@ -15,7 +15,7 @@ import pytest
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
 from fleet.ps.client.client import wait_for_servers
-from fleet.ps.server import requests as _requests
+from fleet.ps.server import operations
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
@@ -27,8 +27,8 @@ def test_a_save_that_one_worker_calls_while_the_other_is_at_a_barrier(
     mode: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 9, 2: both get an error that says which call each is in, with its line, and what to do."""
-    monkeypatch.setattr(_requests, "BEAT_S", 0.2)
-    monkeypatch.setattr(_requests, "STUCK_S", 0.5)
+    monkeypatch.setattr(operations, "BEAT_S", 0.2)
+    monkeypatch.setattr(operations, "STUCK_S", 0.5)
     failures: dict[int, str] = {}
 
     def work(own: Fleet, rank: int) -> None:
@@ -53,8 +53,8 @@ def test_a_save_that_one_worker_calls_while_the_other_is_at_a_barrier(
 
 def test_a_worker_that_trains_on_is_waited_for_and_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """D.7, issue 9, 2: it may have more batches; a line says what the first one waits in, and where the other is."""
-    monkeypatch.setattr(_requests, "BEAT_S", 0.1)
-    monkeypatch.setattr(_requests, "STUCK_S", 0.2)
+    monkeypatch.setattr(operations, "BEAT_S", 0.1)
+    monkeypatch.setattr(operations, "STUCK_S", 0.2)
     said: list[str] = []
     waits = threading.Event()
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
-from fleet.ps.server.metrics import Measure
+from fleet.ps.server.measures import Measure
 from fleet.ps_job.server_metrics import Metrics, address_towards, serve_measures
 from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.crowd import Crowd

@@ -83,7 +83,7 @@ def test_who_does_not_fit_is_told_at_once(fault: str, variables: dict[str, str],
         with pytest.raises(PSError, match=reason):
             connect(service.servers[0].endpoint, worker, connect_timeout_s=0.5, deadline_s=1.0)
         assert time.monotonic() - began < 30
-        assert service.servers[0].machine.session.workers[0].state == "expected", "nobody was let in"
+        assert service.servers[0].state.job.workers[0].state == "expected", "nobody was let in"
 
 
 def test_wrong_files_and_halves_are_refused(variables: dict[str, str], tmp_path: Path) -> None:

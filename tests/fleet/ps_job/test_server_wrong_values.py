@@ -135,7 +135,7 @@ def test_every_argument_of_sparse_embedding_is_tried() -> None:
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        *((lambda value=value: fleet.CountFilterEntry(value), r"CountFilterEntry\(.*whole number|must lie in")
+        *((lambda value=value: fleet.CountFilterEntry(value), r"CountFilterEntry\(.*integer|must lie in")
           for value in (-1, 1.5, "3", True, 2**40)),
         *((lambda value=value: fleet.ProbabilityEntry(value), r"ProbabilityEntry\(.*between 0 and 1|takes a float")
           for value in (0.0, 1.0, 1, "x", NAN, -0.1)),

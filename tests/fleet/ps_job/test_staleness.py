@@ -16,7 +16,7 @@ from fleet.errors import ConfigError, FleetError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
-from fleet.ps.worker.exchange import HalfAsyncExchange
+from fleet.ps.worker.exchange_modes import HalfAsyncExchange
 from fleet.ps.worker.sender import AsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
@@ -219,7 +219,7 @@ def test_the_servers_are_told_of_a_step_when_all_its_tables_are_there(threads: i
             sender.put({0: gradient([number]), 1: np.ones(5, np.float32)}, step=number)
         sender.put({}, step=13)
         sender.flush()
-        assert service.servers[0].machine.session.workers[0].clock == 13
+        assert service.servers[0].state.job.workers[0].clock == 13
         sender.stop()
     for place, (_, told, ends) in enumerate(sent):
         if ends and told <= 12:

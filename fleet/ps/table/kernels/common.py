@@ -30,8 +30,8 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from fleet.ps.table.hash import MIX_1, MIX_2
 from fleet.ps.table.kernels.numba_cache import keep_compiled
-from fleet.ps.table.reference import _M1, _M2
 
 # Words of the header.
 NUM_WEIGHTS, ROW_BYTES, NUM_COUNTERS, HAS_STATISTICS, NUM_BLOCKS = 0, 1, 2, 3, 4
@@ -233,8 +233,7 @@ lock_mutex: Any = types.ExternalFunction("pthread_mutex_lock", i32(i64))
 unlock_mutex: Any = types.ExternalFunction("pthread_mutex_unlock", i32(i64))
 create_mutex: Any = types.ExternalFunction("pthread_mutex_init", i32(i64, i64))
 
-MIX_1, MIX_2 = _M1, _M2
-UNMIX_1, UNMIX_2 = pow(_M1, -1, 2**64), pow(_M2, -1, 2**64)
+UNMIX_1, UNMIX_2 = pow(MIX_1, -1, 2**64), pow(MIX_2, -1, 2**64)
 _ADVISE_HUGE_PAGES = 14
 
 

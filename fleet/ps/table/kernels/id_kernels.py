@@ -1,8 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Worker kernels: distinct keys of a batch, sums of their gradients, rows back to the batch, keys to servers.
-
-Twins: :mod:`fleet.ps.table.reference`.
-"""
+"""Worker kernels: the distinct keys of a batch, their places in an array, and the sums of their gradients."""
 
 from __future__ import annotations
 
@@ -86,42 +83,3 @@ def merge_rows(gradients, inverse, n, dim, out, num_unique):
         source, target = floats(gradients + 4 * i * dim), floats(out + 4 * i64(places[i]) * dim)
         for j in range(dim):
             target[j] += source[j]
-
-
-@kernel
-def expand_rows(rows, inverse, n, dim, out):
-    """Writes row ``inverse[i]`` to line i of ``out``."""
-    places = ints(inverse)
-    for i in range(n):
-        source, target = floats(rows + 4 * i64(places[i]) * dim), floats(out + 4 * i * dim)
-        for j in range(dim):
-            target[j] = source[j]
-
-
-@kernel
-def split_keys(keys, n, num_servers, modulo, servers, order, bounds):
-    """Writes the input places grouped by server in stable order, and the bounds of each group.
-
-    ``servers`` is room for n int32; ``bounds`` for num_servers + 1.
-    """
-    source, owner, places, edges = words(keys), ints(servers), ints(order), words(bounds)
-    for s in range(num_servers + 1):
-        edges[s] = 0
-    for i in range(n):
-        server = i64((mix(source[i]) >> u64(52)) * u64(num_servers) >> u64(12))
-        if modulo != 0:
-            server = i64(u64(source[i]) % u64(num_servers))
-        owner[i] = i32(server)
-        edges[server] += 1
-    total = i64(0)
-    for s in range(num_servers + 1):
-        size = edges[s]
-        edges[s] = total
-        total += size
-    for i in range(n):
-        server = owner[i]
-        places[edges[server]] = i32(i)
-        edges[server] += 1
-    for s in range(num_servers, 0, -1):
-        edges[s] = edges[s - 1]
-    edges[0] = 0

@@ -1,24 +1,62 @@
-"""Whether the numba kernels can run here."""
+"""Loading the numba kernels: what keeps them from running here, and the cache of what was compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from fleet.errors import ConfigError, FleetError
 
 
 @functools.cache
-def kernels_work() -> bool:
-    """Returns whether numba imports, compiles, and the C library has what the kernels call (Linux, macOS)."""
+def numba_problem() -> str:
+    """Returns what keeps the kernels from running here and what to do about it; an empty text where they run."""
     if sys.platform == "win32" or sys.byteorder != "little" or sys.maxsize < 2**32:
-        return False
+        return "its kernels run on 64-bit Linux and macOS only. Run servers and workers there."
     try:
         import numba
-    except Exception:  # numba refuses interpreters and numpy versions it does not know in several ways
-        return False
-    return not getattr(numba.config, "DISABLE_JIT", 0)
+    except Exception as error:  # numba refuses interpreters and numpy versions it does not know in several ways
+        return f"it cannot be imported ({_told(error)}). Reinstall it: pip install --force-reinstall numba."
+    if getattr(numba.config, "DISABLE_JIT", 0):
+        return "NUMBA_DISABLE_JIT is set, so it compiles nothing. Unset the variable."
+    return ""
+
+
+def kernels_work() -> bool:
+    """Returns whether numba imports and compiles, and the C library has what the kernels call (Linux, macOS)."""
+    return not numba_problem()
+
+
+@contextlib.contextmanager
+def naming_the_cause() -> Iterator[None]:
+    """Raises ConfigError where numba is broken, is disabled, or fails to compile what the block compiles."""
+    if problem := numba_problem():
+        raise ConfigError(f"parameter-server tables need numba: {problem}")
+    try:
+        yield
+    except (FleetError, MemoryError):
+        raise
+    except Exception as error:  # numba and llvmlite raise errors of many kinds, and plain ones
+        raise ConfigError(
+            f"parameter-server tables need numba: it failed to compile their kernels ({_told(error)}). Reinstall it, "
+            "pip install --force-reinstall numba llvmlite, or unset the NUMBA_ variables of the environment."
+        ) from error
+
+
+@functools.cache
+def load_kernels(name: str) -> Any:
+    """Returns the module ``name`` of this folder; raises ConfigError where numba cannot compile it."""
+    with naming_the_cause():
+        return importlib.import_module(f"fleet.ps.table.kernels.{name}")
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @functools.cache

@@ -1,17 +1,28 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Row kernels: memory for rows, initial values, and finding or creating the rows of a batch.
+"""Row kernels: a sub-shard's index, memory for rows, initial weights, and what makes a row of a missing id.
 
 The caller holds the sub-shard's lock.
+
+[Note: Index]
+Open addressing with linear probing. Deletion shifts later entries back, so there are no tombstones. The last entry of
+the array stays empty and ends every probe.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fleet.ps.table.hash import GOLDEN
 from fleet.ps.table.kernels.common import (
     ADMISSION,
     ADMISSION_ARGUMENT,
     ADMIT_ARGUMENTS,
     BLOCK_WORDS,
     BLOCKS,
+    CAPACITY,
     CHUNK_BYTES,
     CHUNK_ROWS,
     CHUNK_SHIFT,
@@ -21,21 +32,31 @@ from fleet.ps.table.kernels.common import (
     CREATE_BY_SCORE,
     DAY,
     DRAW,
+    DRAW_ARGUMENTS,
+    EMPTY,
     FIRST_SLAB,
     FLOATS,
     FREE_SLOT,
     HAS_EMBEDX,
     HAS_STATISTICS,
+    INDEX,
+    INIT_A,
+    INIT_B,
     INITIAL_STATE,
     LAST_SLAB,
+    LENGTH,
+    LOW32,
+    MIX_2,
     NEXT_SLOT,
     NUM_BLOCKS,
     NUM_CHUNKS,
+    NUM_ENTRIES,
     NUM_ROWS,
     NUM_SLABS,
     PENDING,
     PENDING_COUNT,
     ROW_BYTES,
+    SEED_BASE,
     SLAB_AT,
     SLAB_BYTES,
     SLAB_LEFT,
@@ -61,16 +82,144 @@ from fleet.ps.table.kernels.common import (
     i32,
     i64,
     lock_mutex,
+    mix,
     none,
     part,
+    place_of,
     release,
+    u64,
     uints,
     unlock_mutex,
     unmix,
     words,
 )
-from fleet.ps.table.kernels.draws import uniform_of
-from fleet.ps.table.kernels.index import insert_entry
+
+# -- index -------------------------------------------------------------------------------------------------------------
+
+
+@part(i64(i64, i64))
+def find(sub, h):
+    """Returns the address of the entry with mixed bits ``h``, or 0."""
+    shard = words(sub)
+    at = shard[INDEX] + 16 * ((place_of(h) * shard[CAPACITY]) >> 32)
+    while True:
+        entry = words(at)
+        if (entry[1] & LOW32) == EMPTY:
+            return 0
+        if entry[0] == h:
+            return at
+        at += 16
+
+
+@part(i64(i64, i64, i64, i64, i64))
+def place_entry(index, capacity, length, h, meta):
+    """Writes an entry that is not there yet and returns its address, or 0 when it would run off the end."""
+    at = index + 16 * ((place_of(h) * capacity) >> 32)
+    end = index + 16 * (length - 1)
+    while at < end:
+        entry = words(at)
+        if (entry[1] & LOW32) == EMPTY:
+            entry[0] = h
+            entry[1] = meta
+            return at
+        at += 16
+    return 0
+
+
+@part(i64(i64, i64))
+def grow(sub, capacity):
+    """Moves the index to ``capacity`` places or more; returns 0, or 1 without memory (the old index stays)."""
+    shard = words(sub)
+    while True:
+        length = capacity + min(512, capacity // 8 + 16)
+        fresh = allocate(16 * length)
+        if fresh == 0:
+            return 1
+        fill_bytes(fresh, i32(0xFF), 16 * length)
+        fits = True
+        for i in range(shard[LENGTH]):
+            entry = words(shard[INDEX] + 16 * i)
+            if (entry[1] & LOW32) != EMPTY and place_entry(fresh, capacity, length, entry[0], entry[1]) == 0:
+                fits = False
+                break
+        if fits:
+            break
+        release(fresh)
+        capacity += capacity // 2
+    if shard[INDEX] != 0:
+        release(shard[INDEX])
+    shard[INDEX], shard[CAPACITY], shard[LENGTH] = fresh, capacity, length
+    return 0
+
+
+@part(i64(i64, i64, i64))
+def insert_entry(sub, h, meta):
+    """Adds an entry that is not there yet, growing at three quarters; returns its address, 0 without memory."""
+    shard = words(sub)
+    if 4 * (shard[NUM_ENTRIES] + 1) > 3 * shard[CAPACITY] and grow(sub, shard[CAPACITY] + shard[CAPACITY] // 2):
+        return 0
+    at = place_entry(shard[INDEX], shard[CAPACITY], shard[LENGTH], h, meta)
+    while at == 0:
+        if grow(sub, shard[CAPACITY] + shard[CAPACITY] // 2):
+            return 0
+        at = place_entry(shard[INDEX], shard[CAPACITY], shard[LENGTH], h, meta)
+    shard[NUM_ENTRIES] += 1
+    return at
+
+
+# -- initial weights ---------------------------------------------------------------------------------------------------
+
+
+_TWO_PI = 2.0 * math.pi
+
+
+@part(f64(i64, i64, i64, i64))
+def uniform_of(numbers, key, column, draw):
+    """Returns a number in [0, 1) from a hash of (seed, key, column, draw)."""
+    base = mix(i64(u64(key) ^ u64(words(numbers)[SEED_BASE])))
+    counter = u64(column + 1) * u64(GOLDEN) + u64(draw) * u64(MIX_2)
+    return f64(i64(mix(i64(base + counter)) >> u64(11))) * 2.0**-53
+
+
+def _constant(numbers, key, column):
+    return doubles(numbers)[INIT_A]
+
+
+def _uniform(numbers, key, column):
+    a, b = doubles(numbers)[INIT_A], doubles(numbers)[INIT_B]
+    return a + (b - a) * uniform_of(numbers, key, column, i64(0))
+
+
+def _normal(numbers, key, column):
+    u1, u2 = uniform_of(numbers, key, column, i64(0)), uniform_of(numbers, key, column, i64(1))
+    value = math.sqrt(-2.0 * math.log(1.0 - u1)) * math.cos(_TWO_PI * u2)
+    return doubles(numbers)[INIT_A] + doubles(numbers)[INIT_B] * value
+
+
+def _truncated_normal(numbers, key, column):
+    draw, value = i64(0), 3.0
+    while abs(value) > 2.0:
+        u1, u2 = uniform_of(numbers, key, column, draw), uniform_of(numbers, key, column, draw + 1)
+        value = math.sqrt(-2.0 * math.log(1.0 - u1)) * math.cos(_TWO_PI * u2)
+        draw += 2
+    return doubles(numbers)[INIT_A] + doubles(numbers)[INIT_B] * value
+
+
+_DRAWS: tuple[Callable[..., Any], ...] = (_constant, _uniform, _normal, _truncated_normal)
+
+
+@functools.cache
+def _compiled(kind: int) -> Any:
+    return c_function(f64(*DRAW_ARGUMENTS))(_DRAWS[kind])
+
+
+def draw_address(kind: int) -> int:
+    """Returns the address of the compiled function of an initializer's kind."""
+    return int(_compiled(kind).address)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
 
 # What a find does with the ids it meets; COUNT is a push, ADD the same without the gate of create_by_score.
 FIND_ONLY, CREATE, COUNT, ADD = 0, 1, 2, 3

@@ -3,9 +3,8 @@
 
 All arguments are int64. ``rows`` points to ``n`` row addresses (0 is skipped); row i takes the gradient at line
 ``order[i]`` of ``gradients`` (``stride`` floats a line) and columns ``column`` to ``column + width``; its state
-starts at float ``state``. ``shows`` points to float32 or is 0. ``params`` points to float64, see
-:mod:`fleet.ps.table.rule_parameters`. Formulas: :mod:`fleet.ps.table.rules`; twins:
-:mod:`fleet.ps.table.reference_rules`.
+starts at float ``state``. ``shows`` points to float32 or is 0. ``params`` points to what :func:`rule_parameters`
+returns. The formulas stand in :mod:`fleet.ps.table.rules`.
 
 A rule is compiled when the first table uses it; kernels call it by address.
 """
@@ -16,6 +15,9 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from fleet.ps.table.kernels.common import (
     UPDATE_ARGUMENTS,
@@ -30,27 +32,37 @@ from fleet.ps.table.kernels.common import (
     small_part,
     words,
 )
-from fleet.ps.table.rule_parameters import (
-    BETA_1,
-    BETA_2,
-    CORRECTIONS,
-    EPSILON,
-    EPSILON_FIRST,
-    INITIAL_G2SUM,
-    LEARNING_RATE,
-    LOWER,
-    NESTEROV,
-    NUM_CORRECTIONS,
-    SHOW_SCALE,
-    UPPER,
-    WEIGHT_DECAY,
-)
 from fleet.ps.table.rules import Rule
+
+# Where the numbers of a rule stand in the float64 array that its kernel reads.
+RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, INITIAL_G2SUM = 0, 1, 2, 3, 4, 5
+LOWER, UPPER, SHOW_SCALE, NESTEROV, NUM_CORRECTIONS, CORRECTIONS = 6, 7, 8, 9, 10, 16
+EPSILON_FIRST = 11
+# Adam's bias corrections stand ready for this many steps; later ones are computed per row.
+CORRECTED_STEPS = 16384
 
 _SIGNATURE = none(*UPDATE_ARGUMENTS)
 _PLAIN: dict[str, Any] = {}
 # Sums over a row may be added in any order, or they would not be vectorised.
 _SUMMING: dict[str, Any] = {"fastmath": {"reassoc", "nsz"}}
+
+
+def rule_parameters(rule: Rule) -> npt.NDArray[np.float64]:
+    """Returns the numbers that the rule's kernel reads."""
+    adam = rule.name in ("adam", "shared_adam")
+    params = np.zeros(CORRECTIONS + (2 * (CORRECTED_STEPS + 1) if adam else 0))
+    params[RATE] = rule.get("learning_rate")
+    params[BETA_1], params[BETA_2] = rule.get("momentum", rule.get("beta1")), rule.get("beta2")
+    params[EPSILON], params[WEIGHT_DECAY] = rule.get("epsilon"), rule.get("weight_decay")
+    params[INITIAL_G2SUM], params[SHOW_SCALE] = rule.get("initial_g2sum"), rule.get("show_scale")
+    params[LOWER], params[UPPER] = rule.get("lower_bound", -np.inf), rule.get("upper_bound", np.inf)
+    params[NESTEROV], params[EPSILON_FIRST] = rule.get("nesterov"), rule.get("epsilon_first")
+    if adam:
+        steps = np.arange(1, CORRECTED_STEPS + 1, dtype=np.float64)
+        params[NUM_CORRECTIONS] = CORRECTED_STEPS
+        params[CORRECTIONS + 2 :: 2] = 1.0 / (1.0 - rule["beta1"] ** steps)
+        params[CORRECTIONS + 3 :: 2] = 1.0 / np.sqrt(1.0 - rule["beta2"] ** steps)
+    return params
 
 
 @small_part
@@ -74,8 +86,8 @@ def correction_1(params, step):
     """Returns lr / (1 - beta1^step)."""
     p = doubles(params)
     if step <= p[NUM_CORRECTIONS]:
-        return f32(p[LEARNING_RATE] * p[CORRECTIONS + 2 * i64(step)])
-    return f32(p[LEARNING_RATE] / (1.0 - p[BETA_1] ** f64(step)))
+        return f32(p[RATE] * p[CORRECTIONS + 2 * i64(step)])
+    return f32(p[RATE] / (1.0 - p[BETA_1] ** f64(step)))
 
 
 @small_part
@@ -89,7 +101,7 @@ def correction_2(params, step):
 
 def _sgd(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, decay = f32(p[LEARNING_RATE]), f32(p[WEIGHT_DECAY])
+    lr, decay = f32(p[RATE]), f32(p[WEIGHT_DECAY])
     lower, upper = f32(p[LOWER]), f32(p[UPPER])
     for i in range(n):
         row = words(rows)[i]
@@ -102,7 +114,7 @@ def _sgd(rows, n, order, gradients, stride, shows, column, width, state, params)
 
 def _momentum(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, decay, mu = f32(p[LEARNING_RATE]), f32(p[WEIGHT_DECAY]), f32(p[BETA_1])
+    lr, decay, mu = f32(p[RATE]), f32(p[WEIGHT_DECAY]), f32(p[BETA_1])
     lower, upper, nesterov = f32(p[LOWER]), f32(p[UPPER]), p[NESTEROV] != 0.0
     for i in range(n):
         row = words(rows)[i]
@@ -118,7 +130,7 @@ def _momentum(rows, n, order, gradients, stride, shows, column, width, state, pa
 
 def _adagrad(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, decay, eps = f32(p[LEARNING_RATE]), f32(p[WEIGHT_DECAY]), f32(p[EPSILON])
+    lr, decay, eps = f32(p[RATE]), f32(p[WEIGHT_DECAY]), f32(p[EPSILON])
     lower, upper = f32(p[LOWER]), f32(p[UPPER])
     for i in range(n):
         row = words(rows)[i]
@@ -134,7 +146,7 @@ def _adagrad(rows, n, order, gradients, stride, shows, column, width, state, par
 
 def _rowwise_adagrad(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, decay, eps = f32(p[LEARNING_RATE]), f32(p[WEIGHT_DECAY]), f32(p[EPSILON])
+    lr, decay, eps = f32(p[RATE]), f32(p[WEIGHT_DECAY]), f32(p[EPSILON])
     lower, upper = f32(p[LOWER]), f32(p[UPPER])
     for i in range(n):
         row = words(rows)[i]
@@ -153,7 +165,7 @@ def _rowwise_adagrad(rows, n, order, gradients, stride, shows, column, width, st
 
 def _shared_adagrad(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, g0, lower, upper = f32(p[LEARNING_RATE]), f32(p[INITIAL_G2SUM]), f32(p[LOWER]), f32(p[UPPER])
+    lr, g0, lower, upper = f32(p[RATE]), f32(p[INITIAL_G2SUM]), f32(p[LOWER]), f32(p[UPPER])
     for i in range(n):
         row = words(rows)[i]
         if row != 0:
@@ -169,7 +181,7 @@ def _shared_adagrad(rows, n, order, gradients, stride, shows, column, width, sta
 
 def _std_adagrad(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, g0, lower, upper = f32(p[LEARNING_RATE]), f32(p[INITIAL_G2SUM]), f32(p[LOWER]), f32(p[UPPER])
+    lr, g0, lower, upper = f32(p[RATE]), f32(p[INITIAL_G2SUM]), f32(p[LOWER]), f32(p[UPPER])
     for i in range(n):
         row = words(rows)[i]
         if row != 0:
@@ -183,7 +195,7 @@ def _std_adagrad(rows, n, order, gradients, stride, shows, column, width, state,
 
 def _adagrad_v2(rows, n, order, gradients, stride, shows, column, width, state, params):
     p = doubles(params)
-    lr, lower, upper = f32(p[LEARNING_RATE]), f32(p[LOWER]), f32(p[UPPER])
+    lr, lower, upper = f32(p[RATE]), f32(p[LOWER]), f32(p[UPPER])
     for i in range(n):
         row = words(rows)[i]
         if row != 0:
@@ -270,7 +282,7 @@ def _compiled(name: str) -> Any:
 
 
 def update_function(name: str) -> Callable[..., None]:
-    """Returns the rule's compiled function as one that Python can call, with ten whole numbers."""
+    """Returns the rule's compiled function as one that Python can call, with ten integers."""
     return cast(Callable[..., None], _compiled(name).ctypes)
 
 

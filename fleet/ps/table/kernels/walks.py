@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Walk kernels: copy, insert, shrink and settle rows.
+"""Walk kernels: open and close a table, copy, insert, shrink and settle its rows.
 
 A window is an interval of places in one sub-shard. Entries keep to their interval whatever is inserted, erased or
 moved by growth between two windows, so a walk meets every row that exists throughout exactly once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
     CAPACITY,
+    CHUNKS,
     DAY,
     EMPTY,
     FIND,
@@ -18,17 +19,26 @@ from fleet.ps.table.kernels.common import (
     INDEX,
     LENGTH,
     LOW32,
+    NEXT_SLOT,
     NUM_ENTRIES,
     NUM_ROWS,
+    NUM_SLABS,
     PENDING,
     ROW_BYTES,
+    SLAB_AT,
+    SLAB_BYTES,
+    SLAB_LEFT,
+    SLABS,
+    SLABS_ROOM,
     STATISTICS_BYTES,
     SUB_SHARDS,
     SUB_WORDS,
+    TABLE_LOCK,
     boolean,
     call_find,
     call_group,
     copy_bytes,
+    create_mutex,
     doubles,
     f64,
     fill_bytes,
@@ -41,6 +51,7 @@ from fleet.ps.table.kernels.common import (
     none,
     part,
     place_of,
+    release,
     u32,
     uints,
     unlock_mutex,
@@ -48,8 +59,9 @@ from fleet.ps.table.kernels.common import (
     words,
 )
 from fleet.ps.table.kernels.finding import HASHES, order_in, score_of, slots_in
-from fleet.ps.table.kernels.index import find, insert_entry
-from fleet.ps.table.kernels.row_kernels import FIND_ONLY, new_slot, row_at, statistics_at
+from fleet.ps.table.kernels.row_kernels import FIND_ONLY, find, grow, insert_entry, new_slot, row_at, statistics_at
+
+# -- walks -------------------------------------------------------------------------------------------------------------
 
 
 @part(none(i64, i64))
@@ -238,3 +250,75 @@ def age_rows(table, s):
         if (entry[1] & LOW32) != EMPTY and ((header[DAY] - (entry[1] >> 32)) & 0xFFFF) > 49151:
             entry[1] = (entry[1] & ~(0xFFFF << 32)) | (((header[DAY] - 49151) & 0xFFFF) << 32)
     unlock_mutex(sub)
+
+
+# -- a table's memory --------------------------------------------------------------------------------------------------
+
+
+FIRST_CAPACITY = 32
+
+
+@kernel
+def open_table(table):
+    """Creates the locks and empty indexes of a table whose header is filled in; returns 1 without memory."""
+    header = words(table)
+    create_mutex(table + 8 * TABLE_LOCK, 0)
+    for s in range(64):
+        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+        create_mutex(sub, 0)
+        if grow(sub, i64(FIRST_CAPACITY)):
+            return 1
+    return 0
+
+
+@kernel
+def close_table(table):
+    """Releases all memory of a table; nobody may be using it."""
+    header = words(table)
+    for s in range(64):
+        shard = words(header[SUB_SHARDS] + 8 * SUB_WORDS * s)
+        if shard[INDEX] != 0:
+            release(shard[INDEX])
+        if shard[CHUNKS] != 0:
+            release(shard[CHUNKS])
+        for i in range(INDEX, FREE_SLOT + 1):
+            shard[i] = 0
+    for i in range(header[NUM_SLABS]):
+        release(words(header[SLABS])[i])
+    if header[SLABS] != 0:
+        release(header[SLABS])
+    header[SLAB_AT], header[SLAB_LEFT], header[SLAB_BYTES] = 0, 0, 0
+    header[NUM_SLABS], header[SLABS], header[SLABS_ROOM] = 0, 0, 0
+
+
+@kernel
+def clear_table(table):
+    """Removes every row; the memory is kept for new ones."""
+    header = words(table)
+    for s in range(64):
+        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+        shard = words(sub)
+        lock_mutex(sub)
+        fill_bytes(shard[INDEX], i32(0xFF), 16 * shard[LENGTH])
+        shard[NUM_ENTRIES], shard[NUM_ROWS], shard[NEXT_SLOT], shard[FREE_SLOT] = 0, 0, 0, 0
+        unlock_mutex(sub)
+
+
+@kernel
+def reserve_table(table, entries):
+    """Makes room in each index for ``entries`` more keys than it has; returns 1 without memory.
+
+    A save comes in the order of places. Into a small index such rows go one behind the other and make a single long
+    probe; into one of the size they end up with they go where they belong.
+    """
+    header = words(table)
+    for s in range(64):
+        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+        shard = words(sub)
+        lock_mutex(sub)
+        capacity = (shard[NUM_ENTRIES] + entries) * 3 // 2
+        failed = capacity > shard[CAPACITY] and grow(sub, i64(capacity)) != 0
+        unlock_mutex(sub)
+        if failed:
+            return 1
+    return 0

@@ -10,8 +10,8 @@ import pytest
 
 from fleet.errors import PSError
 from fleet.ps.client.client import wait_for_servers
-from fleet.ps.wire.local import LocalTransport
 from fleet.ps.wire.transport import ConnectionLost, SocketTransport
+from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.service import silent
 
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps.wire.local import Fault
 from fleet.ps.wire.transport import SocketTransport
+from tests.fleet.ps.local_transport import Fault
 from tests.fleet.ps.service import SPARSE, gradient, rows, serving, until
 
 
@@ -20,7 +20,7 @@ def test_the_heartbeat_connects_anew():
     with serving(num_workers=2, lease_s=1.0) as service:
         service.client(0, heartbeat=True)
         server = service.servers[0]
-        worker, *_ = server.machine.session.workers
+        worker, *_ = server.state.job.workers
         for connection in list(server._open):
             connection.close()
         until(lambda: not server._open)
@@ -85,9 +85,9 @@ def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
 
 @pytest.mark.slow
 def test_a_worker_that_comes_during_a_save_is_told_to_wait(monkeypatch):
-    monkeypatch.setattr("fleet.ps.server.requests.BEAT_S", 0.02)
+    monkeypatch.setattr("fleet.ps.server.operations.BEAT_S", 0.02)
     with serving() as service:
-        snapshots = service.servers[0].machine.snapshots
+        snapshots = service.servers[0].state.snapshots
         snapshots.acquire()
         timer = threading.Timer(2.5, snapshots.release)
         timer.start()
@@ -102,7 +102,7 @@ def test_a_worker_that_said_goodbye_is_not_taken_back_while_another_server_is_aw
     with serving(2, lease_s=1.0) as service:
         client = service.client(heartbeat=True, deadline_s=2.5)
         first, second = service.servers
-        worker = first.machine.session.workers[0]
+        worker = first.state.job.workers[0]
         service.transport.forget(second.endpoint)
         for connection in list(second._open):
             connection.close()

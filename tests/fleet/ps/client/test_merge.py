@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleet.ps.client.merge import merge_gradients, merge_parts, sum_by_id
+from fleet.ps.client.merge import merge_gradients, sum_by_id
+from fleet.ps.server.served_table import merge_parts
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import rule_from_paddle
-from fleet.ps.wire.messages import Part
+from fleet.ps.wire.messages import TablePart
 from tests.fleet.ps.service import SGD, ZEROS, Gradient, ids, rows, serving
 
 
@@ -27,7 +28,7 @@ def test_sum_by_id_adds_from_left_to_right():
 
 def test_statistics_are_summed_where_gradients_are_averaged():
     def part(keys, value, shows):
-        return Part(1, len(keys), 1, ids(*keys), np.full((len(keys), 1), value, np.float32), shows)
+        return TablePart(1, len(keys), 1, ids(*keys), np.full((len(keys), 1), value, np.float32), shows)
 
     one = part([1, 2], 4.0, np.array([3, 1], np.float32))
     two = part([2], 2.0, None)

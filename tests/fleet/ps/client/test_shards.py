@@ -11,7 +11,7 @@ from fleet.ps.client.shards import Gradient, TableMap
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.partition import servers_of_keys
-from fleet.ps.wire.messages import Flag, Header, MessageError, Op, Part, encode_parts
+from fleet.ps.wire.messages import Header, MessageError, MessageFlag, Op, TablePart, encode_parts
 from tests.fleet.ps.service import ids
 
 
@@ -46,15 +46,15 @@ def test_dense_values_are_cut_into_blocks():
 
 def answer(parts):
     body = b"".join(bytes(buffer) for buffer in encode_parts(parts))
-    return Header(Op.PULL, Flag.RESPONSE, n_tables=len(parts)), memoryview(bytearray(body))
+    return Header(Op.PULL, MessageFlag.RESPONSE, n_tables=len(parts)), memoryview(bytearray(body))
 
 
 def test_answers_are_put_in_their_places():
     rows, values = np.zeros((3, 2), np.float32), np.zeros((4, 1), np.float32)
     ticket = Ticket()
-    take = fill([(Part(0, 2, 2), (rows, ids(2, 0))), (Part(1, 4, 1), values)], ticket)
+    take = fill([(TablePart(0, 2, 2), (rows, ids(2, 0))), (TablePart(1, 4, 1), values)], ticket)
     first, second = np.arange(4, dtype=np.float32).reshape(4, 1), np.arange(4, 8, dtype=np.float32).reshape(4, 1)
-    header, body = answer([Part(0, 4, 1, rows=first), Part(1, 4, 1, rows=second)])
+    header, body = answer([TablePart(0, 4, 1, rows=first), TablePart(1, 4, 1, rows=second)])
     take(header._replace(step=7), body)
     take(header._replace(step=5), body)
     assert ticket.reached == 5  # of two servers the one that is behind
@@ -66,13 +66,13 @@ def test_answers_are_put_in_their_places():
     "parts",
     [
         [],
-        [Part(0, 3, 1, rows=np.zeros((3, 1), np.float32))],
-        [Part(5, 4, 1, rows=np.zeros((4, 1), np.float32))],
-        [Part(0, 4, 1)],
+        [TablePart(0, 3, 1, rows=np.zeros((3, 1), np.float32))],
+        [TablePart(5, 4, 1, rows=np.zeros((4, 1), np.float32))],
+        [TablePart(0, 4, 1)],
     ],
 )
 def test_an_answer_of_another_shape_is_refused(parts):
     target = np.zeros((2, 2), np.float32)
     with pytest.raises(MessageError):
-        fill([(Part(0, 2, 2), target)], Ticket())(*answer(parts))
+        fill([(TablePart(0, 2, 2), target)], Ticket())(*answer(parts))
     assert not target.any()

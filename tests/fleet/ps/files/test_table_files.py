@@ -31,6 +31,7 @@ from fleet.ps import (
 from fleet.ps.files.table_files import check_save_mode, temporary_file
 from fleet.ps.table.partition import range_bounds
 from tests.fleet.ps._tables import rows_of
+from tests.fleet.ps.reference_store import table_of
 
 CONFIGS = {
     "plain adam": SparseTableConfig("t", 4, Rule("adam"), initializer=Initializer("normal", 0, 1)),
@@ -67,7 +68,7 @@ def test_three_servers_to_two(name: str, routing: str, tmp_path: Path) -> None:
     _train(before, routing)
     for server, table in enumerate(before):
         save_table(table, tmp_path, server=server, num_servers=3, save_id="one")
-    after, bounds = [SparseTable(CONFIGS[name], use_kernels=kernels) for kernels in (True, False)], range_bounds(2)
+    after, bounds = [table_of(CONFIGS[name], kernels) for kernels in (True, False)], range_bounds(2)
     for server, table in enumerate(after):
         ranges = (bounds[server], bounds[server + 1]) if routing == "range" else None
 

@@ -23,6 +23,7 @@ from fleet.ps import (
 )
 from fleet.ps.table.rules import RULES
 from tests.fleet.ps._tables import DATA, rows_of
+from tests.fleet.ps.reference_store import table_of
 
 
 @pytest.mark.parametrize("rule", [name for name, spec in RULES.items() if spec.sparse])
@@ -47,7 +48,7 @@ def test_round_trip_over_servers(rule: str, accessor: Accessor | None, compress:
     whole = rows_of(tables[0]) | rows_of(tables[1])
     assert sum(written) == len(whole) == 40
     for use_kernels in (True, False):
-        copy = SparseTable(config, use_kernels=use_kernels)
+        copy = table_of(config, use_kernels)
         assert load_table(copy, tmp_path) == 40
         assert rows_of(copy) == whole
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import CheckpointError, ConfigError, PSError
-from fleet.ps.server.journal import Journal, Record, RecordKind, block_checksum, read_journal
+from fleet.ps.files.chunks import block_checksum
+from fleet.ps.server.journal import Journal, Record, RecordKind, read_journal
 
 
 def write(folder, bodies, level=1, last_lsn=0):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet.ps.server.newcomers import INTERVAL_S, MAX_ADDRESSES, Complaints, Newcomers, address_of
+from fleet.ps.server.newcomers import INTERVAL_S, MAX_ADDRESSES, Complaints, Newcomers, host_of
 from fleet.ps.server.server import MAX_UNPROVEN
 from fleet.ps.wire.transport import SocketTransport, split_endpoint
 from tests.fleet.ps.service import gradient, rows, serving, until
@@ -32,7 +32,7 @@ def test_the_oldest_of_the_busiest_address_gives_way() -> None:
     assert newcomers.evict() is peers[0]
     newcomers.discard(peers[2])  # type: ignore[arg-type]
     assert len(newcomers) == 1
-    assert [address_of(peer) for peer in ("[::1]:5", "10.0.0.1:5", "unix")] == ["[::1]", "10.0.0.1", "unix"]
+    assert [host_of(peer) for peer in ("[::1]:5", "10.0.0.1:5", "unix")] == ["[::1]", "10.0.0.1", "unix"]
 
 
 def test_one_line_a_minute_for_each_address() -> None:

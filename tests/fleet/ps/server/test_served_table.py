@@ -14,19 +14,19 @@ import numpy as np
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.server.journal import Journal
 from fleet.ps.table.layout import SparseTableConfig
-from fleet.ps.server.machine import Machine
-from fleet.ps.wire.messages import Header, Op, Part, encode_parts
+from fleet.ps.server.server_state import ServerState
+from fleet.ps.wire.messages import Header, Op, TablePart, encode_parts
 from fleet.ps.table.rules import Rule
 from fleet.ps.server.served_table import make_served_table
-from fleet.ps.server.session import Session
+from fleet.ps.server.job_state import JobState
 from fleet.ps.table.table_spec import spec_of_config
 
 journal = Journal(Path(sys.argv[1]), 2)
-machine = Machine(Session(1, journal.lock), journal, make_served_table, sync=False)
+state = ServerState(JobState(1, journal.lock), journal, make_served_table, sync=False)
 journal.open()
-rule, worker = Rule("sgd", {"learning_rate": 1.0}), machine.session.workers[0]
+rule, worker = Rule("sgd", {"learning_rate": 1.0}), state.job.workers[0]
 configs = SparseTableConfig("ads", 2, rule), DenseTableConfig("mlp", 2, rule)
-machine.create_tables({number: spec_of_config(config) for number, config in enumerate(configs)})
+state.create_tables({number: spec_of_config(config) for number, config in enumerate(configs)})
 taken = []
 try:
     while True:
@@ -34,19 +34,19 @@ try:
 except OSError:
     pass
 keys, ones = np.arange(3), np.ones((3, 2), np.float32)
-parts = [Part(0, 3, 2, keys, ones), Part(1, 2, 1, None, np.ones((2, 1), np.float32))]
+parts = [TablePart(0, 3, 2, keys, ones), TablePart(1, 2, 1, None, np.ones((2, 1), np.float32))]
 for number, op in enumerate((Op.PUSH, Op.ADD), 1):
     body = memoryview(bytearray(b"".join(bytes(item) for item in encode_parts(parts))))
-    machine.change(worker, 0, Header(op, seq=number, n_tables=2), body)
+    state.change(worker, 0, Header(op, seq=number, n_tables=2), body)
 for number, (action, fields) in enumerate((("shrink", {"threshold": 0}), ("advance_day", {}))):
-    machine.alter(worker, 0, Header(Op.ALTER, seq=number + 3), 0, action, fields)
-sparse, dense = machine.tables[0].table, machine.tables[1].table
+    state.alter(worker, 0, Header(Op.ALTER, seq=number + 3), 0, action, fields)
+sparse, dense = state.tables[0].table, state.tables[1].table
 print(sparse.pull(keys).shape, dense.pull().tolist())
 blocks = list(sparse.blocks())
 journal.sync()
 for fd in taken:
     os.close(fd)
-print(sum(map(len, blocks)), journal.durable_lsn, machine.failure)
+print(sum(map(len, blocks)), journal.durable_lsn, state.failure)
 """
 
 

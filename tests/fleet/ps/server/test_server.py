@@ -10,15 +10,15 @@ import pytest
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig, Link, Request
+from fleet.ps.server.job_state import Channel, Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
-from fleet.ps.server.machine import MAX_AHEAD, Machine
 from fleet.ps.server.server import run_server
 from fleet.ps.server.server_config import ServerConfig
-from fleet.ps.server.session import Channel, Fenced, Refused, Session
+from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.local import LocalTransport
-from fleet.ps.wire.messages import Header, Op, Part, Status, encode_parts
+from fleet.ps.wire.messages import Header, Op, Status, TablePart, encode_parts
+from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.service import SECRET, SPARSE, gradient, ids, in_threads, make_table, serving, silent
 
 
@@ -92,66 +92,66 @@ def test_the_level_follows_the_folder(tmp_path):
     assert ServerConfig(folder=tmp_path, level=2).journal_level == 2
 
 
-def machine_of(num_workers=2, sync=False):
+def state_of(num_workers=2, sync=False):
     journal = Journal(None, 0)
-    machine = Machine(Session(num_workers, journal.lock), journal, make_table, sync=sync)
-    machine.create_tables({0: spec_of_config(SPARSE)})
-    for worker in machine.session.workers:
-        with machine.session.changed:
-            machine.session.attach(worker.rank, worker.channel(0), 100 + worker.rank)
-    return machine
+    state = ServerState(JobState(num_workers, journal.lock), journal, make_table, sync=sync)
+    state.create_tables({0: spec_of_config(SPARSE)})
+    for worker in state.job.workers:
+        with state.job.changed:
+            state.job.attach(worker.rank, worker.channel(0), 100 + worker.rank)
+    return state
 
 
-def change(machine, rank, seq, step, value=1.0, client_id=None):
+def change(state, rank, seq, step, value=1.0, client_id=None):
     item = gradient([1], value)
-    body = b"".join(bytes(b) for b in encode_parts([Part(0, 1, 2, item.ids, item.rows)]))
+    body = b"".join(bytes(b) for b in encode_parts([TablePart(0, 1, 2, item.ids, item.rows)]))
     header = Header(Op.PUSH, 0, client_id or 100 + rank, seq, step, 1, Status.OK, len(body))
-    return machine.change(machine.session.workers[rank], 0, header, memoryview(body))
+    return state.change(state.job.workers[rank], 0, header, memoryview(body))
 
 
-def value_of(machine):
-    return machine.tables[0].table.pull(ids(1), create=False)[0, 0]
+def value_of(state):
+    return state.tables[0].table.pull(ids(1), create=False)[0, 0]
 
 
 def test_numbers_and_steps_are_applied_once():
-    machine = machine_of()
-    assert change(machine, 0, 1, 1) is Status.OK
-    assert change(machine, 0, 1, 1) is Status.DUPLICATE  # the same message again
-    assert change(machine, 0, 2, 1) is Status.DUPLICATE  # the same step under a new number: a restarted worker
-    assert change(machine, 1, 1, 1) is Status.OK  # another worker
-    assert change(machine, 0, 3, 2) is Status.OK
-    assert change(machine, 0, 4, 0) is Status.OK  # without a step only the number counts
-    assert value_of(machine) == -4
-    assert machine.counts["duplicates"] == 2
+    state = state_of()
+    assert change(state, 0, 1, 1) is Status.OK
+    assert change(state, 0, 1, 1) is Status.DUPLICATE  # the same message again
+    assert change(state, 0, 2, 1) is Status.DUPLICATE  # the same step under a new number: a restarted worker
+    assert change(state, 1, 1, 1) is Status.OK  # another worker
+    assert change(state, 0, 3, 2) is Status.OK
+    assert change(state, 0, 4, 0) is Status.OK  # without a step only the number counts
+    assert value_of(state) == -4
+    assert state.counts["duplicates"] == 2
 
 
 def test_a_fenced_process_changes_nothing():
-    machine = machine_of()
+    state = state_of()
     with pytest.raises(Fenced):
-        change(machine, 0, 1, 1, client_id=5)
-    assert value_of(machine) == 0
+        change(state, 0, 1, 1, client_id=5)
+    assert value_of(state) == 0
 
 
 def test_sync_applies_when_all_are_there():
-    machine = machine_of(sync=True)
+    state = state_of(sync=True)
     for step in range(1, MAX_AHEAD + 1):
-        assert machine.may_hold(step)
-        assert change(machine, 0, step, step, 2.0) is Status.OK
-    assert not machine.may_hold(MAX_AHEAD + 1)
-    assert value_of(machine) == 0
-    change(machine, 1, 1, 1, 4.0)
-    assert value_of(machine) == -3
-    machine.leave(machine.session.workers[1])
-    assert value_of(machine) == -3 - 2 * (MAX_AHEAD - 1)
-    assert machine.session.applied_step == MAX_AHEAD
+        assert state.may_hold(step)
+        assert change(state, 0, step, step, 2.0) is Status.OK
+    assert not state.may_hold(MAX_AHEAD + 1)
+    assert value_of(state) == 0
+    change(state, 1, 1, 1, 4.0)
+    assert value_of(state) == -3
+    state.leave(state.job.workers[1])
+    assert value_of(state) == -3 - 2 * (MAX_AHEAD - 1)
+    assert state.job.applied_step == MAX_AHEAD
 
 
 def test_a_table_with_another_specification_is_refused_and_none_of_the_call_is_made():
-    machine = machine_of()
+    state = state_of()
     spec = spec_of_config(SPARSE)
     with pytest.raises(Refused, match="seed is 0 there and 9 here"):
-        machine.create_tables({3: spec, 0: {**spec, "seed": 9}})
-    assert sorted(machine.tables) == [0]
+        state.create_tables({3: spec, 0: {**spec, "seed": 9}})
+    assert sorted(state.tables) == [0]
 
 
 def test_a_link_refuses_a_message_that_is_too_large():
@@ -168,7 +168,7 @@ def test_a_snapshot_can_be_repeated_without_a_change_between(tmp_path):
         client = service.client(tables={0: SPARSE})
         client.wait(client.push({0: gradient(range(10))}))
         folder = tmp_path / "server-0"
-        names = [write_snapshot(service.servers[0].machine, folder).name for _ in range(3)]
+        names = [write_snapshot(service.servers[0].state, folder).name for _ in range(3)]
         assert len({name[:29] for name in names}) == 1
         assert [path.name for path in folder.glob("snapshot-*")] == names[-1:]
         service.servers[0].stop()
@@ -191,7 +191,7 @@ def test_what_is_kept_of_changes_that_never_become_durable_is_bounded():
 @pytest.mark.slow
 def test_a_settling_that_fails_is_tried_again(monkeypatch):
     """PS design 3: a full disk while a lease ends; the thread that watches lives on, and the others go on later."""
-    real, failures = Machine.settle, []
+    real, failures = ServerState.settle, []
 
     def settle(self):
         if threading.current_thread().name.endswith("_watch") and len(failures) < 2:
@@ -199,7 +199,7 @@ def test_a_settling_that_fails_is_tried_again(monkeypatch):
             raise PSError("no room")
         real(self)
 
-    monkeypatch.setattr(Machine, "settle", settle)
+    monkeypatch.setattr(ServerState, "settle", settle)
     with serving(num_workers=2, lease_s=0.2) as service:
         client = service.client(0)
         service.client(1)
@@ -224,5 +224,5 @@ def test_a_day_that_is_named_again_does_not_pass_again(tmp_path, snapshot):
         again.alter(0, "advance_day", day="20260131")
         with pytest.raises(PSError, match="at most 256 characters"):
             again.alter(0, "advance_day", day="1" * 257)
-        blocks = service.servers[0].machine.tables[0].table.blocks()
+        blocks = service.servers[0].state.tables[0].table.blocks()
         assert [day for block in blocks for day in block.unseen_days.tolist()] == [2, 2, 2]

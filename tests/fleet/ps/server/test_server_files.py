@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fleet.errors import PSError
+from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_files import save_tables
-from fleet.ps.server.session import Refused
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.layout import SparseTableConfig
-from fleet.ps.wire.local import Fault
+from tests.fleet.ps.local_transport import Fault
 from tests.fleet.ps.service import SGD, SPARSE, gradient, rows, serving
 
 
@@ -68,9 +68,9 @@ def test_a_request_that_cannot_be_read_writes_nothing(tmp_path, fields):
         service.client(tables={0: SPARSE})
         server = service.servers[0]
         with pytest.raises(Refused):
-            save_tables(server.machine, server.config, {**good, **fields} if fields else {})
+            save_tables(server.state, server.config, {**good, **fields} if fields else {})
         assert not (tmp_path / "m").exists()
-        assert save_tables(server.machine, server.config, good) == {"rows": 0}
+        assert save_tables(server.state, server.config, good) == {"rows": 0}
 
 
 def test_a_save_amid_pushes_on_3_servers_loads_on_2_row_for_row(tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 from fleet.errors import ConfigError
 from fleet.ps import DenseTable, DenseTableConfig, Rule
+from tests.fleet.ps.reference_rules import ReferenceDenseTable
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,8 @@ def test_follows_torch(use_kernels: bool, rule: Rule, make: Callable[..., torch.
     """001-10, G15, G16: the user's optimizer, betas and epsilon, with the right step from the first push on."""
     rng = np.random.default_rng(0)
     start = rng.normal(size=33).astype(np.float32)
-    table = DenseTable(DenseTableConfig("d", 33, rule), use_kernels=use_kernels)
+    config = DenseTableConfig("d", 33, rule)
+    table = DenseTable(config) if use_kernels else ReferenceDenseTable(config)
     table.set_values(start)
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = make([parameter])
@@ -88,7 +90,8 @@ def test_threads_lose_nothing() -> None:
 @pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "twins"])
 def test_learning_rate_and_state(use_kernels: bool) -> None:
     """The rate may change; state goes out and in."""
-    table = DenseTable(DenseTableConfig("d", 2, Rule("momentum", {"learning_rate": 1.0})), use_kernels=use_kernels)
+    config = DenseTableConfig("d", 2, Rule("momentum", {"learning_rate": 1.0}))
+    table = DenseTable(config) if use_kernels else ReferenceDenseTable(config)
     table.push(np.ones(2, np.float32))
     table.learning_rate = 0.5
     values, state = table.read_state()

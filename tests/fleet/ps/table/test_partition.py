@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fleet.errors import ConfigError
 from fleet.ps import plan_dense_blocks, servers_of_keys
+from fleet.ps.table.hash import mix, mix_int, range_of
 from fleet.ps.table.partition import range_bounds
-from fleet.ps.table.reference import mix, mix_int, range_of
 from tests.fleet.ps._tables import key_with_bits
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, rule_from_paddle
+from fleet.ps import Accessor, Initializer, Rule, SparseTableConfig, rule_from_paddle
 from fleet.ps.files.text_format import export_text
-from fleet.ps.table.reference import merge_gradients, unique_keys
 from tests.fleet.ps._tables import DATA
+from tests.fleet.ps.reference_ids import sum_rows, unique_keys
+from tests.fleet.ps.reference_store import table_of
 
 BACKENDS = [pytest.param(True, id="kernels"), pytest.param(False, id="twins")]
 
@@ -46,7 +47,7 @@ def test_rows_follow_torch(use_kernels: bool, rule: Rule, make: Callable[..., to
     """001-10, G15, G16, decision 8: the user's optimizer is the rule, with the user's betas and the right t."""
     rng = np.random.default_rng(1)
     config = SparseTableConfig("t", 5, rule, initializer=Initializer("normal", 0, 1))
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     keys = np.array([3, -8, 2**62])
     parameter = torch.nn.Parameter(torch.from_numpy(table.pull(keys)))
     optimizer = make([parameter])
@@ -63,7 +64,7 @@ def test_adam_beyond_the_table_of_corrections(use_kernels: bool) -> None:
     """G16: t goes on after the steps whose corrections stand ready."""
     rule = Rule("adam", {"learning_rate": 0.1, "beta2": 0.99999})
     config = SparseTableConfig("t", 1, rule, initializer=Initializer("constant", 1.0))
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     keys = np.array([1])
     table.pull(keys)
     block = next(table.blocks())
@@ -103,14 +104,14 @@ def test_recorded_paddle_tables(use_kernels: bool, name: str, paddle_rule: str, 
     config = SparseTableConfig(
         "emb", 4, rule, accessor=Accessor(), initializer=Initializer("constant", 0.0), create_on="push"
     )
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     steps = len(recorded["ids"])
     for step in range(steps):
         ids = recorded["ids"][step]
         keys, inverse = unique_keys(ids)
         pulled = table.pull(keys)
         np.testing.assert_allclose(pulled, recorded["emb"][step][:10], atol=1e-6, err_msg=f"step {step}")
-        gradients = merge_gradients(recorded["emb_grad"][step] * np.float32(batch_size), inverse, len(keys))
+        gradients = sum_rows(recorded["emb_grad"][step] * np.float32(batch_size), inverse, len(keys))
         table.push(keys, gradients, np.bincount(inverse).astype(np.float32))
         if step == 0:
             drawn = recorded["emb"][1][:10] - table.pull(keys)
@@ -135,11 +136,11 @@ def test_recorded_geo_rows(use_kernels: bool) -> None:
     recorded = _recorded("geo_sgd_k1")
     lr = np.float32(recorded["lr"])
     config = SparseTableConfig("emb", 4, Rule("sum"), initializer=Initializer("constant", 0.0))
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     table.add(np.arange(10), recorded["EMBlocal0"][0].astype(np.float32))
     for step in range(len(recorded["ids"])):
         keys, inverse = unique_keys(recorded["ids"][step])
-        table.add(keys, -lr * merge_gradients(recorded["emb_grad"][step], inverse, len(keys)))
+        table.add(keys, -lr * sum_rows(recorded["emb_grad"][step], inverse, len(keys)))
         np.testing.assert_allclose(table.pull(np.arange(10)), recorded["EMBlocal"][step], atol=1e-6)
 
 
@@ -149,7 +150,7 @@ def test_formula_of_one_row(use_kernels: bool, name: str) -> None:
     """D.5: two pushes against the formula in float64."""
     rule = Rule(name, {"learning_rate": 0.1})
     config = SparseTableConfig("t", 3, rule, initializer=Initializer("constant", 1.0))
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     key, w = np.array([7]), np.ones(3)
     total, m, v, t = np.zeros(3) if name == "std_adagrad" else 0.0, 0.0, 0.0, 0
     for g, show in ((np.array([1.0, -2.0, 3.0]), 2.0), (np.array([0.5, 0.25, -1.0]), 4.0)):
@@ -180,7 +181,7 @@ def test_where_adam_adds_epsilon(use_kernels: bool, name: str) -> None:
     given = {"learning_rate": 0.05, "epsilon": 1e-6}
     rule = Rule("adam", given) if name == "torch" else rule_from_paddle(name, given)
     config = SparseTableConfig("t", 1, rule, initializer=Initializer("constant", 0.0))
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     key, w, m, v = np.array([3]), 0.0, 0.0, 0.0
     for t, g in enumerate((1e-5, -2e-6, 3e-5), 1):
         table.push(key, np.full((1, 1), g, np.float32))
@@ -194,7 +195,7 @@ def test_where_adam_adds_epsilon(use_kernels: bool, name: str) -> None:
 def test_bounds_and_show_zero(use_kernels: bool) -> None:
     """D.4, D.5: weights are clamped after the update; a show of 0 divides by nothing; not-a-number stays visible."""
     rule = rule_from_paddle("SparseAdaGradSGDRule", {"learning_rate": 100.0})
-    table = SparseTable(SparseTableConfig("t", 2, rule), use_kernels=use_kernels)
+    table = table_of(SparseTableConfig("t", 2, rule), use_kernels)
     keys = np.array([1, 2])
     table.pull(keys)
     gradients = np.array([[1, -1], [np.nan, 1]], np.float32)
@@ -236,7 +237,7 @@ def test_paddle_names() -> None:
 def test_learning_rate_changes(use_kernels: bool) -> None:
     """D.3: the rate may change between pushes."""
     config = SparseTableConfig("t", 1, Rule("sgd", {"learning_rate": 1.0}), initializer=Initializer("constant", 0.0))
-    table = SparseTable(config, use_kernels=use_kernels)
+    table = table_of(config, use_kernels)
     table.push(np.array([1]), np.ones((1, 1), np.float32))
     table.learning_rate = 0.25
     table.push(np.array([1]), np.ones((1, 1), np.float32))

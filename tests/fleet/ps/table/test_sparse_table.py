@@ -21,8 +21,8 @@ from fleet.ps import (
     servers_of_keys,
 )
 from fleet.ps.table.entry import entry_from_attr
-from fleet.ps.table.initializers import initializer_from_paddle
 from tests.fleet.ps._tables import rows_of
+from tests.fleet.ps.reference_store import table_of
 
 SGD = Rule("sgd", {"learning_rate": 1.0})
 ONE = np.array([1])
@@ -35,7 +35,7 @@ def use_kernels(request: pytest.FixtureRequest) -> bool:
 
 def _table(use_kernels: bool, dim: int = 4, **settings: object) -> SparseTable:
     settings = {"rule": SGD, "initializer": Initializer("constant", 0.5), **settings}
-    return SparseTable(SparseTableConfig("t", dim, **settings), use_kernels=use_kernels)  # type: ignore[arg-type]
+    return table_of(SparseTableConfig("t", dim, **settings), use_kernels)  # type: ignore[arg-type]
 
 
 def _ones(table: SparseTable, n: int = 1) -> np.ndarray:
@@ -142,15 +142,15 @@ def test_initial_values_depend_on_seed_key_and_column_only(use_kernels: bool, ki
     """Study 3: not on order, sub-shard, or number of servers; and they look like the distribution."""
     keys = np.random.default_rng(0).integers(-(2**60), 2**60, 3000)
     config = SparseTableConfig("t", 4, initializer=Initializer(kind, -0.5, 0.5), seed=11)
-    whole = SparseTable(config, use_kernels=use_kernels).pull(keys)
-    by_push = SparseTable(config, use_kernels=use_kernels)
+    whole = table_of(config, use_kernels).pull(keys)
+    by_push = table_of(config, use_kernels)
     by_push.push(keys[::-1].copy(), np.zeros((3000, 4), np.float32))
     np.testing.assert_array_equal(by_push.pull(keys), whole)
     owners = servers_of_keys(keys, 3)
     for server in range(3):
-        table = SparseTable(config, use_kernels=use_kernels)
+        table = table_of(config, use_kernels)
         np.testing.assert_array_equal(table.pull(keys[owners == server]), whole[owners == server])
-    other_seed = SparseTable(replace(config, seed=12), use_kernels=use_kernels)
+    other_seed = table_of(replace(config, seed=12), use_kernels)
     assert (other_seed.pull(keys) != whole).mean() > 0.99
     assert len(np.unique(whole)) > 0.99 * whole.size
     if kind == "uniform":
@@ -275,7 +275,7 @@ def test_arrays_without_order_are_taken(use_kernels: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: CountFilterEntry(1.5), "whole number"),
+        (lambda: CountFilterEntry(1.5), "integer"),
         (lambda: CountFilterEntry(-1), "lie in"),
         (lambda: ProbabilityEntry(1.0), "strictly between"),
         (lambda: ProbabilityEntry(1), "float"),
@@ -294,7 +294,6 @@ def test_arrays_without_order_are_taken(use_kernels: bool) -> None:
         (lambda: Initializer("xavier"), "does not exist"),
         (lambda: entry_from_attr("count_filter_entry:x"), "cannot be read"),
         (lambda: entry_from_attr("count:3"), "does not exist"),
-        (lambda: initializer_from_paddle("uniform_random&0&1"), "takes 3 numbers"),
     ],
 )
 def test_wrong_configurations_are_refused(make: object, word: str) -> None:
@@ -325,5 +324,3 @@ def test_attribute_strings() -> None:
     for entry in (CountFilterEntry(3), ProbabilityEntry(0.25), ShowClickEntry("s", "c")):
         assert entry_from_attr(entry.to_attr()) == entry
     assert entry_from_attr("none") is None
-    assert initializer_from_paddle("uniform_random&7&-0.5&0.5") == (Initializer("uniform", -0.5, 0.5), 7)
-    assert initializer_from_paddle("fill_constant:2") == (Initializer("constant", 2.0, 2.0), 0)

@@ -98,4 +98,4 @@ def test_a_squatter_that_passes_on_to_a_server_is_found_out(renames: bool) -> No
         finally:
             service.servers.remove(fake)
             squatter.close()
-        assert service.servers[0].machine.session.workers[0].state == "expected", "nobody was let in"
+        assert service.servers[0].state.job.workers[0].state == "expected", "nobody was let in"

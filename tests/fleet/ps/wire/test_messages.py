@@ -18,8 +18,8 @@ from fleet.ps.wire.messages import (
     Header,
     MessageError,
     Op,
-    Part,
     Status,
+    TablePart,
     control_body,
     decode_control,
     decode_header,
@@ -31,12 +31,12 @@ from fleet.ps.wire.messages import (
 U64 = st.integers(0, 2**64 - 1)
 
 
-def body_of(parts: list[Part], bfloat16: bool = False) -> bytes:
+def body_of(parts: list[TablePart], bfloat16: bool = False) -> bytes:
     return b"".join(bytes(buffer) for buffer in encode_parts(parts, bfloat16))
 
 
-def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> Part:
-    return Part(
+def sparse_part(table_id: int = 3, n: int = 5, dim: int = 3) -> TablePart:
+    return TablePart(
         table_id,
         n,
         dim,
@@ -92,9 +92,9 @@ def test_the_length_cap_is_the_callers():
 
 
 def test_parts_of_many_tables_come_back():
-    dense = Part(7, 5, 1, rows=np.arange(5, dtype=np.float32).reshape(5, 1), offset=1000)
-    empty = Part(8, 0, 4, ids=np.empty(0, np.int64), rows=np.empty((0, 4), np.float32))
-    only_ids = Part(9, 2, 4, ids=np.array([2**62, -1]))
+    dense = TablePart(7, 5, 1, rows=np.arange(5, dtype=np.float32).reshape(5, 1), offset=1000)
+    empty = TablePart(8, 0, 4, ids=np.empty(0, np.int64), rows=np.empty((0, 4), np.float32))
+    only_ids = TablePart(9, 2, 4, ids=np.array([2**62, -1]))
     parts = [sparse_part(), dense, empty, only_ids]
     body = body_of(parts)
     assert len(body) % 8 == 0
@@ -173,7 +173,7 @@ def test_random_bytes_are_refused_or_are_parts(data, tables, bfloat16):
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=4))
 def test_a_damaged_body_never_reads_outside_itself(position, noise):
-    body = bytearray(body_of([sparse_part(), Part(9, 4, 2, ids=np.arange(4))]))
+    body = bytearray(body_of([sparse_part(), TablePart(9, 4, 2, ids=np.arange(4))]))
     position %= len(body)
     body[position : position + len(noise)] = noise[: len(body) - position]
     try:
@@ -186,11 +186,11 @@ def test_a_damaged_body_never_reads_outside_itself(position, noise):
 
 def test_encoding_refuses_arrays_of_another_kind():
     with pytest.raises(MessageError, match="float64"):
-        encode_parts([Part(1, 2, 1, ids=np.arange(2), rows=np.zeros((2, 1)))])
+        encode_parts([TablePart(1, 2, 1, ids=np.arange(2), rows=np.zeros((2, 1)))])
     with pytest.raises(MessageError, match="contiguous"):
-        encode_parts([Part(1, 2, 1, ids=np.arange(4)[::2])])
+        encode_parts([TablePart(1, 2, 1, ids=np.arange(4)[::2])])
     with pytest.raises(MessageError, match="values of"):
-        encode_parts([Part(1, 3, 1, ids=np.arange(2))])
+        encode_parts([TablePart(1, 3, 1, ids=np.arange(2))])
 
 
 def test_control_messages_are_capped_json():

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fleet.ps.wire.local import LocalTransport
 from fleet.ps.wire.messages import HEADER_BYTES, MessageError
 from fleet.ps.wire.sealed import SMALL_BODY_BYTES, Sealed
+from tests.fleet.ps.local_transport import LocalTransport
 
 HEADER = bytes(range(HEADER_BYTES))
 

@@ -13,7 +13,7 @@ from torch import nn
 from fleet.errors import NanInfError, PSError
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round
 from fleet.ps.worker.table_plan import plan_tables
-from fleet.ps.worker.trainer_group import Alone
+from fleet.ps.worker.trainer_group import SingleTrainer
 from tests.helpers.trainers import thread_trainers
 
 
@@ -157,7 +157,7 @@ def test_values_of_trainer_0_and_of_all() -> None:
 def test_one_trainer_needs_nobody() -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), torch.tensor(0.1))
-    dense = exchange(net, optimizer, Alone())
+    dense = exchange(net, optimizer, SingleTrainer())
     net.weight.grad = torch.ones(2, 3)
     dense.start()
     dense.finish()

@@ -11,8 +11,8 @@ import fleet
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
+from fleet.ps.worker.bags import bags_of
 from fleet.ps.worker.lookup import LocalRows
-from fleet.ps.worker.slots import bags_of
 
 WIDE = Initializer("uniform", -1.0, 1.0)
 BIG = 10**15
@@ -128,9 +128,9 @@ def test_wrong_arguments_and_ids_are_refused() -> None:
         fleet.SparseEmbedding(3, combiner="max")
     with pytest.raises(ConfigError, match="1 or more"):
         fleet.SparseEmbedding(3, num_slots=0)
-    with pytest.raises(ConfigError, match="whole number"):
+    with pytest.raises(ConfigError, match="integer"):
         fleet.SparseEmbedding(0)
-    with pytest.raises(ConfigError, match="whole numbers"):
+    with pytest.raises(ConfigError, match="integers"):
         make()(torch.tensor([1.0]))
     with pytest.raises(ConfigError, match="combiner is 'none'"):
         make()(torch.tensor([1]), torch.tensor([0]))

@@ -13,8 +13,9 @@ from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.entry import CountFilterEntry
 from fleet.ps.table.rules import Rule
-from fleet.ps.table.sparse_table import SparseTable, SparseTableConfig
+from fleet.ps.table.sparse_table import SparseTableConfig
 from fleet.ps.worker.optimizer_rules import check_geo_optimizer, rule_of_group
+from tests.fleet.ps.reference_store import ReferenceTable
 
 MAKERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01),
@@ -33,9 +34,9 @@ def test_tables_take_the_steps_of_torch(name: str) -> None:
     weight = torch.nn.Parameter(torch.randn(4, generator=generator))
     optimizer = MAKERS[name]([weight])
     rule = rule_of_group(optimizer, optimizer.param_groups[0])
-    dense = DenseTable(DenseTableConfig("d", 4, rule), use_kernels=False)
+    dense = DenseTable(DenseTableConfig("d", 4, rule))
     dense.set_values(weight.detach().numpy().copy())
-    rows = SparseTable(SparseTableConfig("s", 4, rule), use_kernels=False)
+    rows = ReferenceTable(SparseTableConfig("s", 4, rule))
     keys = np.array([7], np.int64)
     rows.add(keys, weight.detach().numpy()[None] - rows.pull(keys))
     for _ in range(5):

@@ -71,7 +71,7 @@ def save_with_a_late_worker(service: Service, workers: list[Trainer], folder: Pa
     early.client.save = noted  # type: ignore[method-assign]
     first = threading.Thread(target=early.save, args=(str(folder), 0), daemon=True)
     first.start()
-    session = service.servers[0].machine.session
+    session = service.servers[0].state.job
     until(lambda: saved.is_set() or any(name == SAVE for name, _ in list(session.arrived)))
     assert not saved.is_set(), "worker 0 saves before worker 1 has come"
     push(late, 19)
@@ -126,7 +126,7 @@ def test_a_save_is_whole_when_worker_0_dies_in_it_and_comes_back_without_a_check
         dies_at(first, 1)
         with pytest.raises(Died):
             first.save(str(tmp_path / "one"), 0)
-        session = service.servers[0].machine.session
+        session = service.servers[0].state.job
         until(lambda: (SAVE, 2) in list(session.arrived))  # the other stands at the end of the save
         first.abandon()
         again = trainer_of(service, made(5)[1], client_id=11, mode=mode)
@@ -195,8 +195,8 @@ def test_a_server_waits_for_a_worker_that_waits_for_a_long_save(tmp_path: Path) 
     """D.10: a save that takes longer than the lease does not make the others go on without the worker that asked."""
     with serving(num_workers=1) as service:
         (worker,) = start_workers(service, (None,))
-        session = service.servers[0].machine.session
-        sparse = next(t for t in service.servers[0].machine.tables.values() if isinstance(t, ServedSparse)).table
+        session = service.servers[0].state.job
+        sparse = next(t for t in service.servers[0].state.tables.values() if isinstance(t, ServedSparse)).table
         expired: list[list[int]] = []
         blocks = sparse.blocks
 
@@ -240,10 +240,10 @@ def ends(service: Service, act: Callable[..., Any], *arguments: Any) -> None:
         act(*arguments)
     act.__self__.client._links[0].call(Request(Op.PING))  # what it had sent would show that it lives
     for server in service.servers:
-        session = server.machine.session
+        session = server.state.job
         with session.changed:
             session.workers[0].state = "expired"
-        server.machine.settle()
+        server.state.settle()
 
 
 def dies_at(trainer: Trainer, server: int) -> None:

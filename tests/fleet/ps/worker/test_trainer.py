@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, NotInitializedError
-from fleet.ps.worker.exchange import MODES, check_mode
+from fleet.ps.worker.exchange_modes import MODES, check_mode
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, ids, serving
@@ -19,8 +19,8 @@ def test_a_pull_never_sees_half_a_step() -> None:
     """D.7 sync: the step counts as done when it is applied, not when it is about to be."""
     with serving(mode="sync", num_workers=1) as service:
         client = service.client(tables={0: SPARSE, 1: DENSE})
-        machine = service.servers[0].machine
-        table, entered, leave = machine.tables[0], threading.Event(), threading.Event()
+        state = service.servers[0].state
+        table, entered, leave = state.tables[0], threading.Event(), threading.Event()
         push = table.push
 
         def slow(part: Any) -> None:
@@ -33,8 +33,8 @@ def test_a_pull_never_sees_half_a_step() -> None:
         pushing = threading.Thread(target=lambda: client.wait(client.push({0: gradient([3])})), daemon=True)
         pushing.start()
         assert entered.wait(5)
-        assert machine.session.applied_step == 1
-        assert machine.visible_step == 0
+        assert state.job.applied_step == 1
+        assert state.visible_step == 0
         pulling = threading.Thread(
             target=lambda: found.append(client.wait(client.pull({0: ids(3)}, step=1))[0]), daemon=True
         )
@@ -44,7 +44,7 @@ def test_a_pull_never_sees_half_a_step() -> None:
         leave.set()
         for thread in (pushing, pulling):
             thread.join(5)
-        assert machine.visible_step == 1
+        assert state.visible_step == 1
         np.testing.assert_array_equal(found[0], [[-1, -1]])
 
 

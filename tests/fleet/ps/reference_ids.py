@@ -1,11 +1,4 @@
-"""The numpy twins of the small kernels: key hash, initial values, dedup, merge, expand, split.
-
-They define what the kernels must compute (the tests hold one against the other) and run in their place where
-numba is absent or disabled.
-
-A key's 64 hash bits are read from the top: 12 bits name its virtual range (which server, which part of a file), the
-next 6 its sub-shard (which lock), the next 32 its place in the sub-shard's index.
-"""
+"""The oracles of the small kernels, in numpy: initial values, distinct keys, sums of gradients, and places of keys."""
 
 from __future__ import annotations
 
@@ -14,36 +7,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from fleet.ps.table.hash import GOLDEN, MIX_2, Uint64s, mix, mix_int
 from fleet.ps.table.layout import Float32s, Int64s
 
-Uint64s = npt.NDArray[np.uint64]
-
-NUM_SUB_SHARDS = 64
-NUM_RANGES = 4096
-GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_M1, _M2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-
-
-def mix_int(value: int) -> int:
-    """Returns the 64 mixed bits of one whole number (murmur3's finalizer, a bijection)."""
-    value &= _MASK
-    value = ((value ^ (value >> 33)) * _M1) & _MASK
-    value = ((value ^ (value >> 33)) * _M2) & _MASK
-    return value ^ (value >> 33)
-
-
-def mix(values: Int64s | Uint64s) -> Uint64s:
-    """Returns the mixed bits of each value, elementwise :func:`mix_int`."""
-    h = values.astype(np.uint64)
-    h = (h ^ (h >> np.uint64(33))) * np.uint64(_M1)
-    h = (h ^ (h >> np.uint64(33))) * np.uint64(_M2)
-    return h ^ (h >> np.uint64(33))
-
-
-def range_of(hashes: Uint64s) -> Int64s:
-    """Returns the virtual range, 0 to 4095, of each hash."""
-    return (hashes >> np.uint64(52)).astype(np.int64)
 
 
 def sub_shard_of(hashes: Uint64s) -> Int64s:
@@ -59,7 +26,7 @@ def place_of(hashes: Uint64s) -> Int64s:
 def uniform_bits(seed: int, keys: Int64s, column: int, draw: int = 0) -> npt.NDArray[np.float64]:
     """Returns one number in [0, 1) per key: 53 bits of a hash of (seed, key, column, draw)."""
     base = mix(keys.astype(np.uint64) ^ np.uint64(mix_int(seed + GOLDEN)))
-    counter = np.uint64(((column + 1) * GOLDEN + draw * _M2) & _MASK)
+    counter = np.uint64(((column + 1) * GOLDEN + draw * MIX_2) & _MASK)
     return (mix(base + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -101,22 +68,8 @@ def unique_keys(keys: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
     return np.ascontiguousarray(keys[np.sort(first)]), rank[inverse.reshape(-1)]
 
 
-def merge_gradients(gradients: Float32s, inverse: npt.NDArray[np.int32], num_unique: int) -> Float32s:
+def sum_rows(gradients: Float32s, inverse: npt.NDArray[np.int32], num_unique: int) -> Float32s:
     """Returns the sum of the gradient rows of each distinct key, [num_unique, dim], added in input order."""
     out = np.zeros((num_unique, gradients.shape[1]), np.float32)
     np.add.at(out, inverse, gradients)
     return out
-
-
-def expand_rows(rows: Float32s, inverse: npt.NDArray[np.int32], out: Float32s) -> Float32s:
-    """Writes row ``inverse[i]`` to ``out[i]`` and returns ``out``."""
-    np.take(rows, inverse, axis=0, out=out)
-    return out
-
-
-def split_keys(servers_of_keys: Int64s, num_servers: int) -> tuple[npt.NDArray[np.int32], Int64s]:
-    """Returns the input places grouped by server in stable order, and the bounds of each group (num_servers + 1)."""
-    order = np.argsort(servers_of_keys, kind="stable").astype(np.int32)
-    bounds = np.zeros(num_servers + 1, np.int64)
-    np.cumsum(np.bincount(servers_of_keys, minlength=num_servers), out=bounds[1:])
-    return order, bounds

@@ -1,4 +1,4 @@
-"""The numpy twins of the sparse update rules, on gathered rows.
+"""The oracle of the update rules in numpy: rows of a sparse table, and a dense table.
 
 Each function changes ``w`` [n, width] and ``state`` [n, state_width] in place, in float32, in the order of
 operations of its kernel. Formulas: :mod:`fleet.ps.table.rules`.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fleet.ps.table.dense_table import DenseTable
 from fleet.ps.table.layout import Float32s
 from fleet.ps.table.rules import Rule
 
@@ -111,3 +112,10 @@ _UPDATES: dict[str, Callable[[Rule, Float32s, Float32s, Float32s], None]] = {
     "shared_adam": _shared_adam,
     "sum": _sum,
 }
+
+
+class ReferenceDenseTable(DenseTable):
+    """A dense table whose rule runs in numpy."""
+
+    def _push_by_kernel(self, gradient: Float32s) -> None:
+        update_rows(self._rule, self._values[None], self._state[None], gradient[None], None)

@@ -8,9 +8,8 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.server import server as _server
-from fleet.ps.server.open_files import RESERVED, USUAL_CONNECTIONS, connections_allowed
 from fleet.ps.server.server import Server
-from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_config import RESERVED, USUAL_CONNECTIONS, ServerConfig, connections_allowed
 from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps.service import SECRET, make_table, serving
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleet.ps.server.machine import Machine
+    from fleet.ps.server.server_state import ServerState
     from fleet.ps.worker.trainer import Trainer
 
 __all__ = ["Measure", "Summary", "server_measures", "worker_measures"]
@@ -29,16 +29,17 @@ class Measure:
     grows: bool = False
 
 
-def server_measures(machine: Machine) -> list[Measure]:
+def server_measures(state: ServerState) -> list[Measure]:
     """Returns what there is to know of a server now."""
-    session, counts = machine.session, machine.counts
-    tables = {fact_name(table): table.describe() for table in machine.tables.values()}
-    with session.changed:
-        clocks = {str(worker.rank): float(worker.clock) for worker in session.workers}
-        active = [worker.clock for worker in session.active()]
-        states = Counter(worker.state for worker in session.workers)
-        held = sum(map(len, session.held.values()))
-        behind = machine.journal.last_lsn - machine.journal.durable_lsn if machine.journal.level else 0
+    job = state.job
+    counts = state.counts
+    tables = {fact_name(table): table.describe() for table in state.tables.values()}
+    with job.changed:
+        clocks = {str(worker.rank): float(worker.clock) for worker in job.workers}
+        active = [worker.clock for worker in job.active()]
+        states = Counter(worker.state for worker in job.workers)
+        held = sum(map(len, job.held.values()))
+        behind = state.journal.last_lsn - state.journal.durable_lsn if state.journal.level else 0
     spread = max(active) - min(active) if active else 0
     rows, size = ({name: float(facts[key]) for name, facts in tables.items()} for key in ("rows", "bytes"))
     return [
@@ -77,17 +78,22 @@ def worker_measures(trainer: Trainer) -> list[Measure]:
 class Summary:
     """One line about a server now and then: rows, memory, rows per second since the line before, queues, staleness."""
 
-    def __init__(self, machine: Machine, now: float) -> None:
-        self._machine, self._since, self._before = machine, now, dict(machine.counts)
+    def __init__(self, state: ServerState, now: float) -> None:
+        self._state = state
+        self._since = now
+        self._before = dict(state.counts)
 
     def line(self, now: float) -> str | None:
         """Returns the line, or ``None`` when no row was pulled or pushed since the last call."""
-        counts, seconds = dict(self._machine.counts), max(now - self._since, 1e-9)
-        pulled, pushed = counts["pulled"] - self._before["pulled"], counts["rows"] - self._before["rows"]
-        self._since, self._before = now, counts
+        counts = dict(self._state.counts)
+        seconds = max(now - self._since, 1e-9)
+        pulled = counts["pulled"] - self._before["pulled"]
+        pushed = counts["rows"] - self._before["rows"]
+        self._since = now
+        self._before = counts
         if not (pulled or pushed):
             return None
-        found = {measure.name: measure for measure in server_measures(self._machine)}
+        found = {measure.name: measure for measure in server_measures(self._state)}
         rows, size = (sum(found[name].samples.values()) for name in ("table_rows", "table_bytes"))
         return (
             f"{rows:.0f} rows in {len(found['table_rows'].samples)} tables, {size / 1e6:.1f} MB "

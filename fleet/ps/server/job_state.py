@@ -1,6 +1,12 @@
 """What a server knows about its workers: who lives, how far each has come, what each has had applied.
 
 Everything here changes under one lock, the journal's, so that it belongs to a definite log sequence number.
+
+[Note: The life of a worker]
+A rank is expected until its first process says HELLO, and active from then on. When it is silent for longer than its
+lease it is expired: nobody waits for it, and its next message makes it active again. A goodbye makes it gone. The
+process that said HELLO last speaks for the rank; those before it are fenced off. A worker that waits for this server is
+busy, and its lease does not run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from numpy.typing import NDArray
 
 from fleet.errors import PSError
 
-__all__ = ["Channel", "Fenced", "GeoRecorder", "Held", "Refused", "Session", "Worker"]
+__all__ = ["Channel", "Fenced", "GeoRecorder", "Held", "Refused", "JobState", "Worker"]
 
 _KEPT_FENCED = 64
 _KEPT_MARKS = 4096
@@ -149,18 +155,20 @@ class Worker:
         return self.channels.setdefault(number, Channel())
 
 
-class Session:
+class JobState:
     """The workers of a server and what it has agreed with them.
 
     Args:
         num_workers: how many ranks there are.
         lock: the journal's lock; ``changed`` is a condition on it.
-        job: name of the job; state of another job is not taken over.
+        name: of the job; state of another job is not taken over.
         lease_s: a worker that was heard and then is silent for so long counts as dead until it is heard again.
     """
 
-    def __init__(self, num_workers: int, lock: threading.Lock, lease_s: float = 60.0, job: str = "") -> None:
-        self.num_workers, self.lease_s, self.job = num_workers, lease_s, job
+    def __init__(self, num_workers: int, lock: threading.Lock, lease_s: float = 60.0, name: str = "") -> None:
+        self.num_workers = num_workers
+        self.lease_s = lease_s
+        self.name = name
         self.changed = threading.Condition(lock)
         self.workers = [Worker(rank) for rank in range(num_workers)]
         self.specs: dict[int, dict[str, Any]] = {}
@@ -185,7 +193,9 @@ class Session:
         fresh = worker.client_id != client_id
         if fresh and worker.client_id:
             worker.fenced.append(worker.client_id)
-        worker.client_id, worker.state, worker.seen = client_id, "active", time.monotonic()
+        worker.client_id = client_id
+        worker.state = "active"
+        worker.seen = time.monotonic()
         self.changed.notify_all()
         return fresh
 
@@ -306,7 +316,8 @@ class Session:
 
     def account(self) -> str:
         """Returns where each worker is, as far as this server knows."""
-        found, standing = [], dict(self.standing)
+        found = []
+        standing = dict(self.standing)
         for worker in self.workers:
             if worker.rank in standing:
                 found.append(f"worker {worker.rank} waits in {standing[worker.rank][0]}")
@@ -330,7 +341,8 @@ class Session:
     def pass_barrier(self, name: str, number: int, key: str) -> None:
         """Notes that the barrier is open, and its key."""
         if number >= self.barriers.get(name, 0):
-            self.barriers[name], self.keys[name] = number, key
+            self.barriers[name] = number
+            self.keys[name] = key
         for place in [p for p in self.arrived if p[0] == name and p[1] <= self.barriers[name]]:
             del self.arrived[place]
 

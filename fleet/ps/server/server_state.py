@@ -1,9 +1,29 @@
-"""The server's state machine: every change of tables and session, applied once, in an order the journal keeps.
+"""The server's state machine: every change of tables and workers, applied once, in an order the journal keeps.
 
 Locks are taken in this order: ``saving``, the channel's, ``_applying`` (sync mode), ``snapshots``, the tables'
-``order`` by id, the tables' gates by id, the journal's. A change is journaled first and applied then, with its
-tables held from before the one until after the other; so a row copied with stamp N holds exactly the records up to
-N that touch it.
+``order`` by id, the tables' gates by id, the journal's.
+
+[Note: A change is applied once]
+A change has a number in its channel, and most have a step. The number tells a message that is sent again after a cut
+(``seq <= channel.last``). The step tells a worker that went back to a checkpoint and pushes again under new numbers: a
+table takes a step of a worker once (``fresh_tables``). A change then goes like this::
+
+    hold its tables (order, gate)
+        under the journal's lock: append the record, note number, step and clock
+        change the tables, where the step is new
+
+The tables are held from before the record until after the change, so a row copied with stamp N holds exactly the
+records up to N that touch it. When the record cannot be written, nothing has changed. When the tables fail after it, the
+journal has a change that they lack: the server ends (``_fail``) and a restart applies it. A replay takes the same way
+through ``_note`` and ``_apply``, record by record, and leaves out rows that the snapshot has at that record.
+
+A shrink, a day, a clear and a learning rate are made first and recorded then, because only the table knows whether it
+takes them. Their gate is exclusive and no snapshot runs, so nobody meets the table between the two.
+
+In sync mode a push is a HELD record and waits in ``job.held``. Once every worker that can still push has one for the
+step, an APPLY record names the step and the ranks, and their mean is applied as one push; a replay merges the same
+gradients in the same order. ``applied_step`` moves with the record, before the tables change: pulls wait for
+``visible_step``, which moves after.
 """
 
 from __future__ import annotations
@@ -15,33 +35,34 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.client.merge import merge_parts
+from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
-from fleet.ps.server.served_table import ServedTable, Stamps, missing_parts
-from fleet.ps.server.session import Held, Refused, Session, Worker
+from fleet.ps.server.served_table import ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.table.table_spec import difference_of_specs
 from fleet.ps.wire.bfloat16 import from_bfloat16
-from fleet.ps.wire.messages import Flag, Header, Op, Part, Status, decode_parts, encode_parts
+from fleet.ps.wire.messages import Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
 
-__all__ = ["Machine"]
+__all__ = ["ServerState"]
 
 MAX_AHEAD = 4  # steps of gradients one worker may have waiting for the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
 MakeTable = Callable[[dict[str, Any]], ServedTable]
 
 
-class Machine:
-    """Tables, session and journal of one server.
+class ServerState:
+    """Tables, workers and journal of one server.
 
     Args:
-        session: the workers.
+        job: the workers, and what they have agreed on.
         journal: where changes are written before they are applied.
         make_table: makes an empty table of a specification.
         sync: gradients of a step are held until all active workers' are here, then averaged and applied.
     """
 
-    def __init__(self, session: Session, journal: Journal, make_table: MakeTable, *, sync: bool) -> None:
-        self.session, self.journal, self.sync = session, journal, sync
+    def __init__(self, job: JobState, journal: Journal, make_table: MakeTable, *, sync: bool) -> None:
+        self.job = job
+        self.journal = journal
+        self.sync = sync
         self.tables: dict[int, ServedTable] = {}
         self.snapshots = threading.Lock()
         self.saving = threading.Lock()  # one save at a time writes to a folder
@@ -62,7 +83,7 @@ class Machine:
         with self.snapshots:
             made = {}
             for table_id, spec in specs.items():
-                known = self.session.specs.get(table_id)
+                known = self.job.specs.get(table_id)
                 if known is None:
                     try:
                         made[table_id] = self.make_table(spec)
@@ -81,7 +102,7 @@ class Machine:
                 self._install(made, new)
 
     def _install(self, made: dict[int, ServedTable], specs: dict[int, dict[str, Any]]) -> None:
-        self.session.specs = {**self.session.specs, **specs}
+        self.job.specs = {**self.job.specs, **specs}
         self.tables = {**self.tables, **made}
 
     def table(self, table_id: int) -> ServedTable:
@@ -120,8 +141,8 @@ class Machine:
         channel = worker.channel(number)
         with channel.lock:
             if worker.client_id != header.client_id or worker.state == "expired":
-                with self.session.changed:
-                    self.session.touch(worker, header.client_id)
+                with self.job.changed:
+                    self.job.touch(worker, header.client_id)
             if header.seq <= channel.last:
                 self.counts["duplicates"] += 1
                 return Status.DUPLICATE
@@ -133,8 +154,8 @@ class Machine:
             self.apply_ready()
         return status
 
-    def _checked(self, header: Header, body: memoryview) -> list[Part]:
-        bfloat16 = bool(header.flags & Flag.BFLOAT16)
+    def _checked(self, header: Header, body: memoryview) -> list[TablePart]:
+        bfloat16 = bool(header.flags & MessageFlag.BFLOAT16)
         parts = decode_parts(body, header.n_tables, bfloat16)
         for part in parts:
             self.table(part.table_id).check(part, change=True)
@@ -144,7 +165,9 @@ class Machine:
                 part.rows = from_bfloat16(part.rows)
         return parts
 
-    def _apply_now(self, worker: Worker, number: int, header: Header, parts: list[Part], body: memoryview) -> Status:
+    def _apply_now(
+        self, worker: Worker, number: int, header: Header, parts: list[TablePart], body: memoryview
+    ) -> Status:
         record = Record(
             _KIND_OF_OP[header.op],
             0,
@@ -153,11 +176,11 @@ class Machine:
             header.seq,
             header.step,
             header.n_tables,
-            int(header.flags & (Flag.BFLOAT16 | Flag.NO_CLOCK)),
+            int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.NO_CLOCK)),
             body,
         )
         with self._held([part.table_id for part in parts]):
-            with self.session.changed:
+            with self.job.changed:
                 lsn = self.journal.append(record)
                 fresh = self._note(record, worker, parts, lsn)
             try:
@@ -165,27 +188,27 @@ class Machine:
             except BaseException as error:
                 self._fail(error)
                 raise
-        with self.session.changed:
-            self.session.changed.notify_all()
+        with self.job.changed:
+            self.job.changed.notify_all()
         return Status.OK if fresh or not parts else Status.DUPLICATE
 
-    def _note(self, record: Record, worker: Worker, parts: list[Part], lsn: int) -> set[int]:
-        """Enters a change into the session; returns the tables it is new for. The caller holds the journal's lock."""
+    def _note(self, record: Record, worker: Worker, parts: list[TablePart], lsn: int) -> set[int]:
+        """Notes a change and returns the tables it is new for; the caller holds the journal's lock."""
         ids = [part.table_id for part in parts]
         step = record.step if record.kind != RecordKind.SET_DENSE else 0
-        fresh = self.session.fresh_tables(worker, step, ids)
+        fresh = self.job.fresh_tables(worker, step, ids)
         worker.channel(record.channel).note(lsn, record.seq)
-        self.session.note_step(worker, step, fresh)
-        if not record.flags & Flag.NO_CLOCK:
+        self.job.note_step(worker, step, fresh)
+        if not record.flags & MessageFlag.NO_CLOCK:
             worker.clock = max(worker.clock, step)
         if record.kind == RecordKind.ADD:
             for part in parts:
                 if part.ids is not None and part.table_id in fresh:
-                    self.session.recorder.mark(worker.rank, part.table_id, part.ids.copy())
+                    self.job.recorder.mark(worker.rank, part.table_id, part.ids.copy())
         self.counts["duplicates"] += len(ids) - len(fresh)
         return fresh
 
-    def _apply(self, kind: int, parts: Sequence[Part]) -> None:
+    def _apply(self, kind: int, parts: Sequence[TablePart]) -> None:
         for part in parts:
             table = self.tables[part.table_id]
             if kind == RecordKind.PUSH:
@@ -201,23 +224,23 @@ class Machine:
 
     def may_hold(self, step: int) -> bool:
         """Returns whether there is room for the gradient of ``step`` (sync mode)."""
-        return step <= self.session.applied_step + MAX_AHEAD or not self.session.held
+        return step <= self.job.applied_step + MAX_AHEAD or not self.job.held
 
     def _hold(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
         if not header.step:
             raise Refused("a push in sync mode needs the number of its step, from 1.")
-        flags = int(header.flags & Flag.BFLOAT16)
+        flags = int(header.flags & MessageFlag.BFLOAT16)
         held = Held(header.n_tables, flags, bytes(body))
-        with self.session.changed:
+        with self.job.changed:
             record = Record(
                 RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, held.body
             )
             new = self._note_held(record, worker, held, self.journal.append(record))
-            self.session.changed.notify_all()
+            self.job.changed.notify_all()
         return Status.OK if new else Status.DUPLICATE
 
     def _note_held(self, record: Record, worker: Worker, held: Held, lsn: int) -> bool:
-        new = self.session.hold(worker.rank, record.step, held)
+        new = self.job.hold(worker.rank, record.step, held)
         worker.channel(record.channel).note(lsn, record.seq)
         worker.clock = max(worker.clock, record.step)
         self.counts["duplicates"] += not new
@@ -227,27 +250,27 @@ class Machine:
         """Applies every step for which all active workers' gradients are here, then opens barriers."""
         with self._applying:
             while True:
-                with self.session.changed:
-                    step = self.session.ready_step()
+                with self.job.changed:
+                    step = self.job.ready_step()
                     if step is None:
                         self._open_barriers()
                         return
-                    ranks = sorted(self.session.held[step])
-                    gradients = [self.session.held[step][rank] for rank in ranks]
+                    ranks = sorted(self.job.held[step])
+                    gradients = [self.job.held[step][rank] for rank in ranks]
                 merged = self._merged(gradients, len(ranks))
                 with self._held([part.table_id for part in merged]):
-                    with self.session.changed:
+                    with self.job.changed:
                         self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
                         self._unfinished = step
-                        self.session.take_held(step, ranks)
+                        self.job.take_held(step, ranks)
                     try:
                         self._apply(RecordKind.PUSH, merged)
                     except BaseException as error:
                         self._fail(error)
                         raise
-                with self.session.changed:
+                with self.job.changed:
                     self._unfinished = None
-                    self.session.changed.notify_all()
+                    self.job.changed.notify_all()
 
     def forget_held(self, table_ids: Sequence[int]) -> None:
         """Takes out of the gradients that are held what they have for these tables; their steps stay open.
@@ -255,20 +278,21 @@ class Machine:
         So a gradient that was computed with the rows before a load changes nothing after it, also when it is sent
         again: its step is known.
         """
-        with self._applying, self.session.changed:
-            for ranks in self.session.held.values():
+        with self._applying, self.job.changed:
+            for ranks in self.job.held.values():
                 ranks.update({rank: _without(held, table_ids) for rank, held in ranks.items()})
 
     @property
     def visible_step(self) -> int:
         """The last step that is applied whole: what a pull may wait for (sync mode)."""
-        applied, unfinished = self.session.applied_step, self._unfinished  # in this order: they change in the other
+        applied = self.job.applied_step
+        unfinished = self._unfinished  # in this order: they change in the other
         return applied if unfinished is None else min(applied, unfinished - 1)
 
-    def _merged(self, gradients: Sequence[Held], divisor: int) -> list[Part]:
-        by_table: dict[int, list[Part]] = {}
+    def _merged(self, gradients: Sequence[Held], divisor: int) -> list[TablePart]:
+        by_table: dict[int, list[TablePart]] = {}
         for held in gradients:
-            bfloat16 = bool(held.flags & Flag.BFLOAT16)
+            bfloat16 = bool(held.flags & MessageFlag.BFLOAT16)
             for part in decode_parts(held.body, held.n_tables, bfloat16):
                 if bfloat16 and part.rows is not None:
                     part.rows = from_bfloat16(part.rows)
@@ -287,10 +311,11 @@ class Machine:
         """Shrinks, ages or clears a table, or sets its learning rate, once; returns the rows it concerned."""
         if not header.seq:
             raise Refused("a change needs its number in the channel, from 1.")
-        table, channel = self.table(table_id), worker.channel(number)
+        table = self.table(table_id)
+        channel = worker.channel(number)
         with channel.lock:
-            with self.session.changed:
-                self.session.touch(worker, header.client_id)
+            with self.job.changed:
+                self.job.touch(worker, header.client_id)
             if header.seq <= channel.last:
                 return Status.DUPLICATE, 0
             with self.snapshots, table.order, table.gate.exclusive():
@@ -298,7 +323,7 @@ class Machine:
                     rows = table.alter(action, fields)
                 except (ConfigError, KeyError, TypeError, ValueError) as error:
                     raise Refused(f"{action} of table {table_id}: {error}") from None
-                with self.session.changed:
+                with self.job.changed:
                     body = {"table": table_id, "action": action, "fields": fields}
                     record = _control(RecordKind.ALTER, body, worker.rank, number, header.seq)
                     channel.note(self.journal.append(record), header.seq)
@@ -309,33 +334,33 @@ class Machine:
         if self.sync:
             self.apply_ready()
         else:
-            with self.session.changed:
+            with self.job.changed:
                 self._open_barriers()
 
     def _open_barriers(self) -> None:
-        for name, number in self.session.settle_barriers().items():
-            fields = {"name": name, "number": number, "key": self.session.keys[name]}
+        for name, number in self.job.settle_barriers().items():
+            fields = {"name": name, "number": number, "key": self.job.keys[name]}
             self.journal.append(_control(RecordKind.BARRIER, fields))
 
     def leave(self, worker: Worker) -> None:
         """Lets a worker go: nobody waits for it any more."""
-        with self.session.changed:
+        with self.job.changed:
             self.journal.append(Record(RecordKind.GOODBYE, 0, worker.rank))
-            self.session.leave(worker)
+            self.job.leave(worker)
         self.settle()
 
     def _fail(self, error: BaseException) -> None:
         """The journal holds a change that the tables do not: the server must not go on."""
         self.failure = error
-        with self.session.changed:
-            self.session.stopped = True
-            self.session.changed.notify_all()
+        with self.job.changed:
+            self.job.stopped = True
+            self.job.changed.notify_all()
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def replay(self, record: Record, stamps: dict[int, Stamps]) -> None:
         """Applies a journaled record to what the snapshot does not hold of it."""
-        worker = self.session.workers[record.rank]
+        worker = self.job.workers[record.rank]
         if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
             parts = self._record_parts(record)
             fresh = self._note(record, worker, parts, record.lsn)
@@ -355,7 +380,7 @@ class Machine:
             specs = {int(key): spec for key, spec in fields.items()}
             self._install({key: self.make_table(spec) for key, spec in specs.items()}, specs)
         elif record.kind == RecordKind.APPLY:
-            merged = self._merged(self.session.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
+            merged = self._merged(self.job.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
             self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn))
         elif record.kind == RecordKind.ALTER:
             worker.channel(record.channel).note(record.lsn, record.seq)
@@ -363,15 +388,15 @@ class Machine:
             if table_id not in stamps or record.lsn > stamps[table_id].latest:
                 self.tables[table_id].alter(fields["action"], fields["fields"])
         elif record.kind == RecordKind.BARRIER:
-            self.session.pass_barrier(fields["name"], fields["number"], fields.get("key", ""))
+            self.job.pass_barrier(fields["name"], fields["number"], fields.get("key", ""))
         else:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 
-    def _record_parts(self, record: Record) -> list[Part]:
+    def _record_parts(self, record: Record) -> list[TablePart]:
         flags = record.flags
-        parts = decode_parts(record.body, record.n_tables, bool(flags & Flag.BFLOAT16))
+        parts = decode_parts(record.body, record.n_tables, bool(flags & MessageFlag.BFLOAT16))
         for part in parts:
-            if flags & Flag.BFLOAT16 and part.rows is not None:
+            if flags & MessageFlag.BFLOAT16 and part.rows is not None:
                 part.rows = from_bfloat16(part.rows)
         return parts
 
@@ -381,6 +406,6 @@ def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0,
 
 
 def _without(held: Held, table_ids: Sequence[int]) -> Held:
-    bfloat16 = bool(held.flags & Flag.BFLOAT16)
+    bfloat16 = bool(held.flags & MessageFlag.BFLOAT16)
     parts = [part for part in decode_parts(held.body, held.n_tables, bfloat16) if part.table_id not in table_ids]
     return Held(len(parts), held.flags, b"".join(encode_parts(parts, bfloat16)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fleet.ps import Rule
-from fleet.ps.table import rule_parameters as numbers
+from fleet.ps.table.kernels import rule_kernels as numbers
 
 
 def test_adam_corrections_are_those_of_step_one_on() -> None:
@@ -24,6 +24,6 @@ def test_absent_numbers_change_nothing() -> None:
     """A rule without bounds, decay or show scaling has the neutral values there."""
     params = numbers.rule_parameters(Rule("sgd", {"learning_rate": 0.5}))
     assert len(params) == numbers.CORRECTIONS
-    assert params[numbers.LEARNING_RATE] == 0.5
+    assert params[numbers.RATE] == 0.5
     assert (params[numbers.LOWER], params[numbers.UPPER]) == (-np.inf, np.inf)
     assert params[numbers.WEIGHT_DECAY] == params[numbers.SHOW_SCALE] == params[numbers.NESTEROV] == 0

@@ -23,7 +23,7 @@ from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan
 
-__all__ = ["MODES", "AsyncExchange", "Coming", "Exchange", "GeoExchange", "HalfAsyncExchange", "SyncExchange"]
+__all__ = ["MODES", "AsyncExchange", "Coming", "GeoExchange", "HalfAsyncExchange", "ServerExchange", "SyncExchange"]
 
 MODES = ("sync", "half_async", "async", "geo")
 Gradients = Mapping[int, Gradient | Rows]
@@ -33,8 +33,11 @@ class Coming:
     """Rows that were asked for during the step before theirs."""
 
     def __init__(self, exchange: _ServersOwn, ticket: Ticket, table_id: int) -> None:
-        self._exchange, self._ticket, self._table_id = exchange, ticket, table_id
-        self._asked_at, self._flushes = exchange.client.step, exchange.flushes
+        self._exchange = exchange
+        self._ticket = ticket
+        self._table_id = table_id
+        self._asked_at = exchange.client.step
+        self._flushes = exchange.flushes
 
     def rows(self) -> Rows | None:
         """Waits for them; returns ``None`` when they are older than a step, or from before a flush."""
@@ -45,7 +48,7 @@ class Coming:
         return rows
 
 
-class Exchange(Protocol):
+class ServerExchange(Protocol):
     """One mode of one worker, on an open client that knows the tables."""
 
     reads_grad: bool  # takes dense gradients from the parameters' ``.grad``, not from what ``put`` is given
@@ -79,7 +82,8 @@ class SyncExchange:
     reads_grad = False
 
     def __init__(self, client: Client, plan: TablePlan) -> None:
-        self.client, self.plan = client, plan
+        self.client = client
+        self.plan = plan
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows after the steps this worker has pushed."""
@@ -90,7 +94,7 @@ class SyncExchange:
         """Refuses."""
         raise ConfigError(
             "prefetch() asks for rows before the step that changes them is done, and in sync training every step sees "
-            "all steps before it. Leave prefetch away, or set a_sync to True."
+            "all steps before it. Omit prefetch, or set a_sync to True."
         )
 
     def put(self, gradients: Gradients) -> None:
@@ -101,7 +105,8 @@ class SyncExchange:
     def settle(self) -> None:
         """Returns when every server has applied the steps that this worker has pushed, its own share or not."""
         for part in self.plan.sparse[:1]:
-            table, ids = self.client.tables[part.table_id], np.arange(64)
+            table = self.client.tables[part.table_id]
+            ids = np.arange(64)
             while table.num_servers > 1 and not all(len(places) for places in table.split(ids)):  # type: ignore[arg-type]
                 ids = np.arange(2 * len(ids))
             self.client.wait(self.client.pull({part.table_id: ids}, create=False))
@@ -146,7 +151,8 @@ class _Mailbox:
     def deliver(self) -> None:
         """Copies what has come into the parameters."""
         with self._lock:
-            ticket, self._ticket = self._ticket, None
+            ticket = self._ticket
+            self._ticket = None
         if ticket is not None:
             for part in self._plan.dense:
                 part.assign(ticket.result[part.table_id])
@@ -162,7 +168,8 @@ class _ServersOwn:
 
     def __init__(self, client: Client, plan: TablePlan) -> None:
         self.client = client
-        self._plan, self._mailbox = plan, _Mailbox(plan)
+        self._plan = plan
+        self._mailbox = _Mailbox(plan)
         self._mailbox.reached = client.step
         self._bound = client.staleness
         self.flushes = 0  # a load or a shrink comes after one: rows may have changed by more than training
@@ -178,7 +185,7 @@ class _ServersOwn:
         if self._bound == 0:
             raise ConfigError(
                 "prefetch() asks for rows before the step that changes them is done, and "
-                "a_sync_configs['max_staleness'] is 0. Leave prefetch away, or allow a staleness of 1 or more."
+                "a_sync_configs['max_staleness'] is 0. Omit prefetch, or allow a staleness of 1 or more."
             )
         step = self.client.step + 1
         self._prepare(step)
@@ -303,7 +310,8 @@ class GeoExchange:
     reads_grad = True
 
     def __init__(self, client: Client, plan: TablePlan, k_steps: int, train_dense: Callable[[], Any]) -> None:
-        self._plan, self._train_dense = plan, train_dense
+        self._plan = plan
+        self._train_dense = train_dense
         self._values = {part.table_id: part.values() for part in plan.dense}
         self._geo = GeoCommunicator(client, k_steps, [part.table_id for part in plan.sparse], self._values)
         self._parts = {part.table_id: part for part in plan.sparse}

@@ -1,7 +1,7 @@
 """ReferenceStore: the rows of one sparse table in a dictionary and numpy arrays.
 
-The oracle of :class:`fleet.ps.table.kernel_store.KernelStore`, and what stands in for it without numba: the same
-results at a fraction of the speed. One lock, everything in plain sight.
+The oracle of :class:`fleet.ps.table.kernel_store.KernelStore`: the same results at a fraction of the speed. One lock,
+everything in plain sight.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps.table import reference as twins
 from fleet.ps.table.accessor import Accessor, accessor_score
-from fleet.ps.table.layout import Block, Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
-from fleet.ps.table.reference_rules import update_rows
-from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
+from fleet.ps.table.gate import Gate
+from fleet.ps.table.hash import NUM_SUB_SHARDS, mix
+from fleet.ps.table.layout import ColumnBlock, Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
+from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics, Window
 from fleet.ps.table.rules import LEARNING_RATE
+from fleet.ps.table.sparse_table import SparseTable
+from tests.fleet.ps.reference_ids import initial_values, place_of, sub_shard_of, uniform_bits
+from tests.fleet.ps.reference_rules import update_rows
 
 _NEVER_SCORED = Accessor()
-Window = tuple[int, int, int]
 
 
 class ReferenceStore:
@@ -173,7 +175,7 @@ class ReferenceStore:
     def _is_admitted(self, key: int) -> bool:
         if self._admission != 2:
             return True
-        bits = twins.uniform_bits(self.config.seed, np.array([key], np.int64), -2)[0]
+        bits = uniform_bits(self.config.seed, np.array([key], np.int64), -2)[0]
         return bool(bits * 2**32 < self._admission_argument)
 
     def _count(self, key: int, score: float) -> None:
@@ -197,7 +199,7 @@ class ReferenceStore:
             return False
         if not self._accessor.create_by_score or score >= 1.0:
             return True
-        return bool(score > twins.uniform_bits(self.config.seed, np.array([key], np.int64), -3, self._pushes)[0])
+        return bool(score > uniform_bits(self.config.seed, np.array([key], np.int64), -3, self._pushes)[0])
 
     def _new_row(self, key: int) -> int:
         if not self._free and self._used == len(self._values):
@@ -214,11 +216,11 @@ class ReferenceStore:
         self._has_embedx[line] = whole
         return line
 
-    def _initialise(self, keys: Int64s, lines: Int64s, block: Block) -> None:
+    def _initialise(self, keys: Int64s, lines: Int64s, block: ColumnBlock) -> None:
         drawn = self.config.initializer
         stop = block.column + block.width
         if not (block.column == 0 and self.config.accessor is not None and self._accessor.zero_init):
-            self._values[lines, block.column : stop] = twins.initial_values(
+            self._values[lines, block.column : stop] = initial_values(
                 drawn.code, drawn.a, drawn.b, self.config.seed, keys, block.column, stop
             )
         self._values[lines, block.state : block.state + block.state_width] = block.rule.initial_state
@@ -232,15 +234,15 @@ class ReferenceStore:
 
     def plan_windows(self, rows_per_window: int) -> list[Window]:
         """Returns windows (sub-shard, first place, last place + 1) that together hold every key once."""
-        parts = max(1, -(-self.num_entries // (twins.NUM_SUB_SHARDS * rows_per_window)))
+        parts = max(1, -(-self.num_entries // (NUM_SUB_SHARDS * rows_per_window)))
         edges = [2**32 * i // parts for i in range(parts + 1)]
-        return [(s, a, b) for s in range(twins.NUM_SUB_SHARDS) for a, b in zip(edges, edges[1:], strict=False)]
+        return [(s, a, b) for s in range(NUM_SUB_SHARDS) for a, b in zip(edges, edges[1:], strict=False)]
 
     def _keys_of(self, window: Window, keys: Sequence[int]) -> Int64s:
         array = np.array(keys, np.int64)
-        hashes = twins.mix(array)
-        place = twins.place_of(hashes)
-        inside = (twins.sub_shard_of(hashes) == window[0]) & (place >= window[1]) & (place < window[2])
+        hashes = mix(array)
+        place = place_of(hashes)
+        inside = (sub_shard_of(hashes) == window[0]) & (place >= window[1]) & (place < window[2])
         return np.asarray(array[inside], np.int64)
 
     def copy_window(self, window: Window) -> RowBlock:
@@ -341,7 +343,7 @@ class ReferenceStore:
         """Makes every later push use ``learning_rate`` in each block whose rule has one."""
         with self._lock:
             self._blocks = [
-                Block(
+                ColumnBlock(
                     b.rule.with_learning_rate(learning_rate) if LEARNING_RATE in b.rule.hyper else b.rule,
                     b.column,
                     b.width,
@@ -349,6 +351,21 @@ class ReferenceStore:
                 )
                 for b in self._blocks
             ]
+
+
+class ReferenceTable(SparseTable):
+    """A sparse table on a reference store: nothing is compiled."""
+
+    def __init__(self, config: SparseTableConfig) -> None:
+        self.config = config
+        self.gate = Gate()
+        self._store = ReferenceStore(config)  # type: ignore[assignment]
+        self._learning_rate = None
+
+
+def table_of(config: SparseTableConfig, use_kernels: bool) -> SparseTable:
+    """Returns a table of the kernels, or one of the reference store."""
+    return SparseTable(config) if use_kernels else ReferenceTable(config)
 
 
 def _rounds(keys: Int64s) -> list[Int64s]:

@@ -54,7 +54,7 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
         num_slots: slots per sample.
 
     Raises:
-        ConfigError: ids are not whole numbers, or shape, offsets, combiner and slots do not fit.
+        ConfigError: ids are not integers, or shape, offsets, combiner and slots do not fit.
 
     Example:
         >>> bags_of([[1, 2], [], [3]], None, "sum", 1).offsets.tolist()
@@ -84,7 +84,8 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
             f"SparseEmbedding: ids are {tuple(ids.shape)}; with combiner {combiner!r} they are {form}, or flat with "
             "offsets."
         )
-    count, length = len(flat) // max(ids.shape[-1], 1), ids.shape[-1]
+    count = len(flat) // max(ids.shape[-1], 1)
+    length = ids.shape[-1]
     if not length:
         count = int(np.prod(ids.shape[:-1]))
     return _bags(flat, np.arange(count, dtype=np.int64) * length, num_slots)
@@ -133,7 +134,7 @@ def _as_tensor(part: Any) -> Tensor:
 
 def _flat(ids: Tensor) -> Keys:
     if ids.dtype not in _WHOLE:
-        raise ConfigError(f"SparseEmbedding: ids are {ids.dtype}; they are whole numbers (torch.int64).")
+        raise ConfigError(f"SparseEmbedding: ids are {ids.dtype}; they are integers (torch.int64).")
     flat: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
     return flat
 

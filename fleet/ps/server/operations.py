@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import FleetError
-from fleet.ps.server.machine import Machine
+from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
-from fleet.ps.server.session import Fenced, Refused, Worker
+from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
     Buffer,
-    Flag,
     Header,
+    MessageFlag,
     Op,
-    Part,
     Status,
+    TablePart,
     control_body,
     decode_control,
     decode_parts,
@@ -31,7 +31,7 @@ from fleet.ps.wire.messages import (
 )
 from fleet.ps.wire.sealed import Sealed
 
-__all__ = ["Answer", "Peer", "Requests"]
+__all__ = ["Answer", "ConnectedWorker", "Operations"]
 
 BEAT_S = 2.0
 STUCK_S = 5.0  # a worker that came back may still be on its way from one barrier to the next
@@ -45,11 +45,11 @@ class Answer:
     status: Status = Status.OK
     buffers: list[Buffer] = field(default_factory=list)
     n_tables: int = 0
-    flags: int = Flag.NONE
+    flags: int = MessageFlag.NONE
     step: int | None = None  # what the answer holds at least; the last step of sync mode by default
 
 
-class Peer:
+class ConnectedWorker:
     """One connection of a worker, with the buffers it uses again and again."""
 
     def __init__(self, connection: Sealed) -> None:
@@ -76,12 +76,12 @@ class Peer:
 Beat = Callable[[dict[str, Any]], None]
 
 
-class Requests:
+class Operations:
     """The operations of one server.
 
     Args:
         config: the server's configuration.
-        machine: its state.
+        state: tables, workers and journal.
         snapshot: writes a snapshot now.
         save, load: write and read the tables named in a request; they return what the answer says.
     """
@@ -89,15 +89,19 @@ class Requests:
     def __init__(
         self,
         config: ServerConfig,
-        machine: Machine,
+        state: ServerState,
         snapshot: Callable[[], None],
         save: Callable[[dict[str, Any]], dict[str, Any]],
         load: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        self._config, self._machine, self._session = config, machine, machine.session
-        self._snapshot, self._save, self._load = snapshot, save, load
+        self._config = config
+        self._state = state
+        self._job = state.job
+        self._snapshot = snapshot
+        self._save = save
+        self._load = load
         self._boot = secrets.token_hex(8)
-        self._handlers: dict[Op, Callable[[Peer, Worker, Header, memoryview, Beat], Answer]] = {
+        self._handlers: dict[Op, Callable[[ConnectedWorker, Worker, Header, memoryview, Beat], Answer]] = {
             Op.CREATE: self._create,
             Op.PULL: self._pull,
             Op.PUSH: self._change,
@@ -115,7 +119,7 @@ class Requests:
             Op.SNAPSHOT: self._write_snapshot,
         }
 
-    def answer(self, peer: Peer, header: Header, body: memoryview, beat: Beat) -> Answer:
+    def answer(self, peer: ConnectedWorker, header: Header, body: memoryview, beat: Beat) -> Answer:
         """Returns the answer to one request.
 
         Raises:
@@ -131,38 +135,40 @@ class Requests:
             raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
         worker.seen = time.monotonic()
         if worker.state == "expired":
-            with self._session.changed:
-                self._session.touch(worker, header.client_id)
+            with self._job.changed:
+                self._job.touch(worker, header.client_id)
         return self._handlers[header.op](peer, worker, header, body, beat)
 
     # -- joining and leaving -------------------------------------------------------------------------------------
 
-    def _hello(self, peer: Peer, header: Header, body: memoryview) -> Answer:
+    def _hello(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer:
         fields = decode_control(body)
-        rank, number = _whole(fields, "rank"), _whole(fields, "channel")
-        num_workers, session = _whole(fields, "num_workers"), self._session
-        if num_workers != session.num_workers:
+        rank = _whole(fields, "rank")
+        number = _whole(fields, "channel")
+        num_workers = _whole(fields, "num_workers")
+        job = self._job
+        if num_workers != job.num_workers:
             raise Refused(
-                f"the worker belongs to a job of {num_workers} workers, the server to one of {session.num_workers}."
+                f"the worker belongs to a job of {num_workers} workers, the server to one of {job.num_workers}."
             )
-        if not 0 <= rank < session.num_workers or not 0 <= number < MAX_CHANNEL or not header.client_id:
-            raise Refused(f"worker rank {rank}, channel {number}: ranks are 0 to {session.num_workers - 1}.")
-        if fields.get("job", session.job) != session.job:
-            raise Refused(f"the worker belongs to job {fields['job']!r}, the server to job {session.job!r}.")
-        worker = session.workers[rank]
-        with session.changed:
+        if not 0 <= rank < job.num_workers or not 0 <= number < MAX_CHANNEL or not header.client_id:
+            raise Refused(f"worker rank {rank}, channel {number}: ranks are 0 to {job.num_workers - 1}.")
+        if fields.get("job", job.name) != job.name:
+            raise Refused(f"the worker belongs to job {fields['job']!r}, the server to job {job.name!r}.")
+        worker = job.workers[rank]
+        with job.changed:
             channel = worker.channel(number)
-        with channel.lock, session.changed:
-            fresh = session.attach(rank, channel, header.client_id)
+        with channel.lock, job.changed:
+            fresh = job.attach(rank, channel, header.client_id)
             answer = {
                 "fresh": fresh,
                 "last": channel.last,
-                "durable": channel.durable_seq(self._machine.journal.durable_lsn),
+                "durable": channel.durable_seq(self._state.journal.durable_lsn),
                 "clock": worker.clock,
                 "steps": {str(table): step for table, step in worker.steps.items()},
-                "applied_step": session.applied_step,
-                "tables": sorted(session.specs),
-                "barriers": dict(session.barriers),
+                "applied_step": job.applied_step,
+                "tables": sorted(job.specs),
+                "barriers": dict(job.barriers),
                 "mode": self._config.mode,
                 "level": self._config.journal_level,
                 "keeps": self._config.folder is not None,
@@ -171,44 +177,46 @@ class Requests:
                 "index": self._config.index,
                 "boot": self._boot,
             }
-        peer.worker, peer.channel, peer.client_id = worker, number, header.client_id
+        peer.worker = worker
+        peer.channel = number
+        peer.client_id = header.client_id
         return Answer(buffers=[control_body(answer)])
 
-    def _goodbye(self, peer: Peer, worker: Worker, *_: Any) -> Answer:
-        self._machine.leave(worker)
+    def _goodbye(self, peer: ConnectedWorker, worker: Worker, *_: Any) -> Answer:
+        self._state.leave(worker)
         return Answer()
 
     def _stop(self, *_: Any) -> Answer:
-        with self._session.changed:
-            self._session.stopped = True
-            self._session.changed.notify_all()
+        with self._job.changed:
+            self._job.stopped = True
+            self._job.changed.notify_all()
         return Answer()
 
     # -- tables --------------------------------------------------------------------------------------------------
 
-    def _create(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+    def _create(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         specs = decode_control(body).get("tables")
         if not isinstance(specs, dict) or not all(isinstance(spec, dict) for spec in specs.values()):
             raise Refused("CREATE takes {'tables': {id: specification}}.")
         try:
             numbered = {int(key): spec for key, spec in specs.items()}
         except ValueError:
-            raise Refused(f"table ids are whole numbers, received {sorted(specs)}.") from None
+            raise Refused(f"table ids are integers, received {sorted(specs)}.") from None
         if any(not 0 <= key < 1 << 16 for key in numbered):
             raise Refused(f"table ids are 0 to 65535, received {sorted(numbered)}.")
         with self._busy(worker):  # a save or a snapshot may be on its way, for minutes
-            _with_beats(lambda: self._machine.create_tables(numbered), beat)
+            _with_beats(lambda: self._state.create_tables(numbered), beat)
         return Answer()
 
-    def _change(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        machine = self._machine
-        if machine.sync and header.op is Op.PUSH and not machine.may_hold(header.step):
-            self._wait_for_step(worker, lambda: machine.may_hold(header.step), beat, header.step)
-        return Answer(machine.change(worker, peer.channel, header, body))
+    def _change(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        state = self._state
+        if state.sync and header.op is Op.PUSH and not state.may_hold(header.step):
+            self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
+        return Answer(state.change(worker, peer.channel, header, body))
 
-    def _pull(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+    def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         parts = decode_parts(body, header.n_tables)
-        tables = [self._machine.table(part.table_id) for part in parts]
+        tables = [self._state.table(part.table_id) for part in parts]
         shapes = []
         for part, table in zip(parts, tables, strict=True):
             table.check(part, change=False)
@@ -218,88 +226,95 @@ class Requests:
             raise Refused(
                 f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less at a time."
             )
-        if not header.flags & Flag.NO_WAIT and not self._fresh_enough(header.step):
+        if not header.flags & MessageFlag.NO_WAIT and not self._fresh_enough(header.step):
             due = header.step - (self._config.staleness or 0)
             self._wait_for_step(worker, lambda: self._fresh_enough(header.step), beat, due)
-        reached = None if self._config.staleness is None else self._session.min_clock() or 0
-        out, start, answers = peer.rows(size), 0, []
-        create = not header.flags & Flag.NO_CREATE
+        reached = None if self._config.staleness is None else self._job.min_clock() or 0
+        out = peer.rows(size)
+        start = 0
+        answers = []
+        create = not header.flags & MessageFlag.NO_CREATE
         for part, table, (n, dim) in zip(parts, tables, shapes, strict=True):
             rows = out[start : start + n * dim].reshape(n, dim)
             start += n * dim
             table.pull(part, rows, create)
-            self._machine.counts["pulled"] += n
-            answers.append(Part(part.table_id, n * dim, 1, rows=rows))
+            self._state.counts["pulled"] += n
+            answers.append(TablePart(part.table_id, n * dim, 1, rows=rows))
         answer = self._rows_answer(answers, header)
         answer.step = reached
         return answer
 
     @staticmethod
-    def _rows_answer(answers: list[Part], header: Header) -> Answer:
-        bfloat16 = bool(header.flags & Flag.BFLOAT16)
+    def _rows_answer(answers: list[TablePart], header: Header) -> Answer:
+        bfloat16 = bool(header.flags & MessageFlag.BFLOAT16)
         if bfloat16:
             for part in answers:
                 if part.rows is not None:
                     part.rows = to_bfloat16(part.rows)
-        return Answer(Status.OK, encode_parts(answers, bfloat16), len(answers), header.flags & Flag.BFLOAT16)
+        return Answer(Status.OK, encode_parts(answers, bfloat16), len(answers), header.flags & MessageFlag.BFLOAT16)
 
     def _fresh_enough(self, step: int) -> bool:
-        if self._machine.sync:
-            return self._machine.visible_step >= step or not self._session.active()
+        if self._state.sync:
+            return self._state.visible_step >= step or not self._job.active()
         if self._config.staleness is None:
             return True
-        slowest = self._session.min_clock()
+        slowest = self._job.min_clock()
         return slowest is None or slowest >= step - self._config.staleness
 
-    def _geo_pull(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+    def _geo_pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         answers = []
         for part in decode_parts(body, header.n_tables):
-            table = self._machine.table(part.table_id)
+            table = self._state.table(part.table_id)
             if part.ids is None:
                 table.check(part, change=False)
                 rows = np.empty(table.pull_shape(part), np.float32)
                 table.pull(part, rows, create=False)
-                answers.append(Part(part.table_id, part.n, 1, rows=rows))
+                answers.append(TablePart(part.table_id, part.n, 1, rows=rows))
                 continue
-            with self._session.changed:
-                keys = self._session.recorder.take(worker.rank, part.table_id, header.seq)
-            question = Part(part.table_id, len(keys), part.dim, keys)
+            with self._job.changed:
+                keys = self._job.recorder.take(worker.rank, part.table_id, header.seq)
+            question = TablePart(part.table_id, len(keys), part.dim, keys)
             table.check(question, change=False)
             rows = np.empty(table.pull_shape(question), np.float32)
             table.pull(question, rows, create=False)
-            answers.append(Part(part.table_id, len(keys), part.dim, keys, rows))
+            answers.append(TablePart(part.table_id, len(keys), part.dim, keys, rows))
         if sum(part.n * (8 + 4 * part.dim) + 64 for part in answers) > self._config.max_body_bytes:
             raise Refused("more rows have changed than one message holds; lower k_steps.")
         return self._rows_answer(answers, header)
 
-    def _alter(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+    def _alter(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         fields = decode_control(body)
-        table, action, arguments = _whole(fields, "table"), fields.get("action"), fields.get("fields", {})
+        table = _whole(fields, "table")
+        action = fields.get("action")
+        arguments = fields.get("fields", {})
         if not isinstance(action, str) or not isinstance(arguments, dict):
             raise Refused("ALTER takes a table, an action and its fields.")
         with self._busy(worker):
             status, rows = _with_beats(
-                lambda: self._machine.alter(worker, peer.channel, header, table, action, arguments), beat
+                lambda: self._state.alter(worker, peer.channel, header, table, action, arguments), beat
             )
         return Answer(status, [control_body({"rows": rows})])
 
     # -- meeting points ------------------------------------------------------------------------------------------
 
-    def _barrier(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        fields, number, session = decode_control(body), header.step, self._session
-        name, call = fields.get("name"), fields.get("call") or f"barrier {fields.get('name')!r}"
+    def _barrier(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        fields = decode_control(body)
+        number = header.step
+        job = self._job
+        name = fields.get("name")
+        call = fields.get("call") or f"barrier {fields.get('name')!r}"
         if not isinstance(name, str) or len(name) > 256 or number < 1 or not isinstance(call, str):
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
-        with session.changed:
-            is_past = session.barriers.get(name, 0) >= number  # the worker comes a second time, after a restart
-            session.arrive(name, number, worker.rank)
-        self._machine.settle()  # the others no longer wait for a step of this worker
+        with job.changed:
+            is_past = job.barriers.get(name, 0) >= number  # the worker comes a second time, after a restart
+            job.arrive(name, number, worker.rank)
+        self._state.settle()  # the others no longer wait for a step of this worker
         self._stand(worker, name, number, call, beat)
         # Those who have made fewer steps than others go on with the same number, or the others would wait for them.
-        clocks = [worker.clock for worker in session.active()] if self._config.staleness is not None else []
-        step = 0 if is_past else max([session.applied_step, *clocks])
-        with session.changed:
-            key = session.keys.get(name, "") if session.barriers[name] == number else None
+        clocks = [worker.clock for worker in job.active()] if self._config.staleness is not None else []
+        step = 0 if is_past else max([job.applied_step, *clocks])
+        with job.changed:
+            key = job.keys.get(name, "") if job.barriers[name] == number else None
         return Answer(buffers=[control_body({"step": step, "key": key})])
 
     def _stand(self, worker: Worker, name: str, number: int, call: str, beat: Beat) -> None:
@@ -308,24 +323,25 @@ class Requests:
         Raises:
             Refused: every worker stands at a barrier, and they are different ones.
         """
-        session, rank = self._session, worker.rank
+        job = self._job
+        rank = worker.rank
 
         def say() -> None:
-            with session.changed:
-                session.note_stuck(STUCK_S)
-            place = f"{call}: they have to call it, too. {session.account()}"
-            beat({"place": place, "waiting_for": session.absent(name, number)})
+            with job.changed:
+                job.note_stuck(STUCK_S)
+            place = f"{call}: they have to call it, too. {job.account()}"
+            beat({"place": place, "waiting_for": job.absent(name, number)})
 
-        with session.changed:
-            session.standing[rank] = (call, time.monotonic())
-            session.stuck.pop(rank, None)
+        with job.changed:
+            job.standing[rank] = (call, time.monotonic())
+            job.stuck.pop(rank, None)
         try:
             with self._busy(worker):
-                session.wait_for(lambda: session.barriers.get(name, 0) >= number or rank in session.stuck, say, BEAT_S)
+                job.wait_for(lambda: job.barriers.get(name, 0) >= number or rank in job.stuck, say, BEAT_S)
         finally:
-            with session.changed:
-                session.standing.pop(rank, None)
-                account = session.stuck.pop(rank, None)
+            with job.changed:
+                job.standing.pop(rank, None)
+                account = job.stuck.pop(rank, None)
         if account is not None:
             raise Refused(
                 f"{call} waits for all workers, and none can go on: {account}. Every worker makes this call, at the "
@@ -333,23 +349,23 @@ class Requests:
             )
 
     def _wait_for_step(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
-        self._wait(worker, predicate, beat, lambda: self._session.slower_than(step), f"step {step}")
+        self._wait(worker, predicate, beat, lambda: self._job.slower_than(step), f"step {step}")
 
     def _wait(
         self, worker: Worker, predicate: Callable[[], bool], beat: Beat, ranks: Callable[[], list[int]], place: str
     ) -> None:
         with self._busy(worker):
-            self._session.wait_for(predicate, lambda: beat({"place": place, "waiting_for": ranks()}), BEAT_S)
+            self._job.wait_for(predicate, lambda: beat({"place": place, "waiting_for": ranks()}), BEAT_S)
 
     @contextmanager
     def _busy(self, worker: Worker) -> Iterator[None]:
         """Keeps the lease of a worker that waits for this server."""
-        with self._session.changed:
+        with self._job.changed:
             worker.busy += 1
         try:
             yield
         finally:
-            with self._session.changed:
+            with self._job.changed:
                 worker.busy -= 1
                 worker.seen = time.monotonic()
 
@@ -371,24 +387,27 @@ class Requests:
         with self._busy(worker):
             return Answer(buffers=[control_body(_with_beats(act, beat))])
 
-    def _write_snapshot(self, peer: Peer, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+    def _write_snapshot(
+        self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat
+    ) -> Answer:
         with self._busy(worker):
             _with_beats(self._snapshot, beat)
         return Answer()
 
     def _stat(self, *_: Any) -> Answer:
-        machine, session = self._machine, self._session
-        tables = {str(key): table.describe() for key, table in machine.tables.items()}
-        with session.changed:
+        state = self._state
+        job = self._job
+        tables = {str(key): table.describe() for key, table in state.tables.items()}
+        with job.changed:
             facts = {
                 "index": self._config.index,
                 "tables": tables,
-                "workers": [{"state": worker.state, "clock": worker.clock} for worker in session.workers],
-                "applied_step": session.applied_step,
-                "held": {str(step): sorted(ranks) for step, ranks in session.held.items()},
-                "records": machine.journal.last_lsn,
-                "durable": machine.journal.durable_lsn,
-                **machine.counts,
+                "workers": [{"state": worker.state, "clock": worker.clock} for worker in job.workers],
+                "applied_step": job.applied_step,
+                "held": {str(step): sorted(ranks) for step, ranks in job.held.items()},
+                "records": state.journal.last_lsn,
+                "durable": state.journal.durable_lsn,
+                **state.counts,
             }
         return Answer(buffers=[control_body(facts)])
 
@@ -396,7 +415,7 @@ class Requests:
 def _whole(fields: dict[str, Any], name: str) -> int:
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Refused(f"{name} must be a whole number, received {value!r}.")
+        raise Refused(f"{name} must be an integer, received {value!r}.")
     return value
 
 

@@ -1,25 +1,25 @@
-"""What a server and a worker measure of themselves (fleet.ps.server.metrics)."""
+"""What a server and a worker measure of themselves (fleet.ps.server.measures)."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fleet.ps.server.metrics import Summary, resident_bytes, server_measures
+from fleet.ps.server.measures import Summary, resident_bytes, server_measures
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, serving
 
 
-def values(machine: object) -> dict[str, object]:
-    return {found.name: found.samples if found.label else found.value for found in server_measures(machine)}  # type: ignore[arg-type]
+def values(state: object) -> dict[str, object]:
+    return {found.name: found.samples if found.label else found.value for found in server_measures(state)}  # type: ignore[arg-type]
 
 
 def test_a_sync_server_counts_what_waits_and_who_is_behind() -> None:
     with serving(mode="sync", num_workers=2) as service:
         ahead, behind = (service.client(rank, tables={0: SPARSE, 1: DENSE}) for rank in range(2))
-        machine = service.servers[0].machine
+        state = service.servers[0].state
         for _ in range(3):
             ahead.wait(ahead.push({0: gradient([1, 2, 3])}))
         behind.wait(behind.push({0: gradient([1])}))
-        found = values(machine)
+        found = values(state)
         assert found["waiting_gradients"] == 2
         assert found["staleness_steps"] == 2
         assert found["worker_steps"] == {"0": 3.0, "1": 1.0}
@@ -31,8 +31,8 @@ def test_a_sync_server_counts_what_waits_and_who_is_behind() -> None:
 
 def test_the_summary_has_rates_and_says_nothing_while_nothing_moves() -> None:
     with serving() as service:
-        client, machine = service.client(tables={0: SPARSE}), service.servers[0].machine
-        summary = Summary(machine, 0.0)
+        client, state = service.client(tables={0: SPARSE}), service.servers[0].state
+        summary = Summary(state, 0.0)
         assert summary.line(10.0) is None
         client.wait(client.push({0: gradient(range(100))}))
         client.wait(client.pull({0: np.arange(40)}))
