@@ -19,7 +19,7 @@ from fleet.launch.processes.stacks import Frame, Stack
 
 BUSY, WAITS, MEETS, ENDED, SILENT = "busy", "waits", "meets", "ended", "silent"
 _LIBRARIES = (
-    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{sysconfig.get_path('stdlib')}{os.sep}",
     "<",  # frozen modules, and functions that dataclasses make

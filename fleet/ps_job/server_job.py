@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerJob"]
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _OWN_CONNECTIONS = 256  # of one worker to the server inside it
 _QUEUE_VARIABLES = {
     "max_merge_var_num": "FLAGS_communicator_max_merge_var_num",

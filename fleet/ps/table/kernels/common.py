@@ -77,7 +77,8 @@ def _fingerprint() -> str:
     numba's cache looks at the file of a function alone and would run code compiled against another version of the
     words below. With the checksum in their names, functions of different versions do not meet.
     """
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    here = Path(__file__)
+    sources = [here.parents[1] / "hash.py", *sorted(here.parent.glob("*.py"))]
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
 
 
