@@ -166,7 +166,7 @@ def _open_membership(
     config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox
 ) -> tuple[LaunchConfig, Membership]:
     if needs_etcd(config):
-        from fleet.launch.membership.elastic_job import open_elastic
+        from fleet.launch.membership.etcd_meeting import open_elastic
 
         return open_elastic(config, environment, log, signals)
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
@@ -286,7 +286,7 @@ class JobLoop:
     def _run_hook(self) -> None:
         words = split_hook(self._config.elastic_pre_hook, "--elastic_pre_hook")
         if words:
-            from fleet.launch.membership.elastic_job import run_hook
+            from fleet.launch.membership.etcd_meeting import run_hook
 
             run_hook(words, {**self._environment.inherited(), MARK_VARIABLE: self._mark}, self._log, self._signals)
 

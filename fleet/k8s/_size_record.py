@@ -34,8 +34,8 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
             f"The elastic job {job_id!r} was edited to {replicas} pods, and the operator does not know etcd. Start it "
             "with --etcd-server host:port."
         )
-    from fleet.launch.membership.elastic_job import job_prefix
-    from fleet.launch.membership.elastic_world import ElasticRules, first_world
+    from fleet.launch.membership.etcd_meeting import job_prefix
+    from fleet.launch.membership.rules import ElasticRules, first_world
     from fleet.launch.membership.world import WORLD_KEY, to_text
 
     with _opened(server, job_id) as (store, job):

@@ -146,8 +146,8 @@ class ElasticJob:
     """
 
     def __init__(self, store: object, job_id: str, secret: bytes | None = None) -> None:
-        from fleet.launch.membership.elastic_job import job_prefix
         from fleet.launch.membership.etcd import EtcdStore
+        from fleet.launch.membership.etcd_meeting import job_prefix
 
         assert isinstance(store, EtcdStore)
         self._store, self._job_id, self._prefix = store, job_id, job_prefix(job_id)
@@ -163,7 +163,7 @@ class ElasticJob:
 
         Raises LaunchError for a job that does not exist, is complete, or has failed.
         """
-        from fleet.launch.membership.elastic_world import wanted_text
+        from fleet.launch.membership.rules import wanted_text
 
         while True:
             view = self._read()
@@ -191,7 +191,7 @@ class ElasticJob:
 
     def status(self) -> str:
         """Returns the state of the job and its nodes, one line each."""
-        from fleet.launch.membership.elastic_world import wanted_text
+        from fleet.launch.membership.rules import wanted_text
 
         view = self._read()
         world, nodes = self._world(view), _world.read_nodes(view)

@@ -17,9 +17,9 @@ from typing import Any
 from fleet.errors import RendezvousError
 from fleet.launch.membership.callers import Seldom, listen, most_connections
 from fleet.launch.membership.kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient, StoreLostError
+from fleet.launch.membership.kv_contact import Rendezvous
 from fleet.launch.membership.kv_service import MAX_CONNECTIONS, KeyValueService
 from fleet.launch.membership.membership import Generation, Outcome, StoppedBySignalError
-from fleet.launch.membership.rendezvous import Rendezvous
 from fleet.launch.membership.world import Node, Reason, Rules
 from fleet.launch.plan.addresses import join_endpoint, split_endpoint
 from fleet.launch.plan.interfaces import reachable

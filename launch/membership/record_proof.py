@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
 from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.rules import ElasticRules, first_world
 from fleet.launch.membership.world import NODE_PREFIX, WORLD_KEY, Node, Reason, World
 
 _SIZES = ("min_nodes", "max_nodes")

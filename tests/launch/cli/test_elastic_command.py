@@ -13,9 +13,9 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.launch.cli.elastic_command import main, read_np
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import ElasticRules, first_world
 from fleet.launch.membership.world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
 from fleet.launch.membership.kv_client import View
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import ElasticRules, first_world
 from fleet.launch.membership.world import FIXED, Node, World
 
 PROOFS = RecordProofs(b"secret", "/paddle/job/")

@@ -12,9 +12,9 @@ import pytest
 
 from fleet.errors import RendezvousError
 from fleet.launch.membership.kv_client import KeyValueClient
+from fleet.launch.membership.kv_contact import Rendezvous
 from fleet.launch.membership.kv_service import KeyValueService
 from fleet.launch.membership.membership import Generation
-from fleet.launch.membership.rendezvous import Rendezvous
 from fleet.launch.membership.world import Node, Rules
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox

@@ -1,4 +1,4 @@
-"""The membership of a node whose job meets on etcd: it carries out what the rules of ``_elastic_world`` decide."""
+"""The membership of a node whose job meets on etcd: it carries out what the rules of ``rules`` decide."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch.membership import elastic_world as _elastic_world
+from fleet.launch.membership import rules as _rules
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
 from fleet.launch.membership.etcd_contact import EtcdContact
 from fleet.launch.membership.kv_client import View
 from fleet.launch.membership.membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
 from fleet.launch.membership.outage import ContactAnswer
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
 from fleet.launch.membership.world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
 from fleet.launch.plan.records import GroupResult
 from fleet.launch.processes.logs import LaunchLog
@@ -148,7 +148,7 @@ class ElasticMembership:
         if frozenset(nodes) != self._members[0]:
             self._members = (frozenset(nodes), time.monotonic())
         if self.name in nodes:
-            nodes[self.name] = _elastic_world.own_node(self._node, nodes[self.name])
+            nodes[self.name] = _rules.own_node(self._node, nodes[self.name])
         action = decide(
             self.name,
             nodes,
@@ -175,7 +175,7 @@ class ElasticMembership:
         view = self._view()
         limit_s = self._settings.wait_limit_s
         until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
-        text = _elastic_world.census(_world.read_nodes(view), _world.read_world(view))
+        text = _rules.census(_world.read_nodes(view), _world.read_world(view))
         return f"{self._contact.silence() or text}; this node waits {until}"
 
     def _check_limits(self, waited_s: float) -> None:
@@ -335,7 +335,7 @@ class ElasticMembership:
             nodes = _world.read_nodes(self._view())
             suspects = [n for n in self.world.nodes if n not in nodes or nodes[n].phase == _world.LEAVING]
             if suspects:
-                return _elastic_world.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
+                return _rules.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
             if silence := self._contact.silence():
                 return replace(reason, kind="lost", node="", text=silence)
             self._wait_for_news()

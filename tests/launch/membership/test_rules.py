@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.launch.membership.elastic_world import (
+from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.rules import (
     IN_PLACE,
     ElasticRules,
     blamed_reason,
@@ -21,7 +22,6 @@ from fleet.launch.membership.elastic_world import (
     own_node,
     wanted_text,
 )
-from fleet.launch.membership.kv_client import View
 from fleet.launch.membership.world import (
     COMPLETE,
     DONE,

@@ -11,13 +11,13 @@ from dataclasses import replace
 from fleet.env import Environment
 from fleet.errors import LaunchError, RendezvousError
 from fleet.launch.cli.elastic import etcd_server
-from fleet.launch.membership.elastic_membership import PORT_FIELD, ElasticMembership, ElasticSettings
-from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER, ElasticRules
+from fleet.launch.membership.engine import PORT_FIELD, ElasticMembership, ElasticSettings
 from fleet.launch.membership.etcd import EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress, read_etcd_address
 from fleet.launch.membership.etcd_contact import EtcdContact
 from fleet.launch.membership.membership import StoppedBySignalError
 from fleet.launch.membership.outage import ContactAnswer, nobody_has_contact
+from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER, ElasticRules
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.addresses import split_endpoint
 from fleet.launch.plan.interfaces import address_towards

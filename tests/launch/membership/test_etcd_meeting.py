@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.membership import StoppedBySignalError
+from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
 from tests.helpers import etcd as helper
@@ -24,7 +24,7 @@ from tests.launch.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch.membership.elastic_job import own_host, read_settings, run_hook
+    from fleet.launch.membership.etcd_meeting import own_host, read_settings, run_hook
 
 OLDER = ("--elastic_server=127.0.0.1:2379", "--np=2:3", "--job_id=J")
 NEWER = ("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1", "--elastic_timeout=7")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
-from fleet.launch.membership.elastic_world import END, IN_PLACE, ElasticRules
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.membership import LeftJobError, Outcome
 from fleet.launch.membership.outage import ContactAnswer
+from fleet.launch.membership.rules import END, IN_PLACE, ElasticRules
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
@@ -25,7 +25,7 @@ from tests.helpers.etcd import Etcd
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch.membership.elastic_membership import ElasticMembership, ElasticSettings
+    from fleet.launch.membership.engine import ElasticMembership, ElasticSettings
     from fleet.launch.membership.etcd import EtcdStore
     from fleet.launch.membership.etcd_contact import EtcdContact
 
