@@ -11,12 +11,14 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fleet.errors import LaunchError
 from fleet.launch.membership.etcd import EtcdStore, EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.outage import ContactAnswer
+from fleet.launch.membership.store import View
 
 # How long the record of a job that is over stays, for launchers that come late.
 END_LEASE_S = 600
@@ -27,6 +29,8 @@ _WATCH_IDLE_S = 10.0
 _COME_BACK_S = 3.0
 # Kept free at the end of the lease to stop the workers in.
 _STOP_S = 0.8
+# Until etcd has removed the key of a launcher that was killed, beyond the time of its lease.
+_FORGET_S = 5.0
 
 
 class EtcdContact:
@@ -44,6 +48,9 @@ class EtcdContact:
         self, address: EtcdAddress, *, prefix: str, key: str, ttl_s: int, is_outage: Callable[[], bool]
     ) -> None:
         self.prefix, self._key, self.ttl_s, self._is_outage = prefix, key, ttl_s, is_outage
+        self.where, self.forget_s, self.is_lost = "on etcd", ttl_s + _FORGET_S, False  # it may always come back
+        self.answer: ContactAnswer | None = None  # tells the other launchers whether etcd answers this one
+        self.fields: Mapping[str, Any] = {}
         self._period_s = min(_PERIOD_S, ttl_s / 6)
         self._timeout_s = timeout_s = min(max(ttl_s / 6, 0.5), 3.0)
         self._own_store, self._main_store, self._hint_store = (
@@ -125,11 +132,13 @@ class EtcdContact:
         """Returns whether etcd has answered for long enough that every living node has had time to come back."""
         return self._error is None and time.monotonic() - self._steady_since >= min(self.ttl_s, _COME_BACK_S)
 
-    def close(self, record: str | None = None) -> None:
-        """Gives the lease back, and with it this node's key, and ends the threads.
+    def close(self, record: str | None = None, *, linger_s: float | None = 0.0) -> None:
+        """Gives the lease back, and with it this node's key, and ends the threads; nobody needs this node any more.
 
         ``record`` is deleted as well when it is then the only key of the job.
         """
+        if self.answer is not None:
+            self.answer.close()
         self._closing.set()
         self._wake.set()
         self._threads[0].join(self.ttl_s)

@@ -15,7 +15,7 @@ from fleet.errors import ConfigError
 from fleet.launch.cli.elastic_command import main, read_np
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.record_proof import RecordProofs
-from fleet.launch.membership.rules import ElasticRules, first_world
+from fleet.launch.membership.rules import Rules, first_world
 from fleet.launch.membership.world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
@@ -90,7 +90,7 @@ def test_scale_status_and_clean(command: Command) -> None:
     assert command.store.read("/paddle/").values == {}
     command.put("world", World(**{**vars(RUNS), "state": COMPLETE}))
     assert "is over (complete)" in command("--np=4", "scale")[1]
-    command.put("world", first_world(ElasticRules(min_nodes=1, max_nodes=1)))
+    command.put("world", first_world(Rules(min_nodes=1, max_nodes=1)))
     assert command("--np=4", "scale")[0] == 0, "a job that waits for its nodes exists"
     assert "job J: waiting for nodes, generation 0" in command("status")[1]
     scaled = Reason(kind="scaled", code=0, node="a", text="3 nodes", restart=True)
