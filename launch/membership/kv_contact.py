@@ -7,7 +7,6 @@ lost: it held the job's records in the memory of the launcher that hosted it.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_service import KeyValueService
-from fleet.launch.membership.store import StoreLostError, View
+from fleet.launch.membership.store import StoreLostError, View, Wakeup
 from fleet.launch.plan.addresses import join_endpoint
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
@@ -24,7 +23,7 @@ _NOTICE_PERIOD_S = 5.0
 _FORGET_S = 1.0
 
 
-class KeyValueContact:
+class KeyValueContact(Wakeup):
     """Holds this node's key at the service; ``fileno`` is readable on news.
 
     Args:
@@ -44,37 +43,19 @@ class KeyValueContact:
         log: LaunchLog,
         signals: SignalInbox,
     ) -> None:
+        super().__init__()
         self._client, self.prefix, self._key, self._service = client, prefix, prefix + key, service
         self._log, self._signals = log, signals
         self.where = f"at {join_endpoint(*client.address)}"
         self.ttl_s, self.forget_s = client.ttl_s, client.ttl_s + _FORGET_S
         self.fields: Mapping[str, Any] = {}
         self.has_claimed = self.is_taken = False
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
+        self.is_lost = self.is_cut_off = False
+        self._silence = ""
         self._view = client.read(prefix)
-        self._error: StoreLostError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="rendezvous-watch", daemon=True)
         self._thread.start()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the service cannot be reached any more, or has given this node up."""
-        return self._error is not None
-
-    is_cut_off = is_lost
-
-    def fileno(self) -> int:
-        """Returns the descriptor to wait on."""
-        return self._read_fd
-
-    def drain(self) -> None:
-        """Makes ``fileno`` unreadable until the next news."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._read_fd, 4096):
-                pass
 
     def view(self) -> View:
         """Returns the newest view, however old."""
@@ -114,7 +95,7 @@ class KeyValueContact:
 
     def silence(self) -> str:
         """Returns how the service was lost; empty while it is there."""
-        return "" if self._error is None else f"{self._error}"
+        return self._silence
 
     def trusts_absence(self) -> bool:
         """Returns True: the service has known all the time who is there."""
@@ -131,8 +112,7 @@ class KeyValueContact:
         self._closing = True
         self._client.close()
         self._thread.join(5.0)
-        os.close(self._read_fd)
-        os.close(self._write_fd)
+        self.close_pipe()
         if self._service is not None:
             self._linger(self._service, linger_s)
             self._service.close()
@@ -161,12 +141,9 @@ class KeyValueContact:
                 return
             if view.revision != self._view.revision:
                 self._view = view
-                self._notify()
+                self.notify()
 
     def _lose(self, error: StoreLostError) -> None:
-        self._error = self._error or error
-        self._notify()
-
-    def _notify(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write_fd, b"!")
+        self._silence = self._silence or f"{error}"
+        self.is_lost = self.is_cut_off = True
+        self.notify()

@@ -7,6 +7,8 @@ record by compare-and-set.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,44 +31,47 @@ class View:
     unproved: dict[str, str] = field(default_factory=dict)  # key -> host, of records that strangers wrote
 
 
+class Wakeup:
+    """A pipe through which threads wake the main thread; ``fileno`` is readable when there may be something to do."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait on."""
+        return self._read_fd
+
+    def drain(self) -> None:
+        """Makes ``fileno`` unreadable until the next news."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read_fd, 4096):
+                pass
+
+    def notify(self) -> None:
+        """Makes ``fileno`` readable."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write_fd, b"!")
+
+    def close_pipe(self) -> None:
+        """Closes the pipe; no thread may use it any more."""
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+
 class Store(Protocol):
     """One node's standing contact with the store of its job."""
 
-    @property
-    def prefix(self) -> str:
-        """What stands before every key of the job."""
-
-    @property
-    def where(self) -> str:
-        """The store as messages name it: "on etcd", "at 10.0.0.1:29400"."""
-
-    @property
-    def ttl_s(self) -> float:
-        """For how long this node's key outlives its last sign of life."""
-
-    @property
-    def forget_s(self) -> float:
-        """The time after which the key of a launcher that was killed is gone for certain."""
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """What this node's record holds for the sake of the store."""
-
-    @property
-    def has_claimed(self) -> bool:
-        """Whether this node's key was written by this launcher."""
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether another launcher holds this node's key."""
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether this node must stop its workers, because the others may soon go on without it."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the store is gone for good; ``silence`` says how."""
+    prefix: str  # stands before every key of the job
+    where: str  # the store as messages name it: "on etcd", "at 10.0.0.1:29400"
+    ttl_s: float  # for how long this node's key outlives its last sign of life
+    forget_s: float  # the key of a launcher that was killed is gone for certain after this
+    fields: Mapping[str, Any]  # what this node's record holds for the sake of the store
+    has_claimed: bool  # this launcher has written this node's key
+    is_taken: bool  # another launcher holds this node's key
+    is_cut_off: bool  # this node must stop its workers, because the others may soon go on without it
+    is_lost: bool  # the store is gone for good; ``silence`` says how
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when there may be something to do."""

@@ -41,7 +41,9 @@ def test_the_walk_through(tmp_path: Path, etcd: Etcd) -> None:
 @pytest.mark.slow
 def test_the_walk_through_without_etcd(tmp_path: Path) -> None:
     """The same where the nodes meet at the first launcher, with the flags of "Without etcd"."""
-    walk(tmp_path, f"--master=127.0.0.1:{helper.free_port()}", "--host=127.0.0.1", "--nnodes=2:4", "--elastic_timeout=1")
+    walk(
+        tmp_path, f"--master=127.0.0.1:{helper.free_port()}", "--host=127.0.0.1", "--nnodes=2:4", "--elastic_timeout=1"
+    )
 
 
 def walk(tmp_path: Path, *flags: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from fleet.launch.membership import wire as _wire
 from fleet.launch.membership.kv_client import StoreRefusedError
-from fleet.launch.membership.kv_service import KeyValueService, Store
+from fleet.launch.membership.kv_service import KeyValueService, ServiceState
 from fleet.launch.membership.store import StoreLostError
 from tests.helpers.job_keys import JobKeys
 
@@ -113,7 +113,7 @@ def test_leased_key_goes_soon_after_the_connection_breaks(served: Served) -> Non
 
 
 def test_silent_client_loses_its_lease() -> None:
-    store = Store()
+    store = ServiceState()
     name = store.open_session(5.0, now=0.0)
     store.put("node/a", "1", name)
     store.expire(now=4.9)
@@ -209,7 +209,7 @@ def test_bad_frames_end_the_connection(served: Served, kind: str) -> None:
 
 
 def test_store_is_bounded() -> None:
-    store = Store()
+    store = ServiceState()
     for i in range(63):
         store.put(f"k{i}", "x" * (1 << 20), None)
     with pytest.raises(_wire.WireError, match="full"):
