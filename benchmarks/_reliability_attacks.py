@@ -105,9 +105,9 @@ def crowded_launchers(tries: int) -> Iterator[bool]:
         with Crowd(address, 300):
             for number in range(tries):
                 began = time.monotonic()
-                client = KeyValueClient(address, SECRET, prefix="/job/", ttl_s=5.0)
+                client = KeyValueClient(address, SECRET, ttl_s=5.0)
                 try:
-                    client.put(f"k{number}", "v")
+                    client.put(f"/job/k{number}", '"v"')
                     yield time.monotonic() - began < 2
                 finally:
                     client.close()

@@ -19,8 +19,9 @@ from tests.helpers.namespaces import Network  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 WORKER = str(HERE / "_reliability_worker.py")
-FLEET, TORCHRUN, TORCHRUN_OPT = "fleet", "torchrun", "torchrun, own store"
-LAUNCHERS = (FLEET, TORCHRUN, TORCHRUN_OPT)
+FLEET, FLEET_OWN, TORCHRUN, TORCHRUN_OPT = "fleet", "fleet, own store", "torchrun", "torchrun, own store"
+LAUNCHERS = (FLEET, FLEET_OWN, TORCHRUN, TORCHRUN_OPT)
+FLEETS = (FLEET, FLEET_OWN)  # the nodes meet on etcd, and at the launcher of node 1
 # torchrun's default store hands old addresses to restarted workers; this opt-out lets it recover.
 OPT_OUT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LEASE_S, WINDOW_S = 3, 5
@@ -70,7 +71,7 @@ class Job:
     def start(self, place: int = 0, name: str = "", nodes: str = "1", flags: Sequence[str] = ()) -> str:
         """Starts a launcher on node ``place`` (0: this machine) that takes part in a job of ``nodes``."""
         name = name or f"node{place}"
-        words = self._fleet(nodes, name) if self.launcher == FLEET else self._torchrun(nodes, place, name)
+        words = self._fleet(nodes, name) if self.launcher in FLEETS else self._torchrun(nodes, place, name)
         inside = self.network.inside(place) if self.network is not None and place else []
         env = {
             **os.environ,
@@ -100,11 +101,15 @@ class Job:
         words = ["-m", "fleet.launch", f"--nproc_per_node={self._workers}", f"--log_dir={name}-log"]
         if self.network is None:
             return [*words, *([] if self._code >= 0 else ["--max_restart=100"])]
-        server = f"{self.network.address(0)}:2379"
         job = ["--job_id", self.folder.name]
+        elastic = ["--elastic_level=1", f"--elastic_timeout={WINDOW_S}", "--max_restart=100"]
+        if self.launcher == FLEET_OWN:
+            low, _, high = nodes.partition(":")
+            span = f"{low}:{high or int(low) + 1}"  # a fixed number of nodes would end with a lost one
+            return [*words, f"--nnodes={span}", f"--master={self.network.address(1)}:29400", *elastic, *job]
+        server = f"{self.network.address(0)}:2379"
         if ":" not in nodes:
             return [*words, f"--elastic_server={server}", f"--np={nodes}", "--max_restart=100", *job]
-        elastic = ["--elastic_level=1", f"--elastic_timeout={WINDOW_S}", "--max_restart=100"]
         return [*words, f"--nnodes={nodes}", f"--master=etcd://{server}", *elastic, *job]
 
     def _torchrun(self, nodes: str, place: int, name: str) -> list[str]:
@@ -201,4 +206,16 @@ def all_gone(pids: Sequence[int], limit_s: float) -> Took | None:
     return Took(time.monotonic() - began)
 
 
-__all__ = ["FLEET", "LAUNCHERS", "Etcd", "Job", "Network", "Took", "all_gone", "is_running", "wait_for"]
+__all__ = [
+    "FLEET",
+    "FLEETS",
+    "FLEET_OWN",
+    "LAUNCHERS",
+    "Etcd",
+    "Job",
+    "Network",
+    "Took",
+    "all_gone",
+    "is_running",
+    "wait_for",
+]

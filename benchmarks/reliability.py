@@ -1,5 +1,7 @@
 """Measures what happens when things fail, beside torchrun with and without its store opt-out, in one run.
 
+fleet's nodes meet on etcd; in the column "fleet, own store" they meet at the launcher of node 1, without etcd.
+
 Nodes are network namespaces, so the rows of several nodes need root, ``ip`` and ``etcd``. From the repository root::
 
     python benchmarks/reliability.py                      # 20 kills, 5 of most other faults: about an hour
@@ -30,6 +32,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent))
 from _reliability_jobs import (  # noqa: E402
     FLEET,
+    FLEET_OWN,
+    FLEETS,
     HERE,
     LAUNCHERS,
     TORCHRUN,
@@ -109,7 +113,7 @@ def launcher_killed(bench: Bench, repeat: int) -> Iterator[Result]:
 
 def hung_worker(bench: Bench, repeat: int) -> Iterator[Result]:
     """SIGSTOP of a worker: seconds until it is gone; fleet is asked to notice it after HANG_S."""
-    flags = [f"--heartbeat_timeout={HANG_S}"] if bench.launcher == FLEET else []
+    flags = [f"--heartbeat_timeout={HANG_S}"] if bench.launcher in FLEETS else []
     for _ in range(repeat):
         with bench.job(workers=2) as job:
             job.start(flags=flags)
@@ -141,8 +145,23 @@ def node_lost(bench: Bench, repeat: int) -> Iterator[Result]:
 
 
 def master_lost(bench: Bench, repeat: int) -> Iterator[Result]:
-    """The node is lost that serves torchrun's meeting point; fleet's is on etcd."""
-    yield from replaced(bench, repeat, 1)
+    """The node is lost that serves torchrun's meeting point and fleet's own store; etcd is elsewhere.
+
+    With its own store fleet promises an end: seconds until the launcher of the other node has ended with code 1.
+    """
+    if bench.launcher != FLEET_OWN:
+        yield from replaced(bench, repeat, 1)
+        return
+    for _ in range(repeat):
+        with bench.job(on_nodes=True) as job:
+            names = [job.start(place, nodes="2") for place in (1, 2)]
+            if job.wait_training(0.0, 2) is None:
+                yield None
+                continue
+            since = time.time()
+            job.kill_node(names[0])
+            code = job.nodes[names[1]].wait(60)
+            yield Took(time.time() - since) if code == 1 and all_gone(job.pids_of(names[1]), 1.0) else None
 
 
 def of_three(bench: Bench, repeat: int, fault: Callable[[Job], None]) -> Iterator[Result]:
@@ -227,7 +246,7 @@ ROWS: dict[str, tuple[str, str, bool, Callable[[Bench, int], Iterator[Result]]]]
     "launcher": ("kill -9 of the launcher: no worker runs", "1 s", False, launcher_killed),
     "hang": (f"SIGSTOP of a worker: killed ({HANG_S} s configured)", f"{HANG_S + 5} s", False, hung_worker),
     "node": ("node 2 of 2 lost, replacement: all train", "6 s", True, node_lost),
-    "master": ("node 1 of 2 lost, replacement: all train", "6 s", True, master_lost),
+    "master": ("node 1 of 2 lost, replacement: all train; own store: the job ends", "6 s", True, master_lost),
     "silent": (f"cable of node 3 pulled: its worker is gone ({LAUNCHERS[0]}: lease 3 s)", "8 s", True, silent_loss),
     "silent-train": ("the same: the other two train", "8 s", True, silent_loss_train),
     "in": ("SIGTERM to node 3 of 3: the other two train", "5 s", True, scale_in),
@@ -289,7 +308,7 @@ def main() -> None:
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     arguments = parser.parse_args()
     beside = arguments.repeat if arguments.repeat_beside is None else arguments.repeat_beside
-    repeats = {name: arguments.repeat if name == FLEET else beside for name in arguments.launchers}
+    repeats = {name: arguments.repeat if name in FLEETS else beside for name in arguments.launchers}
     if ATTACKS in arguments.only:
         arguments.only.remove(ATTACKS)
         words = [sys.executable, str(HERE / "_reliability_attacks.py"), "--tries", f"{4 * arguments.repeat}"]

@@ -50,6 +50,7 @@ from fleet.launch.plan.ports import make_peer
 from fleet.launch.plan.records import GroupResult, LaunchConfig, Peer, ProcessSpec
 from fleet.launch.processes.gpu_log import write_gpu_log
 from fleet.launch.processes.guardian import MARK_VARIABLE, Guardian, make_mark
+from fleet.launch.processes.hook import run_hook
 from fleet.launch.processes.job_files import write_job_files
 from fleet.launch.processes.log_folder import own_log_folder
 from fleet.launch.processes.logs import LaunchLog
@@ -166,9 +167,9 @@ def _open_membership(
     config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox
 ) -> tuple[LaunchConfig, Membership]:
     if needs_etcd(config):
-        from fleet.launch.membership.elastic_job import open_elastic
+        from fleet.launch.membership.etcd_meeting import open_on_etcd
 
-        return open_elastic(config, environment, log, signals)
+        return open_on_etcd(config, environment, log, signals)
     if config.max_nodes == 1 or config.static_peers or (config.servers and config.master is None):
         peers = tuple(peer_to_json(peer) for peer in config.static_peers)
         alone = Alone(max_restarts=config.group_restarts, peers=peers, node_rank=max(config.node_rank, 0))
@@ -286,8 +287,6 @@ class JobLoop:
     def _run_hook(self) -> None:
         words = split_hook(self._config.elastic_pre_hook, "--elastic_pre_hook")
         if words:
-            from fleet.launch.membership.elastic_job import run_hook
-
             run_hook(words, {**self._environment.inherited(), MARK_VARIABLE: self._mark}, self._log, self._signals)
 
     def _has_unknown_workers(self) -> bool:

@@ -34,12 +34,11 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
             f"The elastic job {job_id!r} was edited to {replicas} pods, and the operator does not know etcd. Start it "
             "with --etcd-server host:port."
         )
-    from fleet.launch.membership.elastic_job import job_prefix
-    from fleet.launch.membership.elastic_world import ElasticRules, first_world
-    from fleet.launch.membership.world import WORLD_KEY, to_text
+    from fleet.launch.membership.rules import Rules, first_world
+    from fleet.launch.membership.world import WORLD_KEY, job_prefix, to_text
 
     with _opened(server, job_id) as (store, job):
-        first = to_text(first_world(ElasticRules(min_nodes=replicas, max_nodes=replicas)))
+        first = to_text(first_world(Rules(min_nodes=replicas, max_nodes=replicas)))
         prefix = job_prefix(job_id)
         if WORLD_KEY in store.read(prefix).texts or not store.swap(prefix + WORLD_KEY, None, first):
             job.scale(replicas, replicas)

@@ -24,7 +24,7 @@ class Elastic:
     elastic_force: bool = False
     elastic_pre_hook: str | None = None
     elastic_fault_level: int = 1
-    elastic_ttl_s: int = 10
+    elastic_ttl_s: int = 5  # of a fixed job at the key-value service
     is_scheduled: bool = False
 
 
@@ -146,22 +146,21 @@ def _newer_family(settings: Settings, environment: Environment, nodes: Nodes) ->
             raise ConfigError(
                 f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or leave it out."
             )
-    ttl_s = _ttl_s(environment) if etcd else 10
+    ttl_s = _ttl_s(environment) if etcd else Elastic.elastic_ttl_s
     if not is_range and not (etcd and level == 1):
         return Elastic(elastic_ttl_s=ttl_s), nodes
-    missing = [
-        text
-        for absent, text in (
-            (not etcd, "--master etcd://ip:port"),
-            (not settings.has("job_id"), "--job_id"),
-            (not is_range, "--nnodes MIN:MAX"),
-            (level != 1, "--elastic_level 1"),
-        )
-        if absent
-    ]
+    is_off = level != 1 and (etcd or settings.has("elastic_level"))
+    absences = (
+        (nodes.master is None, "--master ip:port or etcd://ip:port"),
+        (etcd and not settings.has("job_id"), "--job_id"),
+        (not is_range, "--nnodes MIN:MAX"),
+        (is_off, "--elastic_level 1"),
+    )
+    missing = [text for absent, text in absences if absent]
     if not missing:
-        server = (nodes.master or "").removeprefix("etcd://")
-        return Elastic(is_elastic=True, elastic_server=server, elastic_ttl_s=ttl_s), nodes
+        settings.values["elastic_level"] = 1
+        server = (nodes.master or "").removeprefix("etcd://") if etcd else None
+        return Elastic(is_elastic=True, elastic_server=server, elastic_ttl_s=_ttl_s(environment)), nodes
     settings.warn(
         f"The job is not elastic; missing: {', '.join(missing)}. It starts with exactly {nodes.min_nodes} "
         f"node{'s' if nodes.min_nodes > 1 else ''}."
@@ -184,15 +183,15 @@ def check_server_job(settings: Settings, elastic: Elastic) -> None:
     name = "nnodes" if settings.text("np") is None else "np"
     raise UnsupportedOptionError(
         f"{settings.named(name)}={settings.text(name)} makes the job elastic, and it has parameter servers. When "
-        "nodes come or go, all processes of an elastic job start anew, and the servers would lose their tables. Leave "
-        "the elastic settings out; --max_restart=K starts a server or worker that fails again in its place, with what "
+        "nodes come or go, all processes of an elastic job start from scratch, and the servers would lose their "
+        "tables. Omit the elastic settings; --max_restart=K restarts a failed server or worker in its place, with what "
         "it held."
     )
 
 
 def needs_etcd(config: LaunchConfig) -> bool:
     """Returns whether the nodes of the job meet on etcd."""
-    return config.is_elastic or (config.master or "").startswith("etcd://")
+    return config.elastic_server is not None or (config.master or "").startswith("etcd://")
 
 
 def check_elastic(config: LaunchConfig, environment: Environment) -> None:

@@ -1,6 +1,7 @@
 """``python -m fleet.elastic``: changes the number of nodes of a running elastic job, shows a job, removes what is left.
 
-Only this module and the launchers write a job's keys on etcd; each change is a compare-and-set on its one record.
+Only this module and the launchers write a job's keys, on etcd or at the launcher where the nodes meet; each change is a
+compare-and-set on its one record.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import check_name
 from fleet.launch.membership import world as _world
 from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import wanted_text
+from fleet.launch.membership.store import View
+from fleet.launch.membership.world import job_prefix
+from fleet.launch.plan.addresses import split_endpoint, split_master
 from fleet.launch.plan.plan import JOB_SECRET
 from fleet.launch.processes.redact import one_sentence
+
+if TYPE_CHECKING:
+    from fleet.launch.membership.etcd import EtcdStore
 
 _TIMEOUT_S = 3.0
 _PROGRAM = "python -m fleet.elastic"
@@ -34,7 +43,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
         environ: the environment; None takes that of this process.
 
     Returns:
-        0 when it is done; 1 when the job, or etcd, does not allow it; 2 for a command line that cannot be used.
+        0 when it is done; 1 when the job, or its store, does not allow it; 2 for a command line that cannot be used.
     """
     environment = Environment(environ)
     try:
@@ -66,10 +75,11 @@ def _parser(environment: Environment) -> argparse.ArgumentParser:
         default=environment.raw("PADDLE_ELASTIC_SERVER"),
         help="etcd host:port; default PADDLE_ELASTIC_SERVER",
     )
+    parser.add_argument("--master", help="the job's --master: ip:port, or etcd://ip:port, instead of --elastic_server")
     parser.add_argument(
         "--job_id",
         default=environment.first("PADDLE_ELASTIC_JOB_ID", "PADDLE_JOB_ID"),
-        help="name of the job; default PADDLE_ELASTIC_JOB_ID",
+        help="name of the job; default PADDLE_ELASTIC_JOB_ID, and 'default' with --master ip:port",
     )
     parser.add_argument(
         "--np",
@@ -81,25 +91,26 @@ def _parser(environment: Environment) -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace, environment: Environment) -> int:
-    if not arguments.elastic_server:
+    scheme, master = split_master(arguments.master, "--master") if arguments.master else ("etcd", "")
+    if scheme == "etcd" and not (master or arguments.elastic_server):
         raise ConfigError(
-            "The address of etcd is missing. Give --elastic_server=ip:port, or set PADDLE_ELASTIC_SERVER."
+            "The address of etcd is missing. Give --elastic_server=ip:port, or set PADDLE_ELASTIC_SERVER; or give "
+            "--master=ip:port as the job's launchers have it."
         )
-    if not arguments.job_id:
+    job_id = arguments.job_id or ("" if scheme == "etcd" else "default")
+    if not job_id:
         raise ConfigError("The name of the job is missing. Give --job_id=NAME, or set PADDLE_ELASTIC_JOB_ID.")
-    check_name(arguments.job_id, "--job_id")
+    check_name(job_id, "--job_id")
     if arguments.action == "scale":
         if not arguments.np:
             raise ConfigError("scale needs the number of nodes: --np=N or --np=MIN:MAX.")
         read_np(arguments.np)
-    check_etcd_client()
-    from fleet.launch.membership.etcd import EtcdStore
-
-    address = read_etcd_address(arguments.elastic_server, environment, "--elastic_server")
-    store = EtcdStore(address, timeout_s=_TIMEOUT_S)
+    text = environment.raw(JOB_SECRET)
+    secret = None if text is None else text.strip().encode()
+    server = master if scheme != "etcd" else ""
+    store = _service(server, secret or b"") if server else _etcd(master or arguments.elastic_server, environment)
     try:
-        secret = environment.raw(JOB_SECRET)
-        job = ElasticJob(store, arguments.job_id, None if secret is None else secret.strip().encode())
+        job = ElasticJob(store, job_id, secret)
         if arguments.action == "scale":
             print(job.scale(*read_np(arguments.np)))
         elif arguments.action == "clean":
@@ -109,6 +120,26 @@ def _run(arguments: argparse.Namespace, environment: Environment) -> int:
     finally:
         store.close()
     return 0
+
+
+def _etcd(server: str, environment: Environment) -> EtcdStore:
+    check_etcd_client()
+    from fleet.launch.membership.etcd import EtcdStore
+
+    return EtcdStore(read_etcd_address(server, environment, "--elastic_server"), timeout_s=_TIMEOUT_S)
+
+
+def _service(master: str, secret: bytes) -> KeyValueClient:
+    """Returns a client of the launcher where the job's nodes meet."""
+    client = KeyValueClient(split_endpoint(master, "--master"), secret, ttl_s=_TIMEOUT_S)
+    try:
+        client.connect()
+    except OSError as error:
+        raise LaunchError(
+            f"No launcher answers at {master} ({error}). A job that meets there exists while the launcher of that node "
+            "lives, and nothing is left of it afterwards."
+        ) from error
+    return client
 
 
 def _printable(text: str) -> str:
@@ -137,19 +168,15 @@ def read_np(text: str) -> tuple[int, int]:
 
 
 class ElasticJob:
-    """One job as etcd shows it.
+    """One job as its store shows it.
 
     Args:
-        store: an open :class:`fleet.launch.membership.etcd.EtcdStore`.
+        store: an open connection to etcd, or to the launcher where the nodes of the job meet.
         job_id: the job's name.
         secret: its secret, under which records are checked; None: they are taken as they are.
     """
 
-    def __init__(self, store: object, job_id: str, secret: bytes | None = None) -> None:
-        from fleet.launch.membership.elastic_job import job_prefix
-        from fleet.launch.membership.etcd import EtcdStore
-
-        assert isinstance(store, EtcdStore)
+    def __init__(self, store: EtcdStore | KeyValueClient, job_id: str, secret: bytes | None = None) -> None:
         self._store, self._job_id, self._prefix = store, job_id, job_prefix(job_id)
         self._proofs = RecordProofs(secret, self._prefix)
         self._stranger = "no record of a launcher" if secret is None else "without a proof of FLEET_JOB_SECRET"
@@ -163,8 +190,6 @@ class ElasticJob:
 
         Raises LaunchError for a job that does not exist, is complete, or has failed.
         """
-        from fleet.launch.membership.elastic_world import wanted_text
-
         while True:
             view = self._read()
             world = self._world(view)
@@ -180,6 +205,11 @@ class ElasticJob:
 
     def clean(self) -> str:
         """Removes every key of the job; raises LaunchError while launchers of it are alive."""
+        if isinstance(self._store, KeyValueClient):
+            raise LaunchError(
+                f"The records of the job {self._job_id!r} are in the memory of the launcher where its nodes meet and "
+                "go with it, so there is nothing to clean. Stop that launcher (SIGTERM) to end the job."
+            )
         view = self._read()
         alive = sorted(_printable(node.host) for node in _world.read_nodes(view).values())
         if alive:
@@ -191,8 +221,6 @@ class ElasticJob:
 
     def status(self) -> str:
         """Returns the state of the job and its nodes, one line each."""
-        from fleet.launch.membership.elastic_world import wanted_text
-
         view = self._read()
         world, nodes = self._world(view), _world.read_nodes(view)
         lines = [
@@ -227,9 +255,8 @@ class ElasticJob:
                 f"The record of the job {self._job_id!r} is {self._stranger}. Set FLEET_JOB_SECRET as its launchers "
                 "have it, or leave it unset here. If it is damaged, stop the launchers; clean removes it."
             )
+        is_etcd = not isinstance(self._store, KeyValueClient)
+        where = "on this etcd. Check --job_id and --elastic_server" if is_etcd else "there. Check --job_id and --master"
         if world is None:
-            raise LaunchError(
-                f"No job {self._job_id!r} is on this etcd. Check --job_id and --elastic_server; a job exists once its "
-                "first launcher has started."
-            )
+            raise LaunchError(f"No job {self._job_id!r} is {where}; a job exists once its first launcher has started.")
         return world

@@ -72,7 +72,14 @@ def _flag(name: str, group: str, default: str | int | bool | None, meaning: str,
 
 
 _NODES = (
-    _flag("nnodes", NODES, "1", "number of nodes, N or MIN:MAX", env=("PADDLE_NNODES", "PET_NNODES"), style=LAUNCH),
+    _flag(
+        "nnodes",
+        NODES,
+        "1",
+        "number of nodes, N or MIN:MAX",
+        env=("PADDLE_NNODES", "PET_NNODES"),
+        style=LAUNCH,
+    ),
     _flag(
         "master",
         NODES,
@@ -258,7 +265,7 @@ _FAILURE = (
         "max_restart",
         FAILURE,
         3,
-        "how often failed workers are started again in place; without --elastic_level 1 only when the flag is given",
+        "how often failed workers restart in place; without --elastic_level 1 only when the flag is given",
         aliases=("max_restarts",),
         env=("PADDLE_MAX_RESTART", "PET_MAX_RESTARTS"),
     ),
@@ -266,7 +273,7 @@ _FAILURE = (
         "elastic_level",
         FAILURE,
         -1,
-        "-1: no handling; 0: stop on a failure; 1: restart in place up to --max_restart",
+        "-1: no handling (1 in an elastic job); 0: stop on a failure; 1: restart in place up to --max_restart",
         env=("PADDLE_ELASTIC_LEVEL",),
     ),
     _flag(

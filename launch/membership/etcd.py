@@ -20,7 +20,7 @@ from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Et
 
 from fleet.errors import LaunchError
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.store import View
 from fleet.launch.plan.addresses import split_endpoint
 
 _CONNECT_S = 2.0

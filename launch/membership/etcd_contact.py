@@ -8,15 +8,16 @@ waits for etcd: it leaves the key to be written and takes the newest view.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fleet.errors import LaunchError
 from fleet.launch.membership.etcd import EtcdStore, EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.outage import ContactAnswer
+from fleet.launch.membership.store import View, Wakeup
 
 # How long the record of a job that is over stays, for launchers that come late.
 END_LEASE_S = 600
@@ -27,9 +28,11 @@ _WATCH_IDLE_S = 10.0
 _COME_BACK_S = 3.0
 # Kept free at the end of the lease to stop the workers in.
 _STOP_S = 0.8
+# Until etcd has removed the key of a launcher that was killed, beyond the time of its lease.
+_FORGET_S = 5.0
 
 
-class EtcdContact:
+class EtcdContact(Wakeup):
     """Holds this node's lease and key on etcd; ``fileno`` is readable when there may be something to do.
 
     Args:
@@ -43,7 +46,12 @@ class EtcdContact:
     def __init__(
         self, address: EtcdAddress, *, prefix: str, key: str, ttl_s: int, is_outage: Callable[[], bool]
     ) -> None:
-        self.prefix, self._key, self.ttl_s, self._is_outage = prefix, key, ttl_s, is_outage
+        super().__init__()
+        self.prefix, self._key, self._is_outage = prefix, key, is_outage
+        self.ttl_s: float = ttl_s
+        self.where, self.forget_s, self.is_lost = "on etcd", ttl_s + _FORGET_S, False  # it may always come back
+        self.answer: ContactAnswer | None = None  # tells the other launchers whether etcd answers this one
+        self.fields: Mapping[str, Any] = {}
         self._period_s = min(_PERIOD_S, ttl_s / 6)
         self._timeout_s = timeout_s = min(max(ttl_s / 6, 0.5), 3.0)
         self._own_store, self._main_store, self._hint_store = (
@@ -57,9 +65,6 @@ class EtcdContact:
         self._error: LaunchError | None = None
         self._closing = threading.Event()
         self._wake = threading.Event()
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
         began = time.monotonic()
         self._view = self._own_store.read(prefix)  # the first one is not retried: a wrong address shows itself here
         self._answered_at, self._steady_since = began, began - ttl_s
@@ -72,16 +77,6 @@ class EtcdContact:
             thread.start()
 
     # -- for the main thread ------------------------------------------------------------------------------------
-
-    def fileno(self) -> int:
-        """Returns the descriptor to wait on."""
-        return self._read_fd
-
-    def drain(self) -> None:
-        """Makes ``fileno`` unreadable until the next news."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._read_fd, 4096):
-                pass
 
     def view(self) -> View:
         """Returns the newest view, however old."""
@@ -125,11 +120,13 @@ class EtcdContact:
         """Returns whether etcd has answered for long enough that every living node has had time to come back."""
         return self._error is None and time.monotonic() - self._steady_since >= min(self.ttl_s, _COME_BACK_S)
 
-    def close(self, record: str | None = None) -> None:
-        """Gives the lease back, and with it this node's key, and ends the threads.
+    def close(self, record: str | None = None, *, linger_s: float | None = 0.0) -> None:
+        """Gives the lease back, and with it this node's key, and ends the threads; nobody needs this node any more.
 
         ``record`` is deleted as well when it is then the only key of the job.
         """
+        if self.answer is not None:
+            self.answer.close()
         self._closing.set()
         self._wake.set()
         self._threads[0].join(self.ttl_s)
@@ -143,12 +140,12 @@ class EtcdContact:
             store.close()
         self._threads[2].join(2.0)
         if not any(thread.is_alive() for thread in (self._threads[0], self._threads[2])):
-            os.close(self._read_fd)
-            os.close(self._write_fd)
+            self.close_pipe()
 
     # -- the threads --------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
+        """Wakes the main thread at every period, because some rules wait for time to pass."""
         while not self._closing.is_set():
             began = time.monotonic()
             try:
@@ -156,14 +153,14 @@ class EtcdContact:
                 view = self._own_store.read(self.prefix)
             except LaunchError as error:
                 self._error = error
-                self._notify()
+                self.notify()
             else:
                 self._view = view
                 if self._error is not None:
                     self._steady_since = began
                     self._error = None
                 self._answered_at = began
-                self._notify()
+                self.notify()
             self._wake.wait(self._period_s)
             self._wake.clear()
 
@@ -171,7 +168,7 @@ class EtcdContact:
         if self._lease is not None and not self._own_store.keep_alive(self._lease):
             self._lease = None
         if self._lease is None:
-            self._lease, self._written = self._own_store.grant(self.ttl_s), None
+            self._lease, self._written = self._own_store.grant(int(self.ttl_s)), None
             self._leases.add(self._lease)
         text, key = self._text, self.prefix + self._key
         if text is None or text == self._written:
@@ -207,9 +204,4 @@ class EtcdContact:
             safe_until = max(self._answered_at + self.ttl_s, proved_at + min(self.ttl_s, _COME_BACK_S)) - _STOP_S
             if time.monotonic() > safe_until and not self.is_cut_off:
                 self.is_cut_off = True
-                self._notify()
-
-    def _notify(self) -> None:
-        """Wakes the main thread; at every period, because some rules wait for time to pass."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write_fd, b"!")
+                self.notify()

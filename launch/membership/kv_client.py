@@ -11,13 +11,13 @@ import json
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
 from fleet._sealing import PROOF_BYTES, same
 from fleet.errors import LaunchError
 from fleet.launch.membership import wire as _wire
+from fleet.launch.membership.store import StoreLostError, View
 from fleet.launch.membership.wire import Message
+from fleet.launch.plan.addresses import join_endpoint
 
 CONNECTIONS_OF_A_NODE = 2  # for requests, and to wait
 _CONNECT_S = 2.0
@@ -25,10 +25,7 @@ _REQUEST_S = 5.0
 _RETRY_S = 0.1
 _REFUSED_TRIES = 3
 _RECONNECT_S = 1.0  # at least this long is tried, however old the last answer is
-
-
-class StoreLostError(LaunchError):
-    """The service cannot be reached any more, or has given the session up."""
+_STOP_S = 0.8  # kept free at the end of the lease to stop the workers in
 
 
 class StoreRefusedError(LaunchError):
@@ -39,32 +36,19 @@ class _ClosedError(StoreRefusedError):
     """The service closed the connection in the handshake, as one that strangers crowd may do too."""
 
 
-@dataclass(frozen=True)
-class View:
-    """What lies under a prefix at one revision; ``created`` orders keys by when they came."""
-
-    revision: int
-    values: dict[str, Any] = field(default_factory=dict)  # key without the prefix -> value read from JSON
-    texts: dict[str, str] = field(default_factory=dict)  # the same as stored, for compare-and-set
-    created: dict[str, int] = field(default_factory=dict)
-    unproved: dict[str, str] = field(default_factory=dict)  # on etcd: key -> host, of records that strangers wrote
-
-
 class KeyValueClient:
-    """Reads and writes the keys under ``prefix``; values are JSON.
+    """Reads and writes keys; their texts are JSON.
 
     Args:
         address: host and port of the service.
         secret: the job's secret; empty when there is none.
-        prefix: stands before every key.
         ttl_s: the service deletes the leased keys after this long without a sign of life.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, *, prefix: str, ttl_s: float) -> None:
-        self._address, self._secret, self._prefix, self.ttl_s = address, secret, prefix, ttl_s
+    def __init__(self, address: tuple[str, int], secret: bytes, *, ttl_s: float) -> None:
+        self.address, self._secret, self.ttl_s = address, secret, ttl_s
         self._session: str | None = None
-        self._requests: _Channel | None = None
-        self._waits: _Channel | None = None
+        self._channels: dict[str, _Channel] = {}  # "requests" and "waits"
         self._lock = threading.Lock()
         self._closed = False
         self._answered_at = 0.0
@@ -74,86 +58,74 @@ class KeyValueClient:
         with self._lock:
             for left in reversed(range(_REFUSED_TRIES)):
                 try:
-                    self._requests = self._open()
+                    self._channels["requests"] = self._open(_REQUEST_S)
                     return
                 except _ClosedError:
                     if not left:
                         raise
                 time.sleep(_RETRY_S)
 
-    def read(self) -> View:
-        """Returns every key under the prefix."""
-        return self._view(self._request({"op": "read", "prefix": self._prefix}))
+    def read(self, prefix: str) -> View:
+        """Returns every key under ``prefix``."""
+        return _view(prefix, self._request({"op": "read", "prefix": prefix}))
 
-    def put(self, key: str, value: object, *, leased: bool = False) -> None:
-        """Sets ``key``; with ``leased`` it goes when this session does."""
-        self._request({"op": "put", "key": self._prefix + key, "value": _text(value), "leased": leased})
+    def put(self, key: str, text: str | None, *, leased: bool = False) -> None:
+        """Sets ``key``, or deletes it; with ``leased`` it goes when this session does."""
+        self._request({"op": "put", "key": key, "value": text, "leased": leased})
 
-    def swap(self, key: str, old_text: str | None, value: object, *, leased: bool = False) -> bool:
+    def swap(self, key: str, old_text: str | None, text: str | None, *, leased: bool = False) -> bool:
         """Sets ``key`` if its stored text is still ``old_text`` (None: absent); returns whether it did."""
-        message = {"op": "swap", "key": self._prefix + key, "old": old_text, "value": _text(value), "leased": leased}
+        message = {"op": "swap", "key": key, "old": old_text, "value": text, "leased": leased}
         return bool(self._request(message)["ok"])
 
-    def wait(self, revision: int, timeout_s: float) -> View:
+    def wait(self, prefix: str, revision: int, timeout_s: float) -> View:
         """Returns the keys as soon as anything is newer than ``revision``, or after ``timeout_s``; a sign of life."""
-        message = {"op": "wait", "prefix": self._prefix, "revision": revision, "timeout_s": timeout_s}
-        give_up_at = None
-        while True:
-            try:
-                if self._waits is None:
-                    self._waits = self._open()
-                return self._view(self._answered(self._waits.request(message, max(self.ttl_s, timeout_s + 1.0))))
-            except (OSError, _wire.WireError) as error:
-                if self._waits is not None:
-                    self._waits.close()
-                self._waits = None
-                give_up_at = give_up_at or self._give_up_at()
-                self._pause_or_give_up(give_up_at, error)
+        message = {"op": "wait", "prefix": prefix, "revision": revision, "timeout_s": timeout_s}
+        return _view(prefix, self._exchange("waits", message, timeout_s + self.ttl_s / 4))
 
     def close(self) -> None:
         """Ends the session; the leased keys are gone when it returns."""
         self._closed = True
         with contextlib.suppress(LaunchError, OSError), self._lock:
-            if self._requests is not None:
-                self._requests.request({"op": "close"}, 1.0)
-        for channel in (self._requests, self._waits):
-            if channel is not None:
-                channel.close()  # a thread in wait() wakes up with StoreLostError
+            if "requests" in self._channels:
+                self._channels["requests"].request({"op": "close"}, 1.0)
+        for channel in list(self._channels.values()):
+            channel.close()  # a thread in wait() wakes up with StoreLostError
 
     def _request(self, message: Message) -> Message:
-        give_up_at = None
         with self._lock:
-            while True:
-                try:
-                    if self._requests is None:
-                        self._requests = self._open()
-                    return self._answered(self._requests.request(message, self.ttl_s))
-                except (OSError, _wire.WireError) as error:
-                    if self._requests is not None:
-                        self._requests.close()
-                    self._requests = None
-                    give_up_at = give_up_at or self._give_up_at()
-                    self._pause_or_give_up(give_up_at, error)
+            return self._exchange("requests", message, self.ttl_s / 2)
 
-    def _answered(self, answer: Message) -> Message:
-        self._answered_at = time.monotonic()
-        return answer
+    def _exchange(self, name: str, message: Message, limit_s: float) -> Message:
+        """Returns the answer; connects again and repeats until this node's lease is about to end.
 
-    def _give_up_at(self) -> float:
-        """Returns when the lease is over for certain, counted from the last answer: who is cut off stops by then."""
-        return max(self._answered_at + self.ttl_s, time.monotonic() + _RECONNECT_S)
+        The lease counts from when the last request was sent that has an answer, so who is cut off knows it before the
+        service gives it up.
+        """
+        give_up_at = None
+        while True:
+            sent_at = time.monotonic()
+            try:
+                if name not in self._channels:
+                    self._channels[name] = self._open(max(_RETRY_S, (give_up_at or sent_at + _REQUEST_S) - sent_at))
+                answer = self._channels[name].request(message, limit_s)
+                self._answered_at = max(self._answered_at, sent_at)
+                return answer
+            except (OSError, _wire.WireError) as error:
+                if name in self._channels:
+                    self._channels.pop(name).close()
+                now, margin_s = time.monotonic(), min(_STOP_S, self.ttl_s / 4)
+                give_up_at = give_up_at or max(self._answered_at + self.ttl_s - margin_s, now + _RECONNECT_S)
+                if self._closed or now > give_up_at:
+                    raise StoreLostError(
+                        f"The rendezvous service at {join_endpoint(*self.address)} has not answered for "
+                        f"{self.ttl_s:.0f} s ({error})."
+                    ) from error
+                time.sleep(_RETRY_S)
 
-    def _pause_or_give_up(self, give_up_at: float, error: Exception) -> None:
-        if self._closed or time.monotonic() > give_up_at:
-            host, port = self._address
-            raise StoreLostError(
-                f"The rendezvous service at {host}:{port} has not answered for {self.ttl_s:.0f} s ({error})."
-            ) from error
-        time.sleep(_RETRY_S)
-
-    def _open(self) -> _Channel:
+    def _open(self, limit_s: float) -> _Channel:
         try:
-            channel = _Channel(self._address, self._secret)
+            channel = _Channel(self.address, self._secret, limit_s)
         except StoreRefusedError as error:
             if self._session is None:
                 raise
@@ -162,37 +134,27 @@ class KeyValueClient:
             message: Message = {"op": "session", "ttl_s": self.ttl_s}
             if self._session is not None:
                 message["resume"] = self._session
-            self._session = channel.request(message, _REQUEST_S)["session"]
+            self._session = channel.request(message, limit_s)["session"]
         except BaseException:
             channel.close()
             raise
         return channel
 
-    def _view(self, answer: Message) -> View:
-        cut = len(self._prefix)
-        texts = {key[cut:]: item[0] for key, item in answer["items"].items()}
-        return View(
-            revision=answer["revision"],
-            values={key: json.loads(text) for key, text in texts.items()},
-            texts=texts,
-            created={key[cut:]: item[1] for key, item in answer["items"].items()},
-        )
-
 
 class _Channel:
     """One connection after its handshake; a request is answered before the next is sent."""
 
-    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
-        self._sock = socket.create_connection(address, timeout=_CONNECT_S)
+    def __init__(self, address: tuple[str, int], secret: bytes, limit_s: float) -> None:
+        self._sock = socket.create_connection(address, timeout=min(_CONNECT_S, limit_s))
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sock.settimeout(limit_s)
             self._seals = self._shake_hands(address, secret)
         except BaseException:
             self._sock.close()
             raise
 
     def _shake_hands(self, address: tuple[str, int], secret: bytes) -> _wire.Seals:
-        self._sock.settimeout(_REQUEST_S)
         where = f"{address[0]}:{address[1]}"
         hello = self._receive(_wire.HELLO_BYTES)
         if not hello.startswith(_wire.MAGIC):
@@ -238,5 +200,11 @@ class _Channel:
         return bytes(data)
 
 
-def _text(value: object) -> str | None:
-    return None if value is None else json.dumps(value, sort_keys=True)
+def _view(prefix: str, answer: Message) -> View:
+    texts = {key.removeprefix(prefix): item[0] for key, item in answer["items"].items()}
+    return View(
+        revision=answer["revision"],
+        values={key: json.loads(text) for key, text in texts.items()},
+        texts=texts,
+        created={key.removeprefix(prefix): item[1] for key, item in answer["items"].items()},
+    )

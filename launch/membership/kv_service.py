@@ -51,7 +51,7 @@ class _Session:
     connections: set[int] = field(default_factory=set)
 
 
-class Store:
+class ServiceState:
     """The state of the service; every method is called with the time, so that tests need no clock."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Store:
         """Deletes the session and every key it leased."""
         self.sessions.pop(name, None)
         for key in [key for key, item in self.items.items() if item.session == name]:
-            self._set(key, None, None)
+            self.put(key, None, None)
 
     def expire(self, now: float) -> None:
         """Ends every session whose time is over."""
@@ -96,14 +96,11 @@ class Store:
         item = self.items.get(key)
         if (item.value if item else None) != old:
             return False
-        self._set(key, new, session)
+        self.put(key, new, session)
         return True
 
     def put(self, key: str, value: str | None, session: str | None) -> None:
         """Sets ``key``, or deletes it."""
-        self._set(key, value, session)
-
-    def _set(self, key: str, value: str | None, session: str | None) -> None:
         before = self.items.get(key)
         size = self._size - (len(key) + len(before.value) if before else 0)
         if value is not None:
@@ -134,7 +131,7 @@ class _Connection:
 
 
 class KeyValueService:
-    """Serves a :class:`Store` on ``listener`` from a thread of its own until :meth:`close`.
+    """Serves a :class:`ServiceState` on ``listener`` from a thread of its own until :meth:`close`.
 
     Args:
         listener: a listening socket, bound to this node's address.
@@ -144,7 +141,7 @@ class KeyValueService:
 
     def __init__(self, listener: socket.socket, secret: bytes, refused: Callable[[str, str], None]) -> None:
         self._listener, self._secret, self._refused = listener, secret, refused
-        self._store = Store()
+        self._store = ServiceState()
         self._most = most_connections(MAX_CONNECTIONS)
         self._connections: dict[int, _Connection] = {}
         self._unproven: dict[int, _Connection] = {}  # those of them that have not proved the secret, the oldest first

@@ -11,103 +11,27 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from fleet.errors import RendezvousError
 from fleet.launch.membership.callers import Seldom, listen, most_connections
-from fleet.launch.membership.kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient, StoreLostError
+from fleet.launch.membership.engine import Engine, patience_s, read_settings
+from fleet.launch.membership.kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient
+from fleet.launch.membership.kv_contact import KeyValueContact
 from fleet.launch.membership.kv_service import MAX_CONNECTIONS, KeyValueService
-from fleet.launch.membership.membership import Generation, Outcome, StoppedBySignalError
-from fleet.launch.membership.rendezvous import Rendezvous
-from fleet.launch.membership.world import Node, Reason, Rules
+from fleet.launch.membership.membership import StoppedBySignalError
+from fleet.launch.membership.store import StoreLostError
+from fleet.launch.membership.world import NODE_PREFIX, Node, job_prefix
 from fleet.launch.plan.addresses import join_endpoint, split_endpoint
 from fleet.launch.plan.interfaces import reachable
-from fleet.launch.plan.records import GroupResult, LaunchConfig
+from fleet.launch.plan.records import LaunchConfig
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
 
-# A killed launcher is noticed by its broken connections, within about a second; this bounds a silent loss.
-LEASE_S = 5.0
 _RETRY_S = 0.2
 _NOTICE_PERIOD_S = 5.0
-_LINGER_S = 5.0
-# Jobs of a fixed number of nodes wait ten times --elastic_timeout for absent ones, as in Paddle.
-_FIXED_JOB_FACTOR = 10
 
 
-class Meeting:
-    """The membership of a node that met the others at a key-value service, which it may host itself."""
-
-    def __init__(self, rendezvous: Rendezvous, service: KeyValueService | None, log: LaunchLog, signals: SignalInbox):
-        self._rendezvous, self._service, self._log, self._signals = rendezvous, service, log, signals
-        self._linger_s: float | None = 0.0  # nobody needs the service of a host that leaves before the start
-        self._reason: Reason | None = None
-
-    @property
-    def news(self) -> Rendezvous:
-        """What the other nodes want."""
-        return self._rendezvous
-
-    def join(self, peer: Mapping[str, Any]) -> Generation:
-        """Returns the next generation once all its nodes agree on it; see :meth:`Rendezvous.join`."""
-        return self._rendezvous.join(peer)
-
-    def announce_end(self, result: GroupResult, failure: str) -> None:
-        """Ends the generation on every node, unless another node did so first: then its reason stands."""
-        if result.stop_signal is not None:
-            text = f"The launcher of {self._rendezvous.place} was stopped by signal {result.stop_signal}."
-            self._reason = self._rendezvous.stop(result.exit_code, text)
-        else:
-            self._reason = self._rendezvous.fail(result.exit_code, failure)
-
-    def settle(self, result: GroupResult) -> Outcome:
-        """Follows the reason that came first; after a success waits for the others."""
-        reason, self._reason = self._reason, None
-        self._linger_s = _LINGER_S
-        if result.stop_signal is not None:
-            return Outcome(result.exit_code)
-        if reason is not None:
-            return self._follow(reason)
-        if result.interrupted:
-            return self._follow(self._rendezvous.reason())
-        try:
-            reason = self._rendezvous.finish()
-        except StoppedBySignalError as error:
-            self._rendezvous.stop(error.exit_code, f"{error}")
-            raise
-        if reason is None:
-            self._linger_s = None
-            return Outcome(0)
-        return self._follow(reason)
-
-    def _follow(self, reason: Reason) -> Outcome:
-        if reason.restart and reason.node != self._rendezvous.name:
-            self._log.warning(f"Another node starts the workers again: {reason.text}")
-        elif reason.node != self._rendezvous.name or reason.kind == "lost":
-            self._log.error(f"Another node ended the job: {reason.text}")
-        return Outcome(reason.code, reason.restart)
-
-    def close(self) -> None:
-        """Leaves the job; the host stays until the others have read how it ended."""
-        self._rendezvous.close()
-        if self._service is None:
-            return
-        began = time.monotonic()
-        told = False
-        num_signals = len(self._signals.received)
-        while self._service.num_sessions() and len(self._signals.received) == num_signals:
-            waited_s = time.monotonic() - began
-            if self._linger_s is not None and waited_s > self._linger_s:
-                break
-            if waited_s > _NOTICE_PERIOD_S and not told:
-                told = True
-                self._log.info("This node's part is complete; other launchers still use its rendezvous service.")
-            _pause(self._signals, 0.05)
-        self._service.close()
-
-
-def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> tuple[Meeting, str]:
+def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> tuple[Engine, str]:
     """Hosts or finds the service and connects to it; returns the membership and the master's ip:port.
 
     Raises:
@@ -119,34 +43,30 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
     if config.master is not None:
         host, port = split_endpoint(config.master, "--master")
         master = reachable(host), port
-    service, address, client = _host_or_find(config, master, log, signals)
-    rules = Rules(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        quiet_s=config.elastic_timeout_s,
-        sort_ip=config.sort_ip,
-    )
-    rendezvous = Rendezvous(
+    service, client = _host_or_find(config, master, log, signals)
+    contact = KeyValueContact(
         client,
-        name=config.pod_id,
-        node=Node(host=config.host, rank=config.node_rank, serves=service is not None),
-        rules=rules,
-        max_restarts=config.group_restarts,
-        grace_s=config.grace_s,
-        wait_limit_s=_wait_limit_s(config),
+        prefix=job_prefix(config.job_id),
+        key=NODE_PREFIX + config.pod_id,
+        service=service,
         log=log,
         signals=signals,
     )
-    return Meeting(rendezvous, service, log, signals), join_endpoint(*address)
-
-
-def _wait_limit_s(config: LaunchConfig) -> float:
-    return config.elastic_timeout_s * _FIXED_JOB_FACTOR
+    engine = Engine(
+        contact,
+        name=config.pod_id,
+        node=Node(host=config.host, rank=config.node_rank, serves=service is not None),
+        settings=read_settings(config),
+        log=log,
+        signals=signals,
+        secret=config.secret.encode(),
+    )
+    return engine, join_endpoint(*client.address)
 
 
 def _host_or_find(
     config: LaunchConfig, master: tuple[str, int] | None, log: LaunchLog, signals: SignalInbox
-) -> tuple[KeyValueService | None, tuple[str, int], KeyValueClient]:
+) -> tuple[KeyValueService | None, KeyValueClient]:
     secret = config.secret.encode()
 
     say = Seldom(log.warning)
@@ -154,7 +74,7 @@ def _host_or_find(
     def refused(address: str, why: str) -> None:
         say(address.rpartition(":")[0], f"The rendezvous service refused {address}: {why}.")
 
-    deadline = time.monotonic() + _wait_limit_s(config)
+    deadline = time.monotonic() + patience_s(config)
     noticed = time.monotonic()
     while True:
         listener = _listen(config, master)
@@ -164,10 +84,10 @@ def _host_or_find(
         service = None if listener is None else KeyValueService(listener, secret, refused)
         address = master if listener is None else listener.getsockname()[:2]
         assert address is not None
-        client = KeyValueClient(address, secret, prefix=f"/fleet/{config.job_id}/", ttl_s=LEASE_S)
+        client = KeyValueClient(address, secret, ttl_s=config.elastic_ttl_s)
         try:
             client.connect()
-            return service, address, client
+            return service, client
         except (OSError, StoreLostError) as error:
             client.close()
             if service is not None:
@@ -178,7 +98,8 @@ def _host_or_find(
             if now - noticed > _NOTICE_PERIOD_S:
                 noticed = now
                 log.info(f"Waiting peer start... nothing answers at {join_endpoint(*address)} yet ({error})")
-        _pause(signals, _RETRY_S)
+        signals.wait(_RETRY_S)
+        signals.take()
         if signals.received:
             raise StoppedBySignalError(f"Terminating with signal {signals.received[0]}", 128 + signals.received[0])
 
@@ -186,7 +107,7 @@ def _host_or_find(
 def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Exception) -> str:
     absent = ", ".join(str(rank) for rank in range(config.max_nodes) if rank != config.node_rank)
     return (
-        f"--master {join_endpoint(*address)}: no launcher answered there within {_wait_limit_s(config):.0f} s "
+        f"--master {join_endpoint(*address)}: no launcher answered there within {patience_s(config):.0f} s "
         f"({error}); absent node ranks: {absent if config.node_rank >= 0 else 0}. Start the launcher on the node that "
         "has this address, or raise --elastic_timeout."
     )
@@ -216,9 +137,3 @@ def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> socket.sock
             with contextlib.suppress(OSError):
                 return listen(host, master[1])
         return None
-
-
-def _pause(signals: SignalInbox, seconds: float) -> None:
-    """Waits; a signal to the launcher ends the wait and is left in ``signals.received``."""
-    signals.wait(seconds)
-    signals.take()

@@ -1,8 +1,8 @@
 """Who the peers of each generation are, and what the end of this node's processes means for the job.
 
-Supervision knows nothing of this, and this knows nothing of processes: the loop in ``_job`` asks for the next
-generation, runs it, and hands the result back. Three memberships: a node alone (or with peers that were listed
-beforehand), nodes that met at the key-value service of one of them, and nodes that met on etcd.
+Supervision knows nothing of this, and this knows nothing of processes: the loop in ``job`` asks for the next
+generation, runs it, and hands the result back. There are two memberships: :class:`Alone`, a node that asks nobody, and
+the engine, for nodes that agree over a store.
 """
 
 from __future__ import annotations

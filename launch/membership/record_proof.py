@@ -1,12 +1,13 @@
-"""What the launchers of a job on etcd prove to each other: each record carries an HMAC that only they can compute.
+"""What the launchers of a job prove to each other: each record on the store carries an HMAC that only they can compute.
 
-etcd takes records from everybody who may write there. The proof is keyed by the job's secret and covers the name of the
-job, the key (for a node its identity) and the record with its generation, so no record can be made, changed or put
-under another key without the secret. Under an empty secret it keeps accidental strangers out, not attackers.
+etcd takes records from everybody who may write there; the engine proves them on every store alike. The proof is keyed
+by the job's secret and covers the name of the job, the key (for a node its identity) and the record with its
+generation, so no record can be made, changed or put under another key without the secret. Under an empty secret it
+keeps accidental strangers out, not attackers.
 
 Not covered is how many nodes the job wants: ``python -m fleet.elastic scale`` and the operator of a cluster, which may
 not read the job's secret, set it. Nor does a proof keep anybody from deleting records or putting old ones back, which
-ends or delays a job: that takes the rights of etcd's users.
+ends or delays a job: against that, etcd has users with permissions, and the key-value service asks for the secret.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.rules import Rules, first_world
+from fleet.launch.membership.store import View
 from fleet.launch.membership.world import NODE_PREFIX, WORLD_KEY, Node, Reason, World
 
 _SIZES = ("min_nodes", "max_nodes")
@@ -43,7 +44,7 @@ class RecordProofs:
         self._secret, self._prefix = secret, prefix
 
     def text(self, key: str, record: Node | World) -> str:
-        """Returns ``record`` with its proof, as it stands on etcd under ``key``."""
+        """Returns ``record`` with its proof, as it stands on the store under ``key``."""
         return _world.to_text(replace(record, proof=self._proof(key, _world.to_json(record))))
 
     def checked(self, view: View) -> View:
@@ -100,7 +101,7 @@ def _is_size(value: object) -> bool:
 
 def _claims_nothing(value: Mapping[str, Any]) -> bool:
     """Returns whether this is the record of a job that has not begun, as an operator writes it for its size alone."""
-    rules = ElasticRules(min_nodes=value["min_nodes"], max_nodes=value["max_nodes"])
+    rules = Rules(min_nodes=value["min_nodes"], max_nodes=value["max_nodes"])
     return bool(value == json.loads(_world.to_text(first_world(rules))))
 
 

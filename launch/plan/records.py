@@ -125,7 +125,7 @@ class LaunchConfig:
         """Whether the launcher shares a file with each worker."""
         return self.heartbeat_timeout_s > 0 or self.preempt_grace_s > 0
 
-    elastic_ttl_s: int = 10  # PADDLE_ELASTIC_TTL: how long a node may be silent
+    elastic_ttl_s: int = 5  # PADDLE_ELASTIC_TTL: how long a node may be silent
     is_scheduled: bool = False  # a failed node exits with 101, so that its scheduler starts it again
 
 

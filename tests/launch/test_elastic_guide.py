@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
@@ -27,27 +28,42 @@ def blocks(path: Path, language: str) -> list[str]:
 def test_both_languages_have_the_same_code() -> None:
     for language in ("python", "bash"):
         assert blocks(GUIDE, language) == blocks(CHINESE, language)
-    assert len(blocks(GUIDE, "bash")) == 3
+    assert len(blocks(GUIDE, "bash")) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 def test_the_walk_through(tmp_path: Path, etcd: Etcd) -> None:
     """004-05: a node is lost, another one takes its place, and training goes on from the checkpoint."""
+    walk(tmp_path, f"--elastic_server={etcd.endpoint}", "--job_id=try", "--np=2")
+
+
+@pytest.mark.slow
+def test_the_walk_through_without_etcd(tmp_path: Path) -> None:
+    """The same where the nodes meet at the first launcher, with the flags of "Without etcd"."""
+    walk(
+        tmp_path, f"--master=127.0.0.1:{helper.free_port()}", "--host=127.0.0.1", "--nnodes=2:4", "--elastic_timeout=1"
+    )
+
+
+def walk(tmp_path: Path, *flags: str) -> None:
+    """Starts two nodes, kills the second one and starts a third."""
     (script,) = blocks(GUIDE, "python")
     script = script.replace("range(checkpoint.epoch, 60)", "range(checkpoint.epoch, 8)").replace(
         "sleep(0.2)", "sleep(0.05)"
     )
-    flags = (f"--elastic_server={etcd.endpoint}", "--job_id=try")
     env = {"PADDLE_ELASTIC_TTL": "3", "OMP_NUM_THREADS": "1"}
 
-    def node(name: str, np: int) -> Launcher:
-        return Launcher(tmp_path, script, *flags, f"--np={np}", f"--log_dir={name}", env=env)
+    def node(name: str) -> Launcher:
+        return Launcher(tmp_path, script, *flags, f"--log_dir={name}", env=env)
 
-    with node("log1", 2) as one, node("log2", 2) as two:
+    with contextlib.ExitStack() as nodes:
+        one = nodes.enter_context(node("log1"))
+        one.wait_for("Waiting peer start", "stderr")
+        two = nodes.enter_context(node("log2"))
         wait(tmp_path, re.compile(r"epoch \d+ with 2 workers"))
         two.signal(signal.SIGKILL)
-        with node("log3", 2) as three:
+        with node("log3") as three:
             wait_until_gone([two.process.pid], 2.0)
             assert (one.wait(55), three.wait(5)) == (0, 0)
     epochs = [int(found) for found in re.findall(r"epoch (\d+) with", logs(tmp_path))]

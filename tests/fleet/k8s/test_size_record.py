@@ -11,7 +11,7 @@ import pytest
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.k8s._size_record import forget_job, write_size
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
+from fleet.launch.membership.rules import Rules, first_world
 from fleet.launch.membership.world import COMPLETE, Node, to_json
 from tests.helpers import etcd
 
@@ -47,7 +47,7 @@ def test_what_an_earlier_job_left_is_removed_unless_its_launchers_live(tmp_path:
     from fleet.launch.membership.etcd_address import read_etcd_address
 
     forget_job(None, "default-demo")  # nobody knows an etcd
-    record = to_json(replace(first_world(ElasticRules(min_nodes=2, max_nodes=2)), state=COMPLETE))
+    record = to_json(replace(first_world(Rules(min_nodes=2, max_nodes=2)), state=COMPLETE))
     with etcd.Etcd(tmp_path / "etcd") as server:
         store = EtcdStore(read_etcd_address(server.endpoint, Environment({})), timeout_s=5.0)
         store.put("/paddle/default-demo/world", json.dumps(record))

@@ -53,8 +53,9 @@ def test_half_of_the_pair_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("flags", "missing"),
     [
-        (("--nnodes=2:4",), ["etcd://", "--job_id", "--elastic_level 1"]),
-        (("--nnodes=2:4", "--master=10.0.0.1:80", "--job_id=J", "--elastic_level=1"), ["etcd://"]),
+        (("--nnodes=2:4",), ["--master ip:port or etcd://ip:port"]),
+        (("--nnodes=2:4", "--master=10.0.0.1:80", "--elastic_level=0"), ["--elastic_level 1"]),
+        (("--nnodes=2:4", "--master=10.0.0.1:80", "--elastic_level=-1"), ["--elastic_level 1"]),
         (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--elastic_level=1"), ["--job_id"]),
         (("--nnodes=2", "--master=etcd://127.0.0.1:80", "--job_id=J", "--elastic_level=1"), ["--nnodes MIN:MAX"]),
         (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--job_id=J"), ["--elastic_level 1"]),
@@ -77,10 +78,23 @@ def test_everything_given_is_elastic_without_a_warning() -> None:
     assert "not elastic" not in notes(config)
 
 
+@pytest.mark.parametrize("more", [(), ("--job_id=J", "--elastic_level=1")])
+def test_a_range_and_a_master_are_elastic_without_etcd(more: tuple[str, ...]) -> None:
+    """Issue 11, 3: the nodes meet at the launcher of one of them; failed workers restart in place."""
+    config = read("--nnodes=2:4", "--master=10.0.0.1:80", *more)
+    assert (config.is_elastic, config.min_nodes, config.max_nodes, config.elastic_level) == (True, 2, 4, 1)
+    assert (config.elastic_server, needs_etcd(config), config.is_scheduled) == (None, False, False)
+    assert (config.max_restart, config.elastic_ttl_s) == (3, 10)
+    assert "not elastic" not in notes(config)
+    assert read("--nnodes=2:4", "--master=10.0.0.1:80", env={"PADDLE_ELASTIC_TTL": "3"}).elastic_ttl_s == 3
+    assert read("--nnodes=1:2", "--master=10.0.0.1:80", "--max_restart=0").max_restart == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "env", "named"),
     [
         (FLAGS, {}, "--np=2 makes"),
+        (("--nnodes=2:4", "--master=10.0.0.1:80"), {}, "--nnodes=2:4 makes"),
         ((), ENV, "PADDLE_ELASTIC_NP=2:4 makes"),
         (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--job_id=J", "--elastic_level=1"), {}, "--nnodes=2:4 makes"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.launch.cli.elastic_command import main, read_np
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
 from fleet.launch.membership.etcd_address import EtcdAddress
+from fleet.launch.membership.kv_service import KeyValueService
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import Rules, first_world
 from fleet.launch.membership.world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
+from fleet.launch.plan.addresses import join_endpoint
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
+from tests.helpers.job_keys import JobKeys
 
 with_etcd = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 PEER = {"host": "10.0.0.1", "name": "abcdef"}
@@ -90,7 +94,7 @@ def test_scale_status_and_clean(command: Command) -> None:
     assert command.store.read("/paddle/").values == {}
     command.put("world", World(**{**vars(RUNS), "state": COMPLETE}))
     assert "is over (complete)" in command("--np=4", "scale")[1]
-    command.put("world", first_world(ElasticRules(min_nodes=1, max_nodes=1)))
+    command.put("world", first_world(Rules(min_nodes=1, max_nodes=1)))
     assert command("--np=4", "scale")[0] == 0, "a job that waits for its nodes exists"
     assert "job J: waiting for nodes, generation 0" in command("status")[1]
     scaled = Reason(kind="scaled", code=0, node="a", text="3 nodes", restart=True)
@@ -188,3 +192,49 @@ def test_what_a_record_says_moves_no_cursor_and_begins_no_line(command: Command)
         assert len(text.splitlines()) == num_lines
         assert "\\x1b[31mevil\\nnode" in text
         assert all(line.isprintable() for line in text.splitlines())
+
+
+@pytest.fixture
+def service() -> Iterator[JobKeys]:
+    """The records of the job "default" at a launcher of the job."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = KeyValueService(listener, SECRET.encode(), lambda *about: None)
+    keys = JobKeys(listener.getsockname(), SECRET.encode(), prefix="/paddle/default/", ttl_s=5.0)
+    keys.connect()
+    yield keys
+    keys.close()
+    one.close()
+
+
+SECRET = "5e" * 16
+
+
+def at_launcher(keys: JobKeys, *words: str, secret: str = SECRET) -> int:
+    address = join_endpoint(*keys.client.address)
+    return main((f"--master={address}", *words), {"FLEET_JOB_SECRET": secret})
+
+
+def test_a_job_without_etcd(service: JobKeys, capsys: pytest.CaptureFixture[str]) -> None:
+    """Issue 11, 3: scale and status ask the launcher where the nodes meet; clean has nothing to do there."""
+    assert at_launcher(service, "status") == 1
+    assert "No job 'default' is there. Check --job_id and --master" in capsys.readouterr().err
+    proofs = RecordProofs(SECRET.encode(), "/paddle/default/")
+    service.put("world", json.loads(proofs.text("world", RUNS)))
+    assert at_launcher(service, "--np=2:4", "scale") == 0
+    assert at_launcher(service, "status") == 0
+    assert "wants 2:4 nodes" in capsys.readouterr().out
+    world = RecordProofs(SECRET.encode(), "/paddle/default/").checked(service.read()).values["world"]
+    assert (world["min_nodes"], world["max_nodes"]) == (2, 4)
+    assert at_launcher(service, "clean") == 1
+    assert "so there is nothing to clean. Stop that launcher" in capsys.readouterr().err
+
+
+def test_a_launcher_that_is_not_there_or_has_another_secret(
+    service: JobKeys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert at_launcher(service, "status", secret="ab" * 16) == 1
+    assert "Set FLEET_JOB_SECRET" in capsys.readouterr().err
+    assert main((f"--master=127.0.0.1:{helper.free_port()}", "status"), {}) == 1
+    assert "nothing is left of it afterwards" in capsys.readouterr().err
+    assert main(("status",), {}) == 2
+    assert "or give --master=ip:port" in capsys.readouterr().err

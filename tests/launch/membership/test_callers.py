@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from fleet.launch.membership.callers import Answerer, Seldom, most_connections
-from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_service import KeyValueService
 from fleet.launch.membership.outage import ContactAnswer, ask
 from tests.helpers.crowd import Crowd
+from tests.helpers.job_keys import JobKeys
 from tests.launch.launcher import ROOT, Launcher
 from tests.launch.membership.test_meeting import HELLO, TWO, master, ranks
 
@@ -69,7 +69,7 @@ def test_the_service_answers_members_while_strangers_return() -> None:
     service = KeyValueService(socket.create_server(("127.0.0.1", 0)), SECRET, lambda *about: None)
     service._most = 50
     address = service._listener.getsockname()
-    clients = [KeyValueClient(address, SECRET, prefix="/job/", ttl_s=5.0) for _ in range(12)]
+    clients = [JobKeys(address, SECRET, prefix="/job/", ttl_s=5.0) for _ in range(12)]
     try:
         clients[0].connect()
         with Crowd(address, 100):
@@ -92,7 +92,7 @@ def test_proved_connections_are_never_evicted() -> None:
     )
     service._most = 2
     address = service._listener.getsockname()
-    clients = [KeyValueClient(address, SECRET, prefix="/job/", ttl_s=5.0) for _ in range(2)]
+    clients = [JobKeys(address, SECRET, prefix="/job/", ttl_s=5.0) for _ in range(2)]
     try:
         for client in clients:
             client.connect()
@@ -111,12 +111,14 @@ def test_descriptors_that_others_took_stop_no_service() -> None:
     """A full table of open files: the newcomer takes the place of a stranger."""
     few_files(
         """
-import os, socket
+import os, socket, time
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_service import KeyValueService
 service = KeyValueService(socket.create_server(("127.0.0.1", 0)), b"s", lambda *about: None)
 address = service._listener.getsockname()
 strangers = [socket.create_connection(address) for _ in range(20)]
+while len(service._connections) < 20:
+    time.sleep(0.01)
 taken = []
 try:
     while True:
@@ -124,10 +126,10 @@ try:
 except OSError:
     pass
 os.close(taken.pop())  # for the client's own end; the service's end has to come from a stranger
-client = KeyValueClient(address, b"s", prefix="/job/", ttl_s=5.0)
+client = KeyValueClient(address, b"s", ttl_s=5.0)
 client.connect()
-client.put("a", 1)
-assert client.read().values == {"a": 1}
+client.put("/job/a", "1")
+assert client.read("/job/").values == {"a": 1}
 for number in taken:
     os.close(number)
 service.close()

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.launch.membership.kv_client import KeyValueClient, StoreLostError, StoreRefusedError
+from fleet.launch.membership.kv_client import StoreRefusedError
 from fleet.launch.membership.kv_service import KeyValueService
+from fleet.launch.membership.store import StoreLostError
+from tests.helpers.job_keys import JobKeys
 
 
 @pytest.fixture
@@ -22,18 +24,17 @@ def address() -> Iterator[tuple[str, int]]:
 
 
 def test_a_broken_connection_is_opened_again_in_the_same_session(address: tuple[str, int]) -> None:
-    client = KeyValueClient(address, b"s", prefix="p/", ttl_s=5)
+    client = JobKeys(address, b"s", prefix="p/", ttl_s=5)
     client.connect()
     client.put("k", 1, leased=True)
     for _ in range(3):
-        assert client._requests is not None
-        client._requests.close()
+        client.client._channels["requests"].close()
         assert client.read().values == {"k": 1}
     client.close()
 
 
 def test_close_wakes_a_waiting_thread(address: tuple[str, int]) -> None:
-    client = KeyValueClient(address, b"s", prefix="p/", ttl_s=5)
+    client = JobKeys(address, b"s", prefix="p/", ttl_s=5)
     client.connect()
     ended: list[Exception] = []
 
@@ -54,7 +55,7 @@ def test_close_wakes_a_waiting_thread(address: tuple[str, int]) -> None:
 
 def test_expired_session_is_an_error_not_a_new_session(address: tuple[str, int]) -> None:
     """Self-fencing: one whose lease ran out must not go on as if nothing had happened."""
-    client = KeyValueClient(address, b"s", prefix="p/", ttl_s=0.5)
+    client = JobKeys(address, b"s", prefix="p/", ttl_s=0.5)
     client.connect()
     client.put("k", 1, leased=True)
     time.sleep(0.9)
@@ -72,7 +73,7 @@ def test_stranger_is_no_service() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        client = KeyValueClient(stranger.getsockname(), b"s", prefix="p/", ttl_s=1)
+        client = JobKeys(stranger.getsockname(), b"s", prefix="p/", ttl_s=1)
         with pytest.raises(StoreRefusedError, match="no Fleet rendezvous service"):
             client.connect()
         thread.join()

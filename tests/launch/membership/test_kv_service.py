@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from fleet.launch.membership import wire as _wire
-from fleet.launch.membership.kv_client import KeyValueClient, StoreLostError, StoreRefusedError
-from fleet.launch.membership.kv_service import KeyValueService, Store
+from fleet.launch.membership.kv_client import StoreRefusedError
+from fleet.launch.membership.kv_service import KeyValueService, ServiceState
+from fleet.launch.membership.store import StoreLostError
+from tests.helpers.job_keys import JobKeys
 
 SECRET = b"0123456789abcdef"
 
@@ -26,10 +28,10 @@ class Served:
         self.address: tuple[str, int] = listener.getsockname()
         self.refused: list[str] = []
         self.service = KeyValueService(listener, secret, lambda *about: self.refused.append(" ".join(about)))
-        self.clients: list[KeyValueClient] = []
+        self.clients: list[JobKeys] = []
 
-    def client(self, secret: bytes = SECRET, prefix: str = "/fleet/job/", ttl_s: float = 5.0) -> KeyValueClient:
-        client = KeyValueClient(self.address, secret, prefix=prefix, ttl_s=ttl_s)
+    def client(self, secret: bytes = SECRET, prefix: str = "/fleet/job/", ttl_s: float = 5.0) -> JobKeys:
+        client = JobKeys(self.address, secret, prefix=prefix, ttl_s=ttl_s)
         self.clients.append(client)
         client.connect()
         return client
@@ -102,8 +104,7 @@ def test_leased_key_goes_with_its_client(served: Served) -> None:
 def test_leased_key_goes_soon_after_the_connection_breaks(served: Served) -> None:
     one, two = served.client(ttl_s=30.0), served.client()
     one.put("node/a", 1, leased=True)
-    assert one._requests is not None
-    one._requests.close()  # as when the launcher is killed: no farewell
+    one.client._channels["requests"].close()  # as when the launcher is killed: no farewell
     began = time.monotonic()
     while two.read().values and time.monotonic() - began < 5:
         time.sleep(0.02)
@@ -112,7 +113,7 @@ def test_leased_key_goes_soon_after_the_connection_breaks(served: Served) -> Non
 
 
 def test_silent_client_loses_its_lease() -> None:
-    store = Store()
+    store = ServiceState()
     name = store.open_session(5.0, now=0.0)
     store.put("node/a", "1", name)
     store.expire(now=4.9)
@@ -208,7 +209,7 @@ def test_bad_frames_end_the_connection(served: Served, kind: str) -> None:
 
 
 def test_store_is_bounded() -> None:
-    store = Store()
+    store = ServiceState()
     for i in range(63):
         store.put(f"k{i}", "x" * (1 << 20), None)
     with pytest.raises(_wire.WireError, match="full"):

@@ -130,7 +130,7 @@ def test_missing_peer_times_out_and_is_named(tmp_path: Path) -> None:
     ):
         assert one.wait() == 1
         assert two.wait() == 1
-        assert re.search(r"Waiting peer start\.\.\. 2 of 3 nodes are here .*absent node ranks: 1", one.stderr)
+        assert re.search(r"Waiting peer start\.\.\. 2 of 3 nodes wait here .*absent node ranks: 1", one.stderr)
         assert re.search(r"ERROR .*Not every node came within 10 s: .*absent node ranks: 1", one.stderr)
 
 

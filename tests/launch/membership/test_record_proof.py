@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.elastic_world import ElasticRules, first_world
-from fleet.launch.membership.kv_client import View
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import Rules, first_world
+from fleet.launch.membership.store import View
 from fleet.launch.membership.world import FIXED, Node, World
 
 PROOFS = RecordProofs(b"secret", "/paddle/job/")
@@ -80,7 +80,7 @@ def test_the_number_of_nodes_may_change_and_is_a_number() -> None:
 
 
 def test_the_first_record_of_a_job_may_be_an_operators() -> None:
-    first = _world.to_text(first_world(ElasticRules(min_nodes=2, max_nodes=3)))
+    first = _world.to_text(first_world(Rules(min_nodes=2, max_nodes=3)))
     assert list(PROOFS.checked(view_of(world=first)).values) == ["world"]
     for claim in ({"generation": 1}, {"nodes": ["x"]}, {"state": "complete"}, {"restarts": 1}):
         assert PROOFS.checked(view_of(world=changed(first, **claim))).values == {}

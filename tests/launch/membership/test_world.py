@@ -1,4 +1,4 @@
-"""The rules of agreement: 000-05/06, MIN:MAX, node ranks, no split brain (reliability study 2.2)."""
+"""What a job of a fixed number of nodes agrees on: 000-05/06, node ranks, no split brain (reliability study 2.2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.rules import IN_PLACE, Rules, absent_ranks, decide, next_world, rank_conflicts, rank_order
+from fleet.launch.membership.store import View
 from fleet.launch.membership.world import (
     COMPLETE,
     DONE,
@@ -22,97 +23,107 @@ from fleet.launch.membership.world import (
     WORLD_KEY,
     Node,
     Reason,
-    Rules,
     World,
-    absent_ranks,
-    next_world,
-    rank_conflicts,
-    rank_order,
     read_nodes,
     read_world,
     to_json,
 )
 
-TWO = Rules(min_nodes=2, max_nodes=2)
+TWO = Rules(min_nodes=2, max_nodes=2, is_elastic=False, fault=IN_PLACE)
+FIRST = World(generation=0, state=OVER, nodes=(), peers=(), min_nodes=2, max_nodes=2)
 
 
 def node(**fields: object) -> Node:
     return Node(**{"host": "10.0.0.1", **fields})  # type: ignore[arg-type]
 
 
+def world(state: str, *names: str, **fields: object) -> World:
+    made = {"generation": 1, "state": state, "nodes": names, "peers": tuple({} for _ in names)}
+    return World(**{**made, "min_nodes": 2, "max_nodes": 2, **fields})  # type: ignore[arg-type]
+
+
+def coming(nodes: dict[str, Node], now: World | None, rules: Rules = TWO, quiet_s: float = 0.0) -> World | None:
+    return next_world(nodes, now, rules, quiet_s=quiet_s)
+
+
 def test_waits_until_all_nodes_are_there() -> None:
-    assert next_world({"a": node()}, None, TWO, 1e9) is None
+    assert coming({"a": node()}, None) == FIRST, "nobody is in it"
+    assert coming({"a": node()}, FIRST, quiet_s=1e9) is None
 
 
 def test_proposes_fixes_and_completes() -> None:
     nodes = {"a": node(created=1, peer={"n": "a"}), "b": node(created=2, peer={"n": "b"})}
-    proposed = next_world(nodes, None, TWO, 0)
+    proposed = coming(nodes, FIRST)
     assert proposed is not None
     assert (proposed.state, proposed.generation, proposed.nodes) == (PROPOSED, 1, ("a", "b"))
     assert proposed.peers == ({"n": "a"}, {"n": "b"})
-    assert next_world({**nodes, "a": node(phase=READY, generation=1)}, proposed, TWO, 0) is None, "b has not agreed"
+    assert coming({**nodes, "a": node(phase=READY, generation=1)}, proposed) is None, "b has not agreed"
     ready = {name: node(phase=READY, generation=1) for name in nodes}
-    fixed = next_world(ready, proposed, TWO, 0)
+    fixed = coming(ready, proposed)
     assert fixed is not None
     assert fixed.state == FIXED
     done = {name: node(phase=DONE, generation=1) for name in nodes}
-    assert next_world({**done, "b": node(phase=RUNNING, generation=1)}, fixed, TWO, 0) is None
-    complete = next_world(done, fixed, TWO, 0)
+    assert coming({**done, "b": node(phase=RUNNING, generation=1)}, fixed) is None
+    complete = coming(done, fixed)
     assert complete is not None
     assert complete.state == COMPLETE
 
 
 def test_acknowledgement_of_an_older_generation_does_not_count() -> None:
-    world = World(generation=3, state=PROPOSED, nodes=("a", "b"), peers=({}, {}))
     nodes = {"a": node(phase=READY, generation=3), "b": node(phase=READY, generation=2)}
-    assert next_world(nodes, world, TWO, 0) is None
+    assert coming(nodes, world(PROPOSED, "a", "b", generation=3)) is None
 
 
 def test_range_waits_for_quiet_then_goes_on_with_fewer() -> None:
     """000-21: MIN:MAX waits elastic_timeout after the last change."""
-    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=30)
+    rules = replace(TWO, max_nodes=3, quiet_s=30, is_elastic=True)
+    first = replace(FIRST, max_nodes=3)
     nodes = {"a": node(created=1), "b": node(created=2)}
-    assert next_world(nodes, None, rules, 29.9) is None
-    world = next_world(nodes, None, rules, 30.0)
-    assert world is not None
-    assert world.nodes == ("a", "b")
-    full = next_world({**nodes, "c": node(created=3)}, None, rules, 0.0)
+    assert coming(nodes, first, rules, 29.9) is None
+    made = coming(nodes, first, rules, 30.0)
+    assert made is not None
+    assert made.nodes == ("a", "b")
+    full = coming({**nodes, "c": node(created=3)}, first, rules, 0.0)
     assert full is not None
     assert full.nodes == ("a", "b", "c")
 
 
 def test_member_gone_before_the_start_is_proposed_again_without_it() -> None:
-    rules = Rules(min_nodes=1, max_nodes=2, quiet_s=5)
-    world = World(generation=1, state=PROPOSED, nodes=("a", "b"), peers=({}, {}))
-    again = next_world({"a": node(phase=READY, generation=1)}, world, rules, 6)
+    rules = replace(TWO, min_nodes=1, quiet_s=5, is_elastic=True)
+    left = {"a": node(phase=READY, generation=1)}
+    dropped = coming(left, world(PROPOSED, "a", "b", min_nodes=1), rules)
+    assert dropped is not None
+    again = coming(left, dropped, rules, 6)
     assert again is not None
     assert (again.generation, again.state, again.nodes) == (2, PROPOSED, ("a",))
 
 
 def test_member_gone_while_running_ends_the_generation_and_is_named() -> None:
-    world = World(generation=1, state=FIXED, nodes=("a", "b"), peers=({}, {"host": "10.0.0.9"}))
-    over = next_world({"a": node(phase=RUNNING, generation=1)}, world, TWO, 0)
+    now = world(FIXED, "a", "b", peers=({}, {"host": "10.0.0.9"}))
+    over = coming({"a": node(phase=RUNNING, generation=1)}, now)
     assert over is not None
     assert over.state == OVER
     assert over.reason is not None
-    assert over.reason.kind == "lost"
+    assert (over.reason.kind, over.reason.restart) == ("lost", False)
     assert "10.0.0.9" in over.reason.text
 
 
 def test_restart_waits_until_every_member_has_stopped() -> None:
     reason = Reason(kind="failed", code=7, node="a", text="", restart=True)
-    world = World(generation=1, state=OVER, nodes=("a", "b"), peers=({}, {}), reason=reason)
+    now = world(OVER, "a", "b", reason=reason, restarts=1)  # who declares the end has counted it
     nodes = {"a": node(generation=1), "b": node(phase=RUNNING, generation=1)}
-    assert next_world(nodes, world, TWO, 1e9) is None
+    assert coming(nodes, now, quiet_s=1e9) is None
     nodes["b"] = node(generation=1)
-    again = next_world(nodes, world, TWO, 0)
+    again = coming(nodes, now)
     assert again is not None
     assert (again.generation, again.restarts) == (2, 1)
 
 
 def test_a_new_job_under_the_same_id_counts_its_restarts_from_zero() -> None:
-    world = World(generation=5, state=COMPLETE, nodes=("x", "y"), peers=({}, {}), restarts=3)
-    again = next_world({"a": node(), "b": node()}, world, TWO, 0)
+    nodes = {"a": node(), "b": node()}
+    first = coming(nodes, world(COMPLETE, "x", "y", generation=5, restarts=3))
+    assert first is not None
+    again = coming(nodes, first)
     assert again is not None
     assert (again.generation, again.restarts) == (6, 0)
 
@@ -139,7 +150,7 @@ def test_rank_order_by_address_is_numeric() -> None:
 
 def test_absent_ranks_and_conflicts() -> None:
     """003-36: which ranks are absent."""
-    rules = Rules(min_nodes=4, max_nodes=4)
+    rules = replace(TWO, min_nodes=4, max_nodes=4)
     assert list(absent_ranks({"a": node(rank=2), "b": node()}, rules)) == [1, 3]
     assert rank_conflicts({"a": node(rank=1, created=1), "b": node(rank=1, created=2)}) == ["b"]
 
@@ -171,11 +182,10 @@ def test_no_interleaving_splits_the_world(seed: int) -> None:
     """Split brain of the study: nodes act on stale views in any order, join late, vanish; worlds that start agree."""
     chance = random.Random(seed)
     store = FakeStore()
-    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=3)
+    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=3, is_elastic=seed % 2 == 0, fault=IN_PLACE)
     views: dict[str, View] = {}
-    acknowledged: dict[str, int] = {}
     started: dict[int, set[tuple[str, ...]]] = {}
-    running: dict[str, int] = {}
+    running: dict[str, World] = {}
     for step in range(400):
         name = chance.choice("abc")
         if name not in views and step > chance.randrange(60):
@@ -191,24 +201,25 @@ def test_no_interleaving_splits_the_world(seed: int) -> None:
         if chance.random() < 0.6:
             views[name] = store.view()
         view = views[name]
-        nodes, world = read_nodes(view), read_world(view)
-        coming = next_world(nodes, world, rules, chance.choice([0.0, 5.0]))
-        if coming is not None:
-            if store.texts.get(WORLD_KEY) == view.texts.get(WORLD_KEY):
-                store.put(WORLD_KEY, coming)
-        elif world is not None and world.state == PROPOSED and name in world.nodes and name not in running:
-            if world.generation <= acknowledged.get(name, 0):
-                continue
-            acknowledged[name] = world.generation
-            store.put(NODE_PREFIX + name, node(phase=READY, generation=world.generation))
-        if world is not None and world.state == FIXED and name in world.nodes and name not in running:
-            running[name] = world.generation
-            started.setdefault(world.generation, set()).add(world.nodes)
-            store.put(NODE_PREFIX + name, node(phase=RUNNING, generation=world.generation))
+        nodes = read_nodes(view)
+        action = decide(
+            name, nodes, read_world(view), rules, quiet_s=chance.choice([0.0, 5.0]), joined=running.get(name)
+        )
+        if action.kind == "write" and store.texts.get(WORLD_KEY) == view.texts.get(WORLD_KEY):
+            store.put(WORLD_KEY, action.world)
+        elif action.kind == "acknowledge" and action.world is not None:
+            store.put(NODE_PREFIX + name, node(phase=READY, generation=action.world.generation))
+        elif action.kind == "enter" and action.world is not None:
+            running[name] = action.world
+            started.setdefault(action.world.generation, set()).add(action.world.nodes)
+            store.put(NODE_PREFIX + name, node(phase=RUNNING, generation=action.world.generation))
+        elif action.kind == "hold":
+            store.put(NODE_PREFIX + name, node())
     assert all(len(worlds) == 1 for worlds in started.values())
     final = read_world(store.view())
     if final is not None and final.state == FIXED:
-        late = {name for name in final.nodes if running.get(name) not in (None, final.generation)}
+        phases = {name: read_nodes(store.view())[name].phase for name in final.nodes if name in running}
+        late = {n for n in phases if running[n].generation != final.generation and phases[n] == RUNNING}
         assert not late, "a node of a fixed world runs in another"
 
 

@@ -1,4 +1,27 @@
-"""The membership of a node whose job meets on etcd: it carries out what the rules of ``_elastic_world`` decide."""
+"""The membership of a node in a job of several: it carries out what ``rules`` decides, over a store.
+
+[Note: the protocol] The launchers of a job talk to each other through the records of a :class:`Store` alone: a key of
+each node (its phase, and the generation it acknowledged), and ``world``, the record of the current generation. One
+round, the same for fixed and elastic jobs and for both stores::
+
+    publish(node: waiting)                                 join
+    swap(world: proposed N+1, members in rank order)       whoever first sees enough nodes; one swap wins
+    publish(node: ready, N+1)                              each member
+    swap(world: fixed)                                     whoever first sees that all are ready
+    publish(node: running, N+1); start the workers         each member, once it has read "fixed"
+    ...
+    publish(node: workers_done), publish(node: done)       each member whose workers ended with 0
+    swap(world: complete)                                  whoever first sees that all are done
+
+    swap(world: over, reason)                              who fails, is told to stop, or sees that a member is gone
+    stop the workers, then publish(node: waiting)          each member, when the reason says restart; else exit
+
+A node writes before it acts: it is ready before anybody may call the generation fixed, and the reason of an end is
+written before its own workers are stopped. What a node has read may be old, so nothing follows from a view but a swap
+that compares, or the next wait. A node that may be given up by the others (``is_cut_off``) stops its workers first and
+asks afterwards. Only the main thread runs this code, and it takes no lock; the store's threads wake it through
+``fileno``.
+"""
 
 from __future__ import annotations
 
@@ -8,78 +31,107 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch.membership import elastic_world as _elastic_world
+from fleet.launch.membership import rules as _rules
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER, Action, ElasticRules, decide, wanted_text
-from fleet.launch.membership.etcd_contact import EtcdContact
-from fleet.launch.membership.kv_client import View
 from fleet.launch.membership.membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
-from fleet.launch.membership.outage import ContactAnswer
 from fleet.launch.membership.record_proof import RecordProofs
+from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER, Action, Rules, decide, wanted_text
+from fleet.launch.membership.store import Store, StoreLostError, View
 from fleet.launch.membership.world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
-from fleet.launch.plan.records import GroupResult
+from fleet.launch.plan.records import GroupResult, LaunchConfig
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.report import looks_like_victim
 from fleet.launch.processes.signals import SignalInbox
 from fleet.launch.processes.supervisor import PeerEvent
 
-PORT_FIELD = "contact_port"  # in what a node publishes: where it can be asked about etcd
 RESTART_CODE = 101  # asks the scheduler of an elastic job to start this node again
 ERROR_CODE = 3
 _LOOK_S = 0.5
 _FIRST_NOTICE_S, _LONGEST_NOTICE_S = 5.0, 60.0
 _VICTIM_S, _DECLARE_S = 1.0, 2.0
 _RETRY_S = 0.1
+# Jobs of a fixed number of nodes wait ten times --elastic_timeout for absent ones, as in Paddle; so does every job for
+# its store.
+_PATIENCE = 10
 _MOST_STRANGERS = 20
-_OLD_KEY_S = 5.0  # until etcd has removed the key of a launcher that was killed, beyond the time of its lease
+_LINGER_S = 5.0  # for the others to read how the job ended, on the node that hosts the store
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticSettings:
+class EngineSettings:
     """How one launcher takes part: its rules, and what it may do that the rules of the job leave to it."""
 
-    rules: ElasticRules
+    rules: Rules
     max_restarts: int = 0
     changes_np: bool = False  # --scale or --force: takes its own number of nodes into the record
     grace_s: float = 30.0
     wait_limit_s: float | None = None  # None: survivors wait without limit
 
 
-class ElasticMembership:
-    """This node's part in a job on etcd; it is also the news that supervision listens to.
+def read_settings(config: LaunchConfig) -> EngineSettings:
+    """Returns how a launcher with ``config`` takes part.
+
+    The older family of flags asks a scheduler for a restart (exit code 101), unless ``--max_restart`` was given; the
+    newer one restarts in place.
+    """
+    in_place = not config.is_scheduled or config.max_restart > 0
+    fault = IN_PLACE if in_place else SCHEDULER if config.elastic_fault_level == 1 else END
+    rules = Rules(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        quiet_s=config.elastic_timeout_s,
+        sort_ip=config.sort_ip,
+        is_elastic=config.is_elastic,
+        fault=fault,
+    )
+    return EngineSettings(
+        rules=rules,
+        max_restarts=config.group_restarts,
+        changes_np=config.elastic_force or config.elastic_scale > 0,
+        grace_s=config.grace_s,
+        wait_limit_s=None if config.is_elastic else patience_s(config),
+    )
+
+
+def patience_s(config: LaunchConfig) -> float:
+    """Returns how long absent nodes of a fixed job, and the store of every job, are waited for."""
+    return config.elastic_timeout_s * _PATIENCE
+
+
+class Engine:
+    """This node's part in a job; it is also the news that supervision listens to.
 
     Args:
-        contact: the standing contact with etcd; its key is that of ``name``.
+        store: the standing contact with the store; its key is that of ``name``.
         name: unique name of this node.
         node: what this node publishes.
         settings: how this launcher takes part.
-        answer: tells the other launchers whether etcd answers this one.
         secret: the job's secret; empty when there is none.
     """
 
     def __init__(
         self,
-        contact: EtcdContact,
+        store: Store,
         *,
         name: str,
         node: Node,
-        settings: ElasticSettings,
-        answer: ContactAnswer,
+        settings: EngineSettings,
         log: LaunchLog,
         signals: SignalInbox,
         secret: bytes = b"",
     ) -> None:
-        self._proofs, self._strangers = RecordProofs(secret, contact.prefix), set[str]()
-        self._contact, self.name, self._node, self._settings = contact, name, node, settings
-        self._rules, self._answer, self._log, self._signals = settings.rules, answer, log, signals
+        self._proofs, self._strangers = RecordProofs(secret, store.prefix), set[str]()
+        self._store, self.name, self._node, self._settings = store, name, node, settings
+        self._rules, self._log, self._signals = settings.rules, log, signals
         self.world: World | None = None  # the generation this node runs in, or ran in last
         self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
         self._reason: Reason | None = None
         self._was_scaled = self._is_admitted = self._was_stopped = False
         self._silence = ""
+        self._linger_s: float | None = 0.0  # nobody needs the store of a host that leaves before the start
 
     @property
-    def news(self) -> ElasticMembership:
+    def news(self) -> Engine:
         """What the other nodes want."""
         return self
 
@@ -92,19 +144,23 @@ class ElasticMembership:
             LeftJobError: the job is complete, over, or was scaled to nodes without this one.
             RendezvousError: the number of nodes is not the job's, or a fixed job's nodes stayed away.
             StoppedBySignalError: a signal came; ``exit_code`` is 128 + its number.
+            StoreLostError: the store is gone for good.
         """
-        self._contact.rejoin()
-        self._publish(phase=_world.WAITING, peer={**peer, PORT_FIELD: self._answer.port})
+        self._store.rejoin()
+        self._publish(phase=_world.WAITING, peer={**peer, **self._store.fields})
         began = time.monotonic()
         next_notice = began + _FIRST_NOTICE_S
         self._log.opening("Waiting peer start...", room=2)
         while True:
+            if self._store.is_lost:
+                raise StoreLostError(self._store.silence())
             self._admit()
             action = self._step()
             if action.kind == "enter":
                 assert action.world is not None
                 return self._enter(action.world)
             if action.kind == "leave":
+                self._linger_s = None if action.code == 0 else _LINGER_S
                 raise LeftJobError(action.text, action.code)
             now = time.monotonic()
             if now >= next_notice:
@@ -115,7 +171,7 @@ class ElasticMembership:
 
     def _admit(self) -> None:
         """Takes the number of nodes of this launcher for a new job, and checks it against that of a running one."""
-        if self._is_admitted or self._contact.silence():
+        if self._is_admitted or self._store.silence():
             return
         view = self._view()
         world, nodes = _world.read_world(view), _world.read_nodes(view)
@@ -127,11 +183,11 @@ class ElasticMembership:
             self._is_admitted = True
             return
         asked = wanted_text(replace(world, min_nodes=own[0], max_nodes=own[1]))
+        change = f"; or change the job with python -m fleet.elastic --np={asked} scale"
         if not self._settings.changes_np:
             raise RendezvousError(
-                f"This node was started for {asked} nodes, but the job on etcd has {wanted_text(world)}. Start it "
-                f"with that number; or change the job with python -m fleet.elastic --np={asked} scale, or with "
-                "--force here."
+                f"This node was started for {asked} nodes, but the job {self._store.where} has {wanted_text(world)}. "
+                f"Start it with that number{change if self._rules.is_elastic else ''}."
             )
         if self._swap(view, replace(world, min_nodes=own[0], max_nodes=own[1])):
             self._is_admitted = True
@@ -142,13 +198,13 @@ class ElasticMembership:
         self._watch_silence()
         view = self._view()
         self._name_strangers(view)
-        if not self._contact.has_claimed or self._is_held_by_strangers(view):
+        if not self._store.has_claimed or self._is_held_by_strangers(view):
             return Action(kind="wait")
         nodes, world = _world.read_nodes(view), _world.read_world(view)
         if frozenset(nodes) != self._members[0]:
             self._members = (frozenset(nodes), time.monotonic())
         if self.name in nodes:
-            nodes[self.name] = _elastic_world.own_node(self._node, nodes[self.name])
+            nodes[self.name] = _rules.own_node(self._node, nodes[self.name])
         action = decide(
             self.name,
             nodes,
@@ -156,11 +212,11 @@ class ElasticMembership:
             self._rules,
             quiet_s=time.monotonic() - self._members[1],
             joined=self.world,
-            trusts_absence=self._contact.trusts_absence(),
+            trusts_absence=self._store.trusts_absence(),
             was_scaled=self._was_scaled,
         )
         if action.kind == "write" and action.world is not None:
-            if not self._silence:  # else the main thread would wait for etcd, and could not stop the workers in time
+            if not self._silence:  # else the main thread would wait for it, and could not stop the workers in time
                 self._swap(view, action.world)
         elif action.kind == "acknowledge" and action.world is not None:
             self._publish(phase=_world.READY, generation=action.world.generation)
@@ -175,37 +231,45 @@ class ElasticMembership:
         view = self._view()
         limit_s = self._settings.wait_limit_s
         until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
-        text = _elastic_world.census(_world.read_nodes(view), _world.read_world(view))
-        return f"{self._contact.silence() or text}; this node waits {until}"
+        text = _rules.census(_world.read_nodes(view), _world.read_world(view), self._rules)
+        return f"{self._store.silence() or text}; this node waits {until}"
 
     def _check_limits(self, waited_s: float) -> None:
-        if self._contact.is_taken:
+        if self._store.is_taken:
             raise RendezvousError(taken_name(self.name))
-        nodes = _world.read_nodes(self._view())
-        if waited_s > self._contact.ttl_s + _OLD_KEY_S and self.name in _world.rank_conflicts(nodes):
+        view, limit_s = self._view(), self._settings.wait_limit_s
+        is_forgotten = waited_s > self._store.forget_s  # what a launcher that was killed held is free by now
+        if is_forgotten and self.name in _rules.rank_conflicts(_world.read_nodes(view)):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
-        if waited_s > self._contact.ttl_s + _OLD_KEY_S and self._is_held_by_strangers(self._view()):
+        if is_forgotten and self._is_held_by_strangers(view):
             raise RendezvousError(
-                f"The job of this name on etcd belongs to launchers with another secret, on {self._strangers_text()}. "
-                "Set FLEET_JOB_SECRET to the same value on every node, or on none, or choose another --job_id."
+                f"The job of this name {self._store.where} belongs to launchers with another secret, on "
+                f"{', '.join(sorted(self._strangers))}. Set FLEET_JOB_SECRET to the same value on every node, or on "
+                "none, or choose another --job_id."
             )
-        limit_s = self._settings.wait_limit_s
-        if limit_s is not None and waited_s > limit_s:
+        if limit_s is None or waited_s <= limit_s:
+            return
+        world = _world.read_world(view)
+        if world is not None and world.state == FIXED:
             raise RendezvousError(
-                f"Not every node came within {limit_s:.0f} s: {self._waits_for()}. Start the launcher on the absent "
-                "nodes, with the same --master and --job_id, or raise --elastic_timeout."
+                f"The job already runs with its {len(world.nodes)} nodes, and none has left within {limit_s:.0f} s. "
+                "Choose another --job_id for another job."
             )
+        raise RendezvousError(
+            f"Not every node came within {limit_s:.0f} s: {self._waits_for()}. Start the launcher on the absent "
+            "nodes, with the same --master and --job_id, or raise --elastic_timeout."
+        )
 
     # -- while the workers run: PeerNews ------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when there may be news."""
-        return self._contact.fileno()
+        return self._store.fileno()
 
     def take(self) -> PeerEvent | None:
         """Returns "stop" when this generation is over or this node is cut off, "servers" when all workers are done."""
-        self._contact.drain()
-        if self._contact.is_cut_off:
+        self._store.drain()
+        if self._store.is_cut_off:
             return PeerEvent("stop")
         action = self._step()
         if action.kind == "hold":
@@ -228,9 +292,10 @@ class ElasticMembership:
         """Ends the generation on every node, unless another node did so first: then its reason stands."""
         if self._is_told_to_stop(result):
             self._was_stopped = True
-            kind = "left" if self._rules.is_elastic else "stopped"
+            goes_on = self._rules.is_elastic and not self._node.serves  # nobody agrees on anything without the store
+            kind = "left" if goes_on else "stopped"
             text = f"The launcher of {self._place} was stopped by signal {result.stop_signal}."
-            reason = Reason(kind=kind, code=result.exit_code, node=self.name, text=text, restart=self._rules.is_elastic)
+            reason = Reason(kind=kind, code=result.exit_code, node=self.name, text=text, restart=goes_on)
         elif self._may_be_victim(result) and (other := self._other_reason(_VICTIM_S)) is not None:
             reason = other
         elif self._may_be_victim(result):
@@ -285,6 +350,8 @@ class ElasticMembership:
         while time.monotonic() < deadline:
             view = self._fresh_view()
             world = None if view is None else _world.read_world(view)
+            if self._store.is_lost:
+                return reason
             if view is None or world is None:
                 time.sleep(_RETRY_S)
                 continue
@@ -295,11 +362,12 @@ class ElasticMembership:
             counts = reason.kind == "failed" and self._rules.fault == IN_PLACE and reason.restart
             if self._swap(view, replace(world, state=OVER, reason=reason, restarts=world.restarts + counts)):
                 return reason
-        return reason  # etcd does not answer: the end of this node's lease will tell the others
+        return reason  # the store does not answer: the end of this node's lease will tell the others
 
     def settle(self, result: GroupResult) -> Outcome:
         """Follows the reason that came first; after a success waits for the others."""
         reason, self._reason = self._reason, None
+        self._linger_s = _LINGER_S
         if self._was_stopped:
             return Outcome(result.exit_code)
         if reason is not None and reason.kind == "victim" and reason.node == self.name:
@@ -317,27 +385,29 @@ class ElasticMembership:
 
     def _finish(self) -> Outcome:
         self._publish(phase=_world.DONE)
-        while True:
+        while not self._store.is_lost:
             action = self._step()
             if action.kind == "complete":
+                self._linger_s = None
                 return Outcome(0)
             if action.kind == "hold":
-                return self._follow(self._why())
+                break
             self._wait_for_news()
+        return self._follow(self._why())
 
     def _resolve_victim(self, reason: Reason) -> Reason:
         """Waits until the node that is to blame is gone; when all are still there, this node's worker is to blame."""
         assert self.world is not None
-        limit_s = self._contact.ttl_s + 2
+        limit_s = self._store.ttl_s + 2
         self._log.info(f"The workers stopped as they do when another node is gone; it is known within {limit_s} s.")
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             nodes = _world.read_nodes(self._view())
             suspects = [n for n in self.world.nodes if n not in nodes or nodes[n].phase == _world.LEAVING]
             if suspects:
-                return _elastic_world.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
-            if silence := self._contact.silence():
-                return replace(reason, kind="lost", node="", text=silence)
+                return _rules.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
+            if self._store.silence():
+                return self._cut_off()
             self._wait_for_news()
         failure = self._failure(reason.code, reason.text)
         view = self._fresh_view()
@@ -354,12 +424,16 @@ class ElasticMembership:
 
     def _why(self) -> Reason:
         """Returns why this generation is over, after "stop" has come."""
-        view = self._view() if self._contact.silence() else self._fresh_view() or self._view()
+        view = self._view() if self._store.silence() else self._fresh_view() or self._view()
         world = _world.read_world(view)
         if world is not None and self._is_over(world) and world.reason is not None:
             return world.reason
-        text = self._contact.silence() or "The other nodes went on without this one."
-        return Reason(kind="lost", code=1, node=self.name, text=text, restart=self._rules.is_elastic)
+        return self._cut_off()
+
+    def _cut_off(self) -> Reason:
+        text = self._store.silence() or "The other nodes went on without this one."
+        restart = self._rules.is_elastic and not self._store.is_lost
+        return Reason(kind="lost", code=1, node=self.name, text=text, restart=restart)
 
     def _follow(self, reason: Reason) -> Outcome:
         if self._asks_scheduler(reason):
@@ -376,16 +450,16 @@ class ElasticMembership:
         """Leaves the job; the last node takes its record along when it is told to stop, or a fixed job never ran."""
         world = _world.read_world(self._view())
         takes_record = self._was_stopped or (world is not None and not self._rules.is_elastic and not world.nodes)
-        self._answer.close()
-        self._contact.close(WORLD_KEY if takes_record and (world is None or world.state != _world.COMPLETE) else None)
+        record = WORLD_KEY if takes_record and (world is None or world.state != _world.COMPLETE) else None
+        self._store.close(record, linger_s=self._linger_s)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
     def _view(self) -> View:
-        return self._proofs.checked(self._contact.view())
+        return self._proofs.checked(self._store.view())
 
     def _fresh_view(self) -> View | None:
-        view = self._contact.fresh_view()
+        view = self._store.fresh_view()
         return None if view is None else self._proofs.checked(view)
 
     def _name_strangers(self, view: View) -> None:
@@ -394,8 +468,8 @@ class ElasticMembership:
             if len(self._strangers) < _MOST_STRANGERS:
                 self._strangers.add(host)
                 self._log.warning(
-                    f"A record of this job on etcd, from {host}, is ignored: it is not sealed with this job's secret "
-                    "(FLEET_JOB_SECRET)."
+                    f"A record of this job {self._store.where}, from {host}, is ignored: it is not sealed with this "
+                    "job's secret (FLEET_JOB_SECRET)."
                 )
 
     def _is_held_by_strangers(self, view: View) -> bool:
@@ -406,30 +480,27 @@ class ElasticMembership:
         nodes = [key for key in view.unproved if key.startswith(NODE_PREFIX)]
         return self.world is None and WORLD_KEY in view.unproved and bool(nodes)
 
-    def _strangers_text(self) -> str:
-        return ", ".join(sorted(self._strangers))
-
     def _swap(self, view: View, world: World) -> bool:
         ends = world.state == _world.COMPLETE or (world.reason is not None and not world.reason.restart)
-        return self._contact.swap(WORLD_KEY, view.texts.get(WORLD_KEY), self._proofs.text(WORLD_KEY, world), ends=ends)
+        return self._store.swap(WORLD_KEY, view.texts.get(WORLD_KEY), self._proofs.text(WORLD_KEY, world), ends=ends)
 
     def _publish(self, **changes: Any) -> None:
         self._node = replace(self._node, **changes)
-        self._contact.publish(self._proofs.text(NODE_PREFIX + self.name, self._node))
+        self._store.publish(self._proofs.text(NODE_PREFIX + self.name, self._node))
 
     def _watch_silence(self) -> None:
-        silence = self._contact.silence()
+        silence = self._store.silence()
         if bool(silence) != bool(self._silence):
-            if silence:
+            if silence and not self._store.is_lost:
                 self._log.warning(f"{silence} The workers go on as long as that is safe.")
             else:
-                self._log.info("etcd answers again.")
+                self._log.info(f"The store {self._store.where} answers again.")
         self._silence = silence
 
     def _wait_for_news(self) -> None:
         """Returns at the next news, or soon after; raises StoppedBySignalError on a signal."""
-        self._signals.wait(_LOOK_S, self._contact)
-        self._contact.drain()
+        self._signals.wait(_LOOK_S, self._store)
+        self._store.drain()
         if signals := self._signals.take():
             self._was_stopped = True
             raise StoppedBySignalError(f"Terminating with signal {signals[0]}", 128 + signals[0])

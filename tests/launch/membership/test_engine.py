@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
-from fleet.launch.membership.elastic_world import END, IN_PLACE, ElasticRules
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.membership import LeftJobError, Outcome
 from fleet.launch.membership.outage import ContactAnswer
+from fleet.launch.membership.rules import END, IN_PLACE, Rules
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
@@ -25,11 +25,12 @@ from tests.helpers.etcd import Etcd
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch.membership.elastic_membership import ElasticMembership, ElasticSettings
+    from fleet.launch.membership.engine import Engine, EngineSettings
     from fleet.launch.membership.etcd import EtcdStore
     from fleet.launch.membership.etcd_contact import EtcdContact
+    from fleet.launch.membership.etcd_meeting import PORT_FIELD
 
-RULES = ElasticRules(min_nodes=2, max_nodes=2, quiet_s=0.5)
+RULES = Rules(min_nodes=2, max_nodes=2, quiet_s=0.5)
 
 
 class Place:
@@ -38,11 +39,11 @@ class Place:
     def __init__(self, server: Etcd, folder: Path) -> None:
         self._server, self._folder, self._prefix = server, folder, f"/m{id(self)}/"
         self.signals = SignalInbox()
-        self.nodes: list[ElasticMembership] = []
+        self.nodes: list[Engine] = []
 
     def node(
-        self, name: str, rules: ElasticRules = RULES, secret: bytes = b"", level: str = "CRITICAL", **settings: Any
-    ) -> ElasticMembership:
+        self, name: str, rules: Rules = RULES, secret: bytes = b"", level: str = "CRITICAL", **settings: Any
+    ) -> Engine:
         contact = EtcdContact(
             EtcdAddress(endpoints=(self._server.endpoint,)),
             prefix=self._prefix,
@@ -50,12 +51,13 @@ class Place:
             ttl_s=6,
             is_outage=lambda: False,
         )
-        one = ElasticMembership(
+        contact.answer = ContactAnswer("127.0.0.1", b"", "a", contact.has_contact)
+        contact.fields = {PORT_FIELD: contact.answer.port}
+        one = Engine(
             contact,
             name=name,
             node=Node(host="127.0.0.1"),
-            settings=ElasticSettings(rules=rules, grace_s=7.0, **settings),
-            answer=ContactAnswer("127.0.0.1", b"", "a", contact.has_contact),
+            settings=EngineSettings(rules=rules, grace_s=7.0, **settings),
             log=LaunchLog(level),
             signals=self.signals,
             secret=secret,
@@ -63,13 +65,13 @@ class Place:
         self.nodes.append(one)
         return one
 
-    def pair(self, rules: ElasticRules = RULES, **settings: Any) -> tuple[ElasticMembership, ElasticMembership]:
+    def pair(self, rules: Rules = RULES, **settings: Any) -> tuple[Engine, Engine]:
         """Two nodes whose workers run."""
         two = self.node("a", rules, **settings), self.node("b", rules, **settings)
         self.join(*two)
         return two
 
-    def join(self, *nodes: ElasticMembership) -> list[Any]:
+    def join(self, *nodes: Engine) -> list[Any]:
         return together(*(lambda node=node: node.join({"name": node.name, "host": "127.0.0.1"}) for node in nodes))
 
     def failure(self, code: int, words: str = "") -> GroupResult:
@@ -119,14 +121,14 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def ends(node: ElasticMembership, result: GroupResult) -> Outcome:
+def ends(node: Engine, result: GroupResult) -> Outcome:
     """Lets a node's workers end with ``result``."""
     if result.first_failure is not None or result.stop_signal is not None:
         node.announce_end(result, "Worker 0 was the first to fail.")
     return node.settle(result)
 
 
-def held(node: ElasticMembership) -> Outcome:
+def held(node: Engine) -> Outcome:
     """Waits until a node is told to stop its workers, and stops them."""
     for _ in range(1000):
         if (event := node.take()) is not None and event.kind == "stop":
@@ -265,7 +267,7 @@ def test_a_launcher_with_another_secret_joins_nothing(place: Place, capfd: pytes
     place.join(*pair)
     strangers = [place.node(name, secret=secret) for name, secret in (("s", b"other"), ("n", b""))]
     for stranger in strangers:
-        stranger._contact.ttl_s = -4  # it gives up after a second, instead of the time of a lease and 5 s
+        stranger._store.forget_s = 1  # it gives up after a second, instead of the time of a lease and 5 s
     for refused in place.join(*strangers):
         assert isinstance(refused, RendezvousError)
         assert "belongs to launchers with another secret, on 127.0.0.1. Set FLEET_JOB_SECRET" in str(refused)

@@ -1,8 +1,15 @@
-"""The rules of a job on etcd: pure functions from a snapshot of its keys to what one node does next.
+"""Who is in the job, agreed on by all its nodes: pure functions from a view of the store to what one node does next.
 
-The shape is that of ``_world``: every node keeps one leased key, one record holds the generation, every change of the
-record is a compare-and-set. What an elastic job adds: the record holds how many nodes the job wants, a lost node is
-waited for, nodes may come and go, and survivors keep their ranks.
+Every node keeps one leased key ``node/ID``; one key ``world`` holds the current generation. Each change of ``world`` is
+a compare-and-set, so all nodes see the same sequence of worlds, whoever writes them::
+
+    over (nobody yet) -> proposed -> fixed -> complete
+        ^                   |          |
+        |     a member is   |          |  failed, lost, stopped; in an elastic job also left, joined, scaled
+        +------- gone ------+----------+
+
+A world is *fixed* only after every member has acknowledged exactly this generation; workers start only in a fixed world
+that names the node. Two nodes can therefore never start with different ideas of the world.
 
 States of a node, from this (Fleet's names)::
 
@@ -11,11 +18,14 @@ States of a node, from this (Fleet's names)::
     HOLD      the generation is over with ``restart``: workers are stopped, then WAIT
     RESTART   its own worker failed: exit 101 for a scheduler, or WAIT again in place
     COMPLETE  every member is done
+
+A job of a fixed number of nodes follows the same rules with ``is_elastic`` False: a node that is lost ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ipaddress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet.launch.membership import world as _world
@@ -29,10 +39,11 @@ _CAME_BACK = (_world.WAITING,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticRules:
+class Rules:
     """What the command line says of the job; the number of nodes counts only until the record holds one.
 
-    ``is_elastic`` is False for a fixed number of nodes that merely meet on etcd: a lost node ends such a job.
+    A world is proposed at ``max_nodes``, or at ``min_nodes`` once nothing changed for ``quiet_s``. ``is_elastic`` is
+    False for a job of a fixed number of nodes: a lost node ends it.
     """
 
     min_nodes: int
@@ -41,13 +52,6 @@ class ElasticRules:
     sort_ip: bool = False
     is_elastic: bool = True
     fault: str = SCHEDULER
-
-    @property
-    def order(self) -> _world.Rules:
-        """The part that ``_world`` knows."""
-        return _world.Rules(
-            min_nodes=self.min_nodes, max_nodes=self.max_nodes, quiet_s=self.quiet_s, sort_ip=self.sort_ip
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Action:
     code: int = 0
 
 
-def first_world(rules: ElasticRules, generation: int = 0) -> World:
+def first_world(rules: Rules, generation: int = 0) -> World:
     """Returns the record of a job that has not started: nobody is in it, and it says how many nodes are wanted."""
     return World(
         generation=generation,
@@ -79,7 +83,7 @@ def decide(
     name: str,
     nodes: Mapping[str, Node],
     world: World | None,
-    rules: ElasticRules,
+    rules: Rules,
     *,
     quiet_s: float,
     joined: World | None = None,
@@ -95,14 +99,14 @@ def decide(
         rules: what the command line says.
         quiet_s: for how long the set of nodes has not changed.
         joined: the generation this node runs in or ran in last; None before the first.
-        trusts_absence: False soon after etcd was out of reach: nodes may not have come back yet.
+        trusts_absence: False soon after the store was out of reach: nodes may not have come back yet.
         was_scaled: the generation this node ran in ended because the job was scaled.
     """
     own = nodes.get(name)
     waits = own is None or own.phase in (_world.WAITING, _world.READY)
     number = 0 if joined is None else joined.generation
     if joined is not None and (world is None or world.generation < number):
-        # etcd has lost the record, or came back with an older one: what this node knows is newer.
+        # The store has lost the record, or came back with an older one: what this node knows is newer.
         return Action(kind="write", world=replace(joined, state=OVER, reason=None) if waits else joined)
     coming = next_world(nodes, world, rules, quiet_s=quiet_s, trusts_absence=trusts_absence)
     if coming is not None:
@@ -140,7 +144,7 @@ def _while_waiting(name: str, own: Node | None, world: World, joined: int, was_s
 def next_world(
     nodes: Mapping[str, Node],
     world: World | None,
-    rules: ElasticRules,
+    rules: Rules,
     *,
     quiet_s: float,
     trusts_absence: bool = True,
@@ -176,7 +180,7 @@ def _is_gone(node: Node | None, world: World, trusts_absence: bool) -> bool:
     return node.phase == _world.LEAVING or (world.state == FIXED and node.phase in _CAME_BACK)
 
 
-def _proposed(nodes: Mapping[str, Node], world: World, rules: ElasticRules, gone: list[str]) -> World | None:
+def _proposed(nodes: Mapping[str, Node], world: World, rules: Rules, gone: list[str]) -> World | None:
     unfit = not world.min_nodes <= len(world.nodes) <= world.max_nodes
     if gone or unfit:
         reason = lost_reason(world, gone[0], restart=True) if gone else None
@@ -190,7 +194,10 @@ def _proposed(nodes: Mapping[str, Node], world: World, rules: ElasticRules, gone
 
 def lost_reason(world: World, node: str, *, restart: bool) -> Reason:
     """Returns the reason of a generation that lost ``node``."""
-    return replace(_world.lost_reason(world, node), restart=restart)
+    index = world.nodes.index(node)
+    host, pod = (world.peers[index].get(name, "unknown") for name in ("host", "name"))
+    text = f"Node {index} of {len(world.nodes)} (host {host}, pod {pod}) is gone: its launcher gives no sign of life."
+    return Reason(kind="lost", code=1, node=node, text=text, restart=restart)
 
 
 def blamed_reason(world: World, node: str, *, leaves: bool) -> Reason:
@@ -199,7 +206,7 @@ def blamed_reason(world: World, node: str, *, leaves: bool) -> Reason:
     return replace(lost, text=lost.text.partition(" is gone:")[0] + " leaves the job.") if leaves else lost
 
 
-def _wanted_change(nodes: Mapping[str, Node], world: World, rules: ElasticRules, quiet_s: float) -> str:
+def _wanted_change(nodes: Mapping[str, Node], world: World, rules: Rules, quiet_s: float) -> str:
     """Returns "scaled" or "joined" when the number of nodes that run has to change, else an empty text."""
     if any(nodes[n].phase in _FINISHING for n in world.nodes if n in nodes):
         return ""  # the job is about to end; nobody is stopped for it any more
@@ -212,13 +219,13 @@ def _wanted_change(nodes: Mapping[str, Node], world: World, rules: ElasticRules,
     return ""
 
 
-def _after_the_end(nodes: Mapping[str, Node], world: World, rules: ElasticRules, quiet_s: float) -> World | None:
+def _after_the_end(nodes: Mapping[str, Node], world: World, rules: Rules, quiet_s: float) -> World | None:
     if world.reason is not None and not world.reason.restart:
-        # Over for good. Once its nodes have left, whoever comes starts the job anew.
+        # Over for good. Once its nodes have left, whoever comes starts the job from scratch.
         return None if any(n in nodes for n in world.nodes) else first_world(rules, world.generation)
     if any(node.phase in _STOPPING for node in nodes.values()):
         return None  # still stopping its workers; it will come or leave
-    conflicts = _world.rank_conflicts(nodes)
+    conflicts = rank_conflicts(nodes)
     candidates = {name: node for name, node in nodes.items() if name not in conflicts}
     count = len(candidates)
     if count < world.max_nodes:
@@ -236,7 +243,7 @@ def _after_the_end(nodes: Mapping[str, Node], world: World, rules: ElasticRules,
     )
 
 
-def _nobody_is_awaited(world: World, rules: ElasticRules) -> bool:
+def _nobody_is_awaited(world: World, rules: Rules) -> bool:
     """Returns whether a range need not wait for more nodes: all members that live are back, as nobody still stops.
 
     A replacement of a lost node has had a lease's time to come. One that its scheduler starts again is waited for.
@@ -247,7 +254,7 @@ def _nobody_is_awaited(world: World, rules: ElasticRules) -> bool:
 
 
 def own_node(node: Node, seen: Node) -> Node:
-    """Returns this node as its own decisions see it; ``seen`` is its key on etcd, which may lag behind.
+    """Returns this node as its own decisions see it; ``seen`` is its key on the store, which may lag behind.
 
     What is still to be written is already true, but an acknowledgement counts once it is there: to the others a member
     that waits in a fixed generation has come back from a loss.
@@ -257,20 +264,20 @@ def own_node(node: Node, seen: Node) -> Node:
     return replace(node, phase=phase, created=seen.created)
 
 
-def elastic_order(candidates: Mapping[str, Node], world: World, rules: ElasticRules) -> list[str]:
+def elastic_order(candidates: Mapping[str, Node], world: World, rules: Rules) -> list[str]:
     """Returns the ids of at most ``max_nodes`` nodes in rank order; those that ran before keep their places.
 
     A rank that was asked for wins. A place that is free goes to a survivor from behind the new end first, then to those
     who came, in their order.
     """
-    order = replace(rules.order, max_nodes=world.max_nodes)
+    order = replace(rules, max_nodes=world.max_nodes)
     if not world.nodes:
-        return _world.rank_order(candidates, order)
+        return rank_order(candidates, order)
     size = min(len(candidates), world.max_nodes)
     asked = sorted((n for n in candidates if candidates[n].rank >= 0), key=lambda name: candidates[name].rank)
     survivors = [name for name in world.nodes if name in candidates and name not in asked]
     known = {*asked, *survivors}
-    newcomers = _world.rank_order({n: node for n, node in candidates.items() if n not in known}, order)
+    newcomers = rank_order({n: node for n, node in candidates.items() if n not in known}, order)
     chosen = [*asked, *survivors, *newcomers][:size]
     kept = {candidates[name].rank: name for name in asked if name in chosen and candidates[name].rank < size}
     for index, name in enumerate(world.nodes[:size]):
@@ -280,13 +287,58 @@ def elastic_order(candidates: Mapping[str, Node], world: World, rules: ElasticRu
     return [kept[index] if index in kept else next(rest) for index in range(size)]
 
 
+def rank_order(nodes: Mapping[str, Node], rules: Rules) -> list[str]:
+    """Returns the ids of at most ``max_nodes`` nodes in rank order.
+
+    A rank that was asked for wins; then the node that hosts the service, then the order of arrival, or of addresses
+    with ``sort_ip``.
+    """
+
+    def arrival(name: str) -> tuple[bool, tuple[int, str] | int]:
+        node = nodes[name]
+        return not node.serves, _address_order(node.host) if rules.sort_ip else node.created
+
+    asked = sorted((name for name in nodes if nodes[name].rank >= 0), key=lambda name: nodes[name].rank)
+    others = sorted((name for name in nodes if nodes[name].rank < 0), key=arrival)
+    chosen = (asked + others)[: rules.max_nodes]
+    placed = {nodes[name].rank: name for name in chosen if 0 <= nodes[name].rank < len(chosen)}
+    rest = iter([name for name in others + asked if name in chosen and name not in placed.values()])
+    return [placed[slot] if slot in placed else next(rest) for slot in range(len(chosen))]
+
+
+def _address_order(host: str) -> tuple[int, str]:
+    try:
+        return int(ipaddress.ip_address(host)), host
+    except ValueError:
+        return 1 << 128, host
+
+
+def rank_conflicts(nodes: Mapping[str, Node]) -> list[str]:
+    """Returns the nodes that ask for a rank which an earlier node asks for as well."""
+    holder: dict[int, str] = {}
+    late = []
+    for name in sorted(nodes, key=lambda name: nodes[name].created):
+        rank = nodes[name].rank
+        if rank >= 0 and holder.setdefault(rank, name) != name:
+            late.append(name)
+    return late
+
+
+def absent_ranks(nodes: Mapping[str, Node], rules: Rules) -> Sequence[int]:
+    """Returns which of the node ranks 0 to ``max_nodes`` - 1 nobody holds or could be given yet."""
+    taken = {node.rank for node in nodes.values() if 0 <= node.rank < rules.max_nodes}
+    free = [rank for rank in range(rules.max_nodes) if rank not in taken]
+    num_others = sum(1 for node in nodes.values() if node.rank < 0)
+    return free[num_others:]
+
+
 def wanted_text(world: World) -> str:
     """Returns how many nodes the job wants, ``N`` or ``MIN:MAX``."""
     low, high = world.min_nodes, world.max_nodes
     return f"{low}" if low == high else f"{low}:{high}"
 
 
-def census(nodes: Mapping[str, Node], world: World | None) -> str:
+def census(nodes: Mapping[str, Node], world: World | None, rules: Rules) -> str:
     """Returns what a waiting node waits for, as the log says it."""
     here = sorted(node.host for node in nodes.values() if node.phase in (_world.WAITING, _world.READY))
     busy = sorted(node.host for node in nodes.values() if node.phase in _STOPPING)
@@ -294,4 +346,7 @@ def census(nodes: Mapping[str, Node], world: World | None) -> str:
     text = f"{len(here)} of {wanted} nodes wait here ({', '.join(here)})"
     if busy and world is not None and world.state == FIXED:
         return f"{text}; the job runs on {', '.join(busy)}"
-    return f"{text}; still stopping their workers: {', '.join(busy)}" if busy else text
+    if busy:
+        return f"{text}; still stopping their workers: {', '.join(busy)}"
+    absent = () if rules.is_elastic else absent_ranks(nodes, rules)
+    return f"{text}; absent node ranks: {', '.join(map(str, absent))}" if absent else text

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.launch.membership.elastic_world import (
+from fleet.launch.membership.rules import (
     IN_PLACE,
-    ElasticRules,
+    Rules,
     blamed_reason,
     census,
     decide,
@@ -21,7 +21,7 @@ from fleet.launch.membership.elastic_world import (
     own_node,
     wanted_text,
 )
-from fleet.launch.membership.kv_client import View
+from fleet.launch.membership.store import View
 from fleet.launch.membership.world import (
     COMPLETE,
     DONE,
@@ -40,8 +40,8 @@ from fleet.launch.membership.world import (
     to_json,
 )
 
-TWO = ElasticRules(min_nodes=2, max_nodes=2)
-RANGE = ElasticRules(min_nodes=2, max_nodes=4, quiet_s=5.0)
+TWO = Rules(min_nodes=2, max_nodes=2)
+RANGE = Rules(min_nodes=2, max_nodes=4, quiet_s=5.0)
 PEER = {"host": "10.0.0.9", "name": "pod"}
 
 
@@ -65,7 +65,7 @@ def over(kind: str, node: str = "", restart: bool = True, code: int = 0) -> dict
 
 
 def step(
-    found: dict[str, Node], now: World | None, rules: ElasticRules = TWO, quiet_s: float = 0.0, **more: Any
+    found: dict[str, Node], now: World | None, rules: Rules = TWO, quiet_s: float = 0.0, **more: Any
 ) -> World | None:
     return next_world(found, now, rules, quiet_s=quiet_s, **more)
 
@@ -115,7 +115,7 @@ def test_when_a_generation_is_proposed(
     ],
 )
 def test_a_range_waits_only_for_what_a_scheduler_brings_back(
-    reason: dict[str, Any], rules: ElasticRules, at_once: bool
+    reason: dict[str, Any], rules: Rules, at_once: bool
 ) -> None:
     found = nodes(a=WAITING, b=WAITING)
     now = world(OVER, "a", "b", "c", np=(2, 4), **reason)
@@ -315,16 +315,16 @@ def test_a_record_that_etcd_lost_is_written_again() -> None:
 
 
 def test_what_a_waiting_node_waits_for_is_said() -> None:
-    text = census(nodes(a=WAITING, b="running 3"), world(OVER, np=(2, 4)))
+    text = census(nodes(a=WAITING, b="running 3"), world(OVER, np=(2, 4)), RANGE)
     assert text == "1 of 2:4 nodes wait here (a); still stopping their workers: b"
-    assert "the job runs on b" in census(nodes(a=WAITING, b="running 3"), world(FIXED, "b"))
+    assert "the job runs on b" in census(nodes(a=WAITING, b="running 3"), world(FIXED, "b"), RANGE)
     assert wanted_text(world(OVER, np=(3, 3))) == "3"
 
 
 class Cluster:
     """Nodes that act on one store in any order; each keeps to what ``decide`` says."""
 
-    def __init__(self, names: str, rules: ElasticRules) -> None:
+    def __init__(self, names: str, rules: Rules) -> None:
         self.rules, self.world = rules, None
         self.nodes = nodes(**dict.fromkeys(names, WAITING))
         self.joined: dict[str, World] = {}

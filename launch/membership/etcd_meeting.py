@@ -1,24 +1,21 @@
-"""Opens the membership of a job on etcd: this node's address, the contact, the rules of the job's family."""
+"""Opens the membership of a job on etcd: this node's address and its contact."""
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from fleet.env import Environment
 from fleet.errors import LaunchError, RendezvousError
 from fleet.launch.cli.elastic import etcd_server
-from fleet.launch.membership.elastic_membership import PORT_FIELD, ElasticMembership, ElasticSettings
-from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER, ElasticRules
+from fleet.launch.membership.engine import Engine, patience_s, read_settings
 from fleet.launch.membership.etcd import EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress, read_etcd_address
 from fleet.launch.membership.etcd_contact import EtcdContact
 from fleet.launch.membership.membership import StoppedBySignalError
 from fleet.launch.membership.outage import ContactAnswer, nobody_has_contact
-from fleet.launch.membership.world import NODE_PREFIX, Node
+from fleet.launch.membership.world import NODE_PREFIX, Node, job_prefix
 from fleet.launch.plan.addresses import split_endpoint
 from fleet.launch.plan.interfaces import address_towards
 from fleet.launch.plan.records import LaunchConfig
@@ -27,18 +24,12 @@ from fleet.launch.processes.signals import SignalInbox
 
 _RETRY_S = 0.5
 _NOTICE_PERIOD_S = 5.0
-# As for the other meeting points: absent nodes of a fixed job, and etcd at the start, are waited for this much longer.
-_FIXED_JOB_FACTOR = 10
+PORT_FIELD = "contact_port"  # in what a node publishes: where it can be asked about etcd
 
 
-def job_prefix(job_id: str) -> str:
-    """Returns what stands before every key of a job on etcd."""
-    return f"/paddle/{job_id}/"
-
-
-def open_elastic(
+def open_on_etcd(
     config: LaunchConfig, environment: Environment, log: LaunchLog, signals: SignalInbox
-) -> tuple[LaunchConfig, ElasticMembership]:
+) -> tuple[LaunchConfig, Engine]:
     """Returns the configuration with this node's address, and its membership in the job on etcd.
 
     Raises:
@@ -49,54 +40,29 @@ def open_elastic(
     if config.arguments.get("host") is None:
         config = replace(config, host=own_host(address))
     assert config.host is not None
-    members: list[ElasticMembership] = []
+    members: list[Engine] = []
 
     def is_outage() -> bool:
         return bool(members) and nobody_has_contact(_others(members[0]), config.secret.encode())
 
     contact = _first_contact(config, address, is_outage, log, signals)
     try:
-        answer = ContactAnswer(config.host, config.secret.encode(), config.pod_id, contact.has_contact)
+        contact.answer = ContactAnswer(config.host, config.secret.encode(), config.pod_id, contact.has_contact)
     except LaunchError:
         contact.close()
         raise
-    membership = ElasticMembership(
+    contact.fields = {PORT_FIELD: contact.answer.port}
+    membership = Engine(
         contact,
         name=config.pod_id,
         node=Node(host=config.host, rank=config.node_rank),
         settings=read_settings(config),
-        answer=answer,
         log=log,
         signals=signals,
         secret=config.secret.encode(),
     )
     members.append(membership)
     return config, membership
-
-
-def read_settings(config: LaunchConfig) -> ElasticSettings:
-    """Returns how a launcher with ``config`` takes part.
-
-    The older family of flags asks a scheduler for a restart (exit code 101), unless ``--max_restart`` was given; the
-    newer one restarts in place.
-    """
-    in_place = not config.is_scheduled or config.max_restart > 0
-    fault = IN_PLACE if in_place else SCHEDULER if config.elastic_fault_level == 1 else END
-    rules = ElasticRules(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        quiet_s=config.elastic_timeout_s,
-        sort_ip=config.sort_ip,
-        is_elastic=config.is_elastic,
-        fault=fault,
-    )
-    return ElasticSettings(
-        rules=rules,
-        max_restarts=config.group_restarts,
-        changes_np=config.elastic_force or config.elastic_scale > 0,
-        grace_s=config.grace_s,
-        wait_limit_s=None if config.is_elastic else config.elastic_timeout_s * _FIXED_JOB_FACTOR,
-    )
 
 
 def own_host(address: EtcdAddress) -> str:
@@ -106,7 +72,7 @@ def own_host(address: EtcdAddress) -> str:
     return next((address for address in found if address is not None), "127.0.0.1")
 
 
-def _others(membership: ElasticMembership) -> list[tuple[str, int, str]]:
+def _others(membership: Engine) -> list[tuple[str, int, str]]:
     """Returns where the other members of this node's generation can be asked, and their names."""
     world = membership.world
     if world is None:
@@ -122,7 +88,7 @@ def _first_contact(
     log: LaunchLog,
     signals: SignalInbox,
 ) -> EtcdContact:
-    limit_s = config.elastic_timeout_s * _FIXED_JOB_FACTOR
+    limit_s = patience_s(config)
     began = noticed = time.monotonic()
     while True:
         try:
@@ -145,36 +111,3 @@ def _first_contact(
         signals.wait(_RETRY_S)
         if stops := signals.take():
             raise StoppedBySignalError(f"Terminating with signal {stops[0]}", 128 + stops[0])
-
-
-def run_hook(words: Sequence[str], environment: Mapping[str, str], log: LaunchLog, signals: SignalInbox) -> None:
-    """Runs the command of ``--elastic_pre_hook`` to its end; raises LaunchError with its code when it fails."""
-    if not words:
-        return
-    try:
-        hook = subprocess.Popen(
-            words,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        raise LaunchError(f"--elastic_pre_hook: {words[0]!r} cannot be started: {error.strerror}.") from error
-    output = ""
-    with hook:
-        while hook.returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                output = hook.communicate(timeout=_RETRY_S)[0]
-            if stops := signals.take():
-                hook.kill()
-                raise StoppedBySignalError(f"Terminating with signal {stops[0]}", 128 + stops[0])
-    for line in output.splitlines():
-        log.opening(f"elastic_pre_hook: {line}")
-    if hook.returncode:
-        code = hook.returncode if hook.returncode > 0 else 128 - hook.returncode
-        raise LaunchError(
-            f"--elastic_pre_hook {words[0]!r} ended with code {code}; the workers were not started.", code
-        )

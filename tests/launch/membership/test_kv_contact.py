@@ -1,4 +1,4 @@
-"""Nodes that meet over a real service, each in a thread: agreement, news, outcomes."""
+"""Nodes that meet over a real key-value service, each in a thread: agreement, news, outcomes; the contact itself."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet.errors import RendezvousError
+from fleet.launch.membership.engine import Engine, EngineSettings
 from fleet.launch.membership.kv_client import KeyValueClient
+from fleet.launch.membership.kv_contact import KeyValueContact
 from fleet.launch.membership.kv_service import KeyValueService
-from fleet.launch.membership.membership import Generation
-from fleet.launch.membership.rendezvous import Rendezvous
-from fleet.launch.membership.world import Node, Rules
+from fleet.launch.membership.membership import Generation, Outcome
+from fleet.launch.membership.rules import IN_PLACE, Rules
+from fleet.launch.membership.store import StoreLostError
+from fleet.launch.membership.world import NODE_PREFIX, Node
+from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
 
 SECRET = b"secret"
+
+
+def fixed(num_nodes: int) -> Rules:
+    """Rules of a job of a fixed number of nodes."""
+    return Rules(min_nodes=num_nodes, max_nodes=num_nodes, is_elastic=False, fault=IN_PLACE)
 
 
 class Place:
@@ -30,21 +40,25 @@ class Place:
         self.address = listener.getsockname()
         self.service = KeyValueService(listener, SECRET, lambda *about: None)
         self.signals = SignalInbox()
-        self.nodes: list[Rendezvous] = []
+        self.nodes: list[Engine] = []
 
-    def node(self, name: str, rules: Rules, *, rank: int = -1, limit_s: float = 10.0, restarts: int = 0) -> Rendezvous:
-        client = KeyValueClient(self.address, SECRET, prefix="/fleet/job/", ttl_s=2.0)
+    def node(
+        self, name: str, rules: Rules, *, rank: int = -1, limit_s: float = 10.0, restarts: int = 0, serves: bool = False
+    ) -> Engine:
+        client = KeyValueClient(self.address, SECRET, ttl_s=2.0)
         client.connect()
-        node = Rendezvous(
-            client,
+        log = LaunchLog("CRITICAL")
+        contact = KeyValueContact(
+            client, prefix="/job/", key=NODE_PREFIX + name, service=None, log=log, signals=self.signals
+        )
+        node = Engine(
+            contact,
             name=name,
-            node=Node(host="127.0.0.1", rank=rank),
-            rules=rules,
-            max_restarts=restarts,
-            grace_s=7.0,
-            wait_limit_s=limit_s,
-            log=LaunchLog("ERROR"),
+            node=Node(host="127.0.0.1", rank=rank, serves=serves),
+            settings=EngineSettings(rules=rules, max_restarts=restarts, grace_s=7.0, wait_limit_s=limit_s),
+            log=log,
             signals=self.signals,
+            secret=SECRET,
         )
         self.nodes.append(node)
         return node
@@ -81,15 +95,15 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def two(place: Place, restarts: int = 0) -> tuple[Rendezvous, Rendezvous]:
-    rules = Rules(min_nodes=2, max_nodes=2)
+def two(place: Place, restarts: int = 0) -> tuple[Engine, Engine]:
+    rules = fixed(2)
     pair = place.node("a", rules, restarts=restarts), place.node("b", rules, restarts=restarts)
     together(lambda: pair[0].join({"p": 1}), lambda: pair[1].join({"p": 2}))
     return pair
 
 
 def test_all_nodes_get_the_same_world(place: Place) -> None:
-    rules = Rules(min_nodes=3, max_nodes=3)
+    rules = fixed(3)
     nodes = [place.node(name, rules) for name in "abc"]
     worlds: list[Generation] = together(*(lambda n=n, i=i: n.join({"n": i}) for i, n in enumerate(nodes)))
     assert worlds[0].peers == worlds[1].peers == worlds[2].peers
@@ -119,13 +133,13 @@ def test_short_window_never_splits_the_world(place: Place, attempt: int) -> None
 
 def test_absent_nodes_are_named(place: Place) -> None:
     """003-36."""
-    node = place.node("a", Rules(min_nodes=3, max_nodes=3), rank=1, limit_s=0.6)
+    node = place.node("a", fixed(3), rank=1, limit_s=0.6)
     with pytest.raises(RendezvousError, match="absent node ranks: 0, 2"):
         node.join({})
 
 
 def test_a_taken_rank_is_refused(place: Place) -> None:
-    rules = Rules(min_nodes=2, max_nodes=2)
+    rules = fixed(2)
     one, other = place.node("a", rules, rank=0, limit_s=3), place.node("b", rules, rank=0, limit_s=6)
     first = threading.Thread(target=lambda: pytest.raises(RendezvousError, one.join, {}))
     first.start()
@@ -142,47 +156,72 @@ def test_no_news_while_all_is_well(place: Place) -> None:
     assert other.take() is None
 
 
+def fail(node: Engine, code: int, text: str = "") -> Outcome:
+    """Lets a worker of a node end with ``code``."""
+    spec = ProcessSpec(role="worker", index=0, local_index=0, command=("x",), environment={}, log_path=Path("log"))
+    end = ProcessExit(spec=spec, pid=1, exit_code=code, signal_name=None, lifetime_s=1.0, ended_at=0.0)
+    result = GroupResult(exit_code=code, first_failure=end)
+    node.announce_end(result, text)
+    return node.settle(result)
+
+
+def held(node: Engine) -> Outcome:
+    """What follows once the workers of a node were stopped because of another one."""
+    return node.settle(GroupResult(exit_code=0, interrupted=True))
+
+
+STOPPED = GroupResult(exit_code=143, stop_signal=15)
+
+
 def test_failure_reaches_the_other_node_with_its_code(place: Place) -> None:
     one, other = two(place)
-    one.fail(23, "Worker 0 failed")
+    fail(one, 23, "Worker 0 failed")
     assert _news(other) == ("stop", 0.3)
-    reason = other.reason()
+    reason = other._why()
     assert (reason.code, reason.text, reason.restart) == (23, "Worker 0 failed", False)
+    assert held(other) == Outcome(23)
 
 
 def test_a_signalled_stop_leaves_the_other_node_its_grace(place: Place) -> None:
     one, other = two(place)
-    one.stop(143, "stopped")
+    one.announce_end(STOPPED, "")
     assert _news(other) == ("stop", 7.0)
-    assert other.reason().code == 143
+    assert held(other) == Outcome(143)
 
 
 def test_of_two_failures_the_first_counts_on_both(place: Place) -> None:
     one, other = two(place)
-    assert one.fail(5, "first").code == 5
-    assert other.fail(6, "second").code == 5
+    assert fail(one, 5, "first") == Outcome(5)
+    assert fail(other, 6, "second") == Outcome(5)
 
 
 def test_restart_gives_the_next_generation(place: Place) -> None:
     one, other = two(place, restarts=1)
-    assert other.fail(9, "dead").restart
+    assert fail(other, 9, "dead").restart
     assert _news(one) == ("stop", 0.3)
+    assert held(one).restart
     again = together(lambda: one.join({"p": 3}), lambda: other.join({"p": 4}))
     assert [world.restarts for world in again] == [1, 1]
     assert again[0].number == again[1].number > 0
-    assert not one.fail(9, "dead again").restart
+    assert not fail(one, 9, "dead again").restart
+
+
+def kill(node: Engine) -> None:
+    """Ends a node as when its launcher is killed: no farewell, connections broken."""
+    assert isinstance(node._store, KeyValueContact)
+    node._store._client._closed = True
+    for channel in list(node._store._client._channels.values()):
+        channel.close()
 
 
 def test_lost_node_is_noticed(place: Place) -> None:
     one, other = two(place)
-    other._client._closed = True  # as when its launcher is killed: no farewell, connections broken
-    for channel in (other._client._requests, other._client._waits):
-        assert channel is not None
-        channel.close()
+    kill(other)
     began = time.monotonic()
     assert _news(one) == ("stop", 0.3)
     assert time.monotonic() - began < 4.0
-    assert one.reason().kind == "lost"
+    assert one._why().kind == "lost"
+    assert held(one) == Outcome(1)
 
 
 def test_lost_service_stops_the_node(place: Place) -> None:
@@ -192,7 +231,70 @@ def test_lost_service_stops_the_node(place: Place) -> None:
     began = time.monotonic()
     assert _news(one) == ("stop", 0.3)
     assert time.monotonic() - began < 5.0
-    assert "has not answered" in one.reason().text
+    assert "has not answered" in one._why().text
+    assert held(one) == Outcome(1)
+
+
+RANGE = Rules(min_nodes=1, max_nodes=3, quiet_s=0.5, fault=IN_PLACE)
+
+
+def elastic(place: Place) -> tuple[Engine, Engine]:
+    """Two nodes of an elastic job; the first one is on the machine of the service."""
+    pair = place.node("a", RANGE, serves=True), place.node("b", RANGE)
+    together(lambda: pair[0].join({"host": "h"}), lambda: pair[1].join({"host": "h"}))
+    return pair
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node_and_takes_another(place: Place) -> None:
+    one, other = elastic(place)
+    kill(other)
+    assert _news(one)[0] == "stop"
+    assert held(one) == Outcome(1, restart=True)
+    alone = one.join({})
+    assert (len(alone.peers), alone.node_rank, alone.restarts) == (1, 0, 0)
+    third = place.node("c", RANGE)
+
+    def stay() -> Generation:
+        assert _news(one) == ("stop", 7.0)
+        assert held(one).restart
+        return one.join({})
+
+    first, second = together(stay, lambda: third.join({}))
+    assert (first.node_rank, second.node_rank, len(first.peers)) == (0, 1, 2)
+
+
+def test_a_lost_service_ends_an_elastic_job(place: Place) -> None:
+    """Nobody can tell who else goes on, so nobody does."""
+    one, other = elastic(place)
+    place.service.close()
+    for node in (one, other):
+        assert _news(node)[0] == "stop"
+        assert held(node) == Outcome(1)
+    with pytest.raises(StoreLostError, match="has not answered for 2 s"):
+        one.join({})
+
+
+def test_the_host_of_the_service_takes_the_job_along_when_it_is_told_to_stop(place: Place) -> None:
+    one, other = elastic(place)
+    one.announce_end(STOPPED, "")
+    assert _news(other) == ("stop", 7.0)
+    assert held(other) == Outcome(143)
+
+
+def test_another_node_that_is_told_to_stop_leaves(place: Place) -> None:
+    one, other = elastic(place)
+    other.announce_end(STOPPED, "")
+    assert other.settle(STOPPED) == Outcome(143)
+    assert _news(one) == ("stop", 7.0)
+    assert held(one).restart
+
+
+def test_another_number_of_nodes_is_refused(place: Place) -> None:
+    """Each launcher would wait for nodes that the others do not know of."""
+    two(place)
+    stale = place.node("c", fixed(3))
+    with pytest.raises(RendezvousError, match=r"started for 3 nodes, but the job at 127.0.0.1:\d+ has 2. Start"):
+        stale.join({})
 
 
 def test_servers_may_end_when_all_workers_are_done(place: Place) -> None:
@@ -204,13 +306,16 @@ def test_servers_may_end_when_all_workers_are_done(place: Place) -> None:
     assert _news(one)[0] == "servers"
 
 
+DONE = GroupResult(exit_code=0)
+
+
 def test_finish_waits_for_all(place: Place) -> None:
     one, other = two(place)
-    done = threading.Thread(target=one.finish)
+    done = threading.Thread(target=one.settle, args=(DONE,))
     done.start()
     time.sleep(0.3)
     assert done.is_alive()
-    assert other.finish() is None
+    assert other.settle(DONE) == Outcome(0)
     done.join(5)
     assert not done.is_alive()
 
@@ -218,14 +323,14 @@ def test_finish_waits_for_all(place: Place) -> None:
 def test_finish_hears_of_a_failure(place: Place) -> None:
     one, other = two(place)
     reasons: list[Any] = []
-    done = threading.Thread(target=lambda: reasons.append(one.finish()))
+    done = threading.Thread(target=lambda: reasons.append(one.settle(DONE)))
     done.start()
-    other.fail(4, "late")
+    fail(other, 4, "late")
     done.join(5)
-    assert reasons[0].code == 4
+    assert reasons[0] == Outcome(4)
 
 
-def _news(node: Rendezvous) -> tuple[str, float]:
+def _news(node: Engine) -> tuple[str, float]:
     deadline = time.monotonic() + 8
     while time.monotonic() < deadline:
         event = node.take()
@@ -237,7 +342,7 @@ def _news(node: Rendezvous) -> tuple[str, float]:
 
 def test_two_launchers_of_one_name_are_not_one_node(place: Place) -> None:
     """Issue 10, Low: both joined as the same node and started its workers."""
-    rules = Rules(min_nodes=1, max_nodes=1)
+    rules = fixed(1)
     one, two = place.node("a", rules), place.node("a", rules)
     assert one.join({"p": 1}).node_rank == 0
     (refused,) = together(lambda: two.join({"p": 2}))

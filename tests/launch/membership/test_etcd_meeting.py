@@ -1,22 +1,15 @@
-"""What a launcher does around its membership on etcd: settings of its family, its address, the hook."""
+"""What a launcher does around its membership on etcd: settings of its family, its address."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fleet.errors import LaunchError
-from fleet.launch.membership.elastic_world import END, IN_PLACE, SCHEDULER
+from fleet.launch.membership.engine import read_settings
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.membership import StoppedBySignalError
-from fleet.launch.processes.logs import LaunchLog
-from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 from tests.helpers.launching import read
@@ -24,7 +17,7 @@ from tests.launch.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
-    from fleet.launch.membership.elastic_job import own_host, read_settings, run_hook
+    from fleet.launch.membership.etcd_meeting import own_host
 
 OLDER = ("--elastic_server=127.0.0.1:2379", "--np=2:3", "--job_id=J")
 NEWER = ("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1", "--elastic_timeout=7")
@@ -61,43 +54,6 @@ def test_numbers_that_reach_the_rules() -> None:
 
 def test_own_address_is_the_one_towards_etcd() -> None:
     assert own_host(EtcdAddress(endpoints=("127.0.0.1:2379",))) == "127.0.0.1"
-
-
-class Hook:
-    """Runs a Python line as the hook and keeps what the launcher logged."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], signals: SignalInbox) -> None:
-        self._folder, self._capsys, self._signals = folder, capsys, signals
-
-    def __call__(self, line: str) -> str:
-        run_hook((sys.executable, "-c", line), dict(os.environ), LaunchLog(), self._signals)
-        return self._capsys.readouterr().err
-
-
-@pytest.fixture
-def hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Hook]:
-    with SignalInbox() as signals:
-        yield Hook(tmp_path, capsys, signals)
-
-
-def test_hook_runs_to_its_end_and_its_words_are_logged(hook: Hook) -> None:
-    assert "elastic_pre_hook: hello" in hook("print('hello')")
-    with pytest.raises(LaunchError, match="ended with code 3; the workers were not started") as caught:
-        hook("raise SystemExit(3)")
-    assert caught.value.exit_code == 3
-
-
-def test_signal_ends_a_hook_that_hangs(hook: Hook) -> None:
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    timer.start()
-    with pytest.raises(StoppedBySignalError):
-        hook("import time; time.sleep(30)")
-    timer.join()
-
-
-def test_hook_that_does_not_exist() -> None:
-    with SignalInbox() as signals, pytest.raises(LaunchError, match="'/nowhere' cannot be started"):
-        run_hook(("/nowhere",), {}, LaunchLog(), signals)
 
 
 SAYS = """
