@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from fleet.errors import ConfigError
 
 
-def split_endpoint(text: str, source: str, default_port: int | None = None) -> tuple[str, int]:
-    """Returns host and port of ``host:port`` or ``[ipv6]:port``; ``source`` names the flag in the error."""
+def split_endpoint(text: str, source: str, default_port: int | None = None, lowest_port: int = 1) -> tuple[str, int]:
+    """Returns host and port of ``host:port`` or ``[ipv6]:port``; ``source`` names the flag or variable in the error.
+
+    Raises:
+        ConfigError: ``text`` is anything else, or the port is not ``lowest_port`` to 65535.
+
+    Example:
+        >>> split_endpoint("[::1]:6170", "PADDLE_MASTER")
+        ('::1', 6170)
+    """
     host, colon, port = text.strip().rpartition(":")
     if text.strip().endswith("]") or not colon:
         host, port = text.strip(), ""
     host = host.removeprefix("[").removesuffix("]")
     if not port and default_port is not None and host:
         return host, default_port
-    if not host or not port.isdecimal() or len(port) > 9 or not 0 < int(port) < 65536:
+    # isdecimal() alone takes digits of other scripts.
+    digits = port.isascii() and port.isdecimal() and len(port) < 6
+    if not host or not digits or not lowest_port <= int(port) < 65536:
         raise ConfigError(
-            f"{source} has {text!r}; it takes host:port with a port from 1 to 65535, as in 10.0.0.1:6070."
+            f"{source} has {text!r:.200}; it takes host:port with a port from {lowest_port} to 65535, as in "
+            "10.0.0.1:6070."
         )
     if any(c.isspace() or c in "/@," for c in host):
-        raise ConfigError(f"{source} has {text!r}; {host!r} is not a host name or an address.")
+        raise ConfigError(f"{source} has {text!r:.200}; {host!r:.200} is not a host name or an address.")
     return host, int(port)
 
 
@@ -40,8 +53,21 @@ def check_distinct(items: list[str], source: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether ``host`` can only mean the machine itself."""
-    return host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
+    """Returns whether ``host`` leads to the machine that reads it, and nowhere else."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def means_itself(host: str) -> bool:
+    """Returns whether ``host``, as it is written, means whatever machine reads it: loopback, 0.0.0.0 or ``::``."""
+    try:
+        return is_loopback(host) or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def split_master(text: str, source: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fleet._addresses import means_itself, split_endpoint
 from fleet.env import Environment
 from fleet.errors import FleetError, LaunchError
 from fleet.launch.cli.elastic import needs_etcd, split_hook
@@ -41,8 +42,7 @@ from fleet.launch.membership.membership import (
     StoppedBySignalError,
     taken_name,
 )
-from fleet.launch.plan.addresses import split_endpoint
-from fleet.launch.plan.interfaces import interface_to, means_itself
+from fleet.launch.plan.interfaces import interface_to
 from fleet.launch.plan.peers import peer_from_json, peer_to_json
 from fleet.launch.plan.plan import plan_processes
 from fleet.launch.plan.port_hold import hold_ports

@@ -135,9 +135,17 @@ def test_functions_are_short() -> None:
 
 # Top folder (or folder inside fleet) -> what its modules may import beside the standard library and themselves.
 DIRECTIONS = {
-    "launch": ("fleet._version", "fleet.env", "fleet.errors", "fleet._env_table", "fleet._sealing", "etcd3gw"),
+    "launch": (
+        "fleet._version",
+        "fleet._addresses",
+        "fleet.env",
+        "fleet.errors",
+        "fleet._env_table",
+        "fleet._sealing",
+        "etcd3gw",
+    ),
     "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
-    "fleet/ps": ("fleet.errors", "fleet._sealing", "numpy", "numba", "llvmlite", "torch"),
+    "fleet/ps": ("fleet.errors", "fleet._addresses", "fleet._sealing", "numpy", "numba", "llvmlite", "torch"),
     "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
 }
 
@@ -164,6 +172,7 @@ def test_the_error_and_environment_modules_import_nothing_of_the_project() -> No
     allowed = {
         "fleet/errors.py": (),
         "fleet/_env_table.py": (),
+        "fleet/_addresses.py": ("fleet.errors",),
         "fleet/_sealing.py": (),  # one way to prove and seal, for the launcher and the parameter server
         "fleet/env.py": ("fleet._env_table", "fleet.errors"),
     }

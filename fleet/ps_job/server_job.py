@@ -25,7 +25,7 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import load_tables
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.auth import check_secret
-from fleet.ps.wire.transport import SocketTransport, is_loopback
+from fleet.ps.wire.transport import SocketTransport, stays_here
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
@@ -316,9 +316,9 @@ class ServerJob:
             return self._embedded.config.secret
         text = (self._environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
         endpoints = self._session.record.server_endpoints
-        if not text and all(map(is_loopback, endpoints)):
+        if not text and all(map(stays_here, endpoints)):
             return read_user_secret(self._environment)
-        return check_secret(next((one for one in endpoints if not is_loopback(one)), ""), text)
+        return check_secret(next((one for one in endpoints if not stays_here(one)), ""), text)
 
     def _client_maker(self, endpoints: Sequence[str]) -> Callable[[int], Client]:
         record, environment, session = self._session.record, self._environment, self._session

@@ -9,17 +9,10 @@ import json
 import re
 from dataclasses import replace
 
+from fleet._addresses import join_endpoint, split_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.role.record import (
-    RoleRecord,
-    check_endpoints,
-    check_rank,
-    join_endpoint,
-    place_by_endpoints,
-    place_by_numbers,
-    split_endpoint,
-)
+from fleet.role.record import RoleRecord, check_endpoints, check_rank, place_by_endpoints, place_by_numbers
 
 _RANK = ("PADDLE_TRAINER_ID", "PADDLE_GLOBAL_RANK")
 _WORLD = ("PADDLE_TRAINERS_NUM", "PADDLE_GLOBAL_SIZE")

@@ -5,19 +5,11 @@ Standard library only.
 
 from __future__ import annotations
 
+from fleet._addresses import join_endpoint, split_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.role.fleet_contract import read_device_ids, read_list
-from fleet.role.record import (
-    Role,
-    RoleRecord,
-    check_endpoints,
-    check_rank,
-    join_endpoint,
-    place_by_endpoints,
-    read_hosts,
-    split_endpoint,
-)
+from fleet.role.record import Role, RoleRecord, check_endpoints, check_rank, place_by_endpoints, read_hosts
 
 _SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"

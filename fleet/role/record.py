@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from fleet._addresses import is_loopback, split_endpoint
 from fleet.errors import ConfigError
 
 SINGLE = "single process"
@@ -65,27 +66,6 @@ class RoleRecord:
         return split_endpoint(self.master, "master")[1] if self.master else 0
 
 
-def split_endpoint(text: str, name: str) -> tuple[str, int]:
-    """Returns host and port of ``host:port``; ``name`` is the variable or option for the message.
-
-    Raises ConfigError when the text is anything else.
-
-    Example:
-        >>> split_endpoint("[::1]:6170", "PADDLE_MASTER")
-        ('::1', 6170)
-    """
-    host, colon, port = text.strip().rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536
-    if not colon or not host or not is_port or "/" in host:
-        raise ConfigError(f"{name} holds {text!r:.200}; an address has the form host:port, with a port of 1 to 65535.")
-    return host.strip("[]"), int(port)
-
-
-def join_endpoint(host: str, port: int) -> str:
-    """Returns ``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def read_hosts(endpoints: tuple[str, ...], name: str) -> list[str]:
     """Returns the host of each endpoint, in order; raises ConfigError for a malformed one."""
     return [split_endpoint(endpoint, name)[0] for endpoint in endpoints]
@@ -129,11 +109,6 @@ def place_by_numbers(record: RoleRecord, local: tuple[int | None, int | None], n
         )
     num_nodes = -(-record.world_size // local_size)
     return replace(record, local_rank=local_rank, local_world_size=local_size, num_nodes=num_nodes)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether ``host`` can only be this machine."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> None:

@@ -10,9 +10,10 @@ import re
 import zlib
 from itertools import product
 
+from fleet._addresses import join_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.role.record import RoleRecord, check_rank, join_endpoint
+from fleet.role.record import RoleRecord, check_rank
 
 _MAX_HOSTS = 100_000  # of a list; a range of a few characters can stand for any number
 _DEFAULT_PORT = 29500  # torch's

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from fleet._addresses import join_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.role.fleet_contract import fleet_variables, read_fleet
-from fleet.role.record import SINGLE, RoleRecord, check_rank, join_endpoint, place_by_numbers
+from fleet.role.record import SINGLE, RoleRecord, check_rank, place_by_numbers
 from fleet.role.schedulers import is_mpi_process, is_slurm_task, read_mpi, read_slurm
 
 __all__ = ["RoleRecord", "read_fleet", "read_mpi", "read_record", "read_single", "read_slurm", "read_torch"]

@@ -18,9 +18,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fleet._addresses import means_itself
 from fleet.env import Environment, export
 from fleet.errors import RendezvousError
-from fleet.launch.plan.interfaces import interface_to, means_itself
+from fleet.launch.plan.interfaces import interface_to
 
 _REPORT_EVERY_S = 3.0
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fleet._addresses import means_itself
 from fleet._log import LOGGER, show_log
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch.plan.interfaces import means_itself
 from fleet.options import DistributedStrategy
 from fleet.role.record import Role
 from fleet.role_maker import PaddleCloudRoleMaker

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
+from fleet._addresses import hide_user
 from fleet.env import VARIABLES, Environment
 from fleet.errors import FleetError
-from fleet.launch.plan.addresses import hide_user
 from fleet.launch.processes.redact import is_secret_name, redact
 
 _PREFIXES = ("FLEET", "PADDLE_", "FLAGS_", "TORCH", "NCCL_", "GLOO_", "CUDA_")

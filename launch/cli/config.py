@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fleet._addresses import split_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch.cli.elastic import check_server_job, read_elastic
@@ -24,7 +25,6 @@ from fleet.launch.cli.parser import CommandLine, parse_command_line
 from fleet.launch.cli.roles import Roles, read_roles
 from fleet.launch.cli.script import check_shadow, misplaced_flags, read_script
 from fleet.launch.cli.settings import Settings, launcher_environment, read_settings
-from fleet.launch.plan.addresses import split_endpoint
 from fleet.launch.plan.devices import DeviceChoice, choose_devices, visible_cards
 from fleet.launch.plan.machine import Machine
 from fleet.launch.plan.nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready

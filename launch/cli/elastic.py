@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from fleet._addresses import hide_user, join_endpoint, split_endpoint, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch.cli.settings import Settings
 from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
-from fleet.launch.plan.addresses import hide_user, join_endpoint, split_endpoint, split_master
 from fleet.launch.plan.nodes import Nodes, read_range
 from fleet.launch.plan.records import LaunchConfig
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fleet._addresses import split_endpoint, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import check_name
@@ -24,7 +25,6 @@ from fleet.launch.membership.record_proof import RecordProofs
 from fleet.launch.membership.rules import wanted_text
 from fleet.launch.membership.store import View
 from fleet.launch.membership.world import job_prefix
-from fleet.launch.plan.addresses import split_endpoint, split_master
 from fleet.launch.plan.plan import JOB_SECRET
 from fleet.launch.processes.redact import one_sentence
 

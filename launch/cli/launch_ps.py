@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from fleet._addresses import join_endpoint, split_endpoint, split_list
 from fleet.errors import ConfigError
 from fleet.launch.cli.cli import USAGE_ERROR
 from fleet.launch.cli.cli import main as launch
 from fleet.launch.cli.flags import BY_SPELLING
 from fleet.launch.cli.parser import value_of
-from fleet.launch.plan.addresses import join_endpoint, split_endpoint, split_list
 
 _HOST = "127.0.0.1"
 _DEFAULTS = {"worker_num": "2", "server_num": "2", "start_port": "6170", "endpoints": "", "log_dir": "logs"}

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleet.launch.plan.addresses import split_endpoint
+from fleet._addresses import split_endpoint
 from fleet.launch.plan.plan import SERVER_ROWS, WORKER_ROWS
 from fleet.launch.plan.records import LaunchConfig, ProcessSpec
 from fleet.launch.processes.logs import MAX_OPENING_LINES, LaunchLog

@@ -18,10 +18,10 @@ from typing import Any
 from etcd3gw import Etcd3Client
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Etcd3Exception, InternalServerError
 
+from fleet._addresses import split_endpoint
 from fleet.errors import LaunchError
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.store import View
-from fleet.launch.plan.addresses import split_endpoint
 
 _CONNECT_S = 2.0
 _REFUSED = f"[Errno {errno.ECONNREFUSED}]"  # this machine's own words; etcd's gateway has others for its inside

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote
 
+from fleet._addresses import hide_user, split_list, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.launch.plan.addresses import hide_user, split_list, split_master
 
 _FILES = {"ca": "FLEET_ETCD_CA", "certificate": "FLEET_ETCD_CERT", "key": "FLEET_ETCD_KEY"}
 INSTALL_LINE = "pip install 'torch-fleet[elastic]'"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from fleet._addresses import split_endpoint
 from fleet.env import Environment
 from fleet.errors import LaunchError, RendezvousError
 from fleet.launch.cli.elastic import etcd_server
@@ -16,7 +17,6 @@ from fleet.launch.membership.etcd_contact import EtcdContact
 from fleet.launch.membership.membership import StoppedBySignalError
 from fleet.launch.membership.outage import ContactAnswer, nobody_has_contact
 from fleet.launch.membership.world import NODE_PREFIX, Node, job_prefix
-from fleet.launch.plan.addresses import split_endpoint
 from fleet.launch.plan.interfaces import address_towards
 from fleet.launch.plan.records import LaunchConfig
 from fleet.launch.processes.logs import LaunchLog

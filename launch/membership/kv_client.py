@@ -12,12 +12,12 @@ import socket
 import threading
 import time
 
+from fleet._addresses import join_endpoint
 from fleet._sealing import PROOF_BYTES, same
 from fleet.errors import LaunchError
 from fleet.launch.membership import wire as _wire
 from fleet.launch.membership.store import StoreLostError, View
 from fleet.launch.membership.wire import Message
-from fleet.launch.plan.addresses import join_endpoint
 
 CONNECTIONS_OF_A_NODE = 2  # for requests, and to wait
 _CONNECT_S = 2.0

@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from fleet._addresses import join_endpoint
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_service import KeyValueService
 from fleet.launch.membership.store import StoreLostError, View, Wakeup
-from fleet.launch.plan.addresses import join_endpoint
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
 

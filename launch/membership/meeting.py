@@ -12,6 +12,7 @@ import errno
 import socket
 import time
 
+from fleet._addresses import join_endpoint, split_endpoint
 from fleet.errors import RendezvousError
 from fleet.launch.membership.callers import Seldom, listen, most_connections
 from fleet.launch.membership.engine import Engine, patience_s, read_settings
@@ -21,7 +22,6 @@ from fleet.launch.membership.kv_service import MAX_CONNECTIONS, KeyValueService
 from fleet.launch.membership.membership import StoppedBySignalError
 from fleet.launch.membership.store import StoreLostError
 from fleet.launch.membership.world import NODE_PREFIX, Node, job_prefix
-from fleet.launch.plan.addresses import join_endpoint, split_endpoint
 from fleet.launch.plan.interfaces import reachable
 from fleet.launch.plan.records import LaunchConfig
 from fleet.launch.processes.logs import LaunchLog

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from fleet._addresses import means_itself
+
 _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40 if struct.calcsize("P") == 8 else 32
 _MAX_ADDRESSES = 1024
@@ -22,15 +24,6 @@ _NAME_BYTES, _ADDRESS_AT = 16, 20  # struct ifreq: the name, then a sockaddr_in 
 _IPV6 = Path("/proc/net/if_inet6")
 # Reserved for documentation (RFC 5737), so that it lies behind the default route.
 _SOMEWHERE = "192.0.2.1"
-
-
-def means_itself(host: str) -> bool:
-    """Returns whether ``host``, as it is written, means whatever machine reads it."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
 
 
 def interfaces() -> dict[str, str]:

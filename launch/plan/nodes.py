@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet.env import Environment
-from fleet.errors import ConfigError, did_you_mean
-from fleet.launch.cli.settings import Settings
-from fleet.launch.plan.addresses import (
+from fleet._addresses import (
     check_distinct,
     is_loopback,
     join_endpoint,
+    means_itself,
     split_endpoint,
     split_list,
     split_master,
 )
-from fleet.launch.plan.interfaces import means_itself
+from fleet.env import Environment
+from fleet.errors import ConfigError, did_you_mean
+from fleet.launch.cli.settings import Settings
 from fleet.launch.plan.machine import Machine
 from fleet.launch.plan.records import Peer
 
@@ -121,9 +121,11 @@ def _from_ips(
 ) -> Nodes:
     source = f"{settings.named('ips')}={','.join(ips)}"
     check_distinct(ips, source)
-    if len(ips) > 1 and any(is_loopback(ip) for ip in ips):
+    # Several addresses of 127.0.0.0/8 are several nodes on one machine.
+    own = [ip for ip in ips if means_itself(ip)]
+    if len(ips) > 1 and own and not all(is_loopback(ip) and ip != "127.0.0.1" for ip in ips):
         raise ConfigError(
-            f"{source}: 127.0.0.1 means a different machine on each node. Write the addresses that the "
+            f"{source}: {own[0]} means a different machine on each node. Write the addresses that the "
             "nodes reach each other at."
         )
     if settings.has("nnodes") and read_range(settings, "nnodes") != (len(ips), len(ips)):

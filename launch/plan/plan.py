@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fleet._addresses import join_endpoint, split_endpoint
 from fleet.env import Environment
 from fleet.errors import LaunchError
 from fleet.launch.cli.script import python_command
-from fleet.launch.plan.addresses import join_endpoint, split_endpoint
 from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 PROXIES = ("http_proxy", "https_proxy")

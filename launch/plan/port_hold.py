@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from fleet.launch.plan.addresses import split_endpoint
+from fleet._addresses import split_endpoint
 from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 

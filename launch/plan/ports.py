@@ -8,8 +8,8 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from fleet._addresses import split_endpoint
 from fleet.errors import LaunchError
-from fleet.launch.plan.addresses import split_endpoint
 from fleet.launch.plan.records import LaunchConfig, Peer
 
 _RANGE = (35100, 64000)

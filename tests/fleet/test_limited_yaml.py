@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fleet._addresses import split_endpoint
 from fleet._limited_yaml import LimitedLoader
 from fleet.env import Environment
 from fleet.errors import ConfigError
@@ -19,7 +20,6 @@ from fleet.options import schema
 from fleet.options.files import read_prototxt, read_yaml
 from fleet.options.prototxt import parse
 from fleet.role.fleet_contract import read_list
-from fleet.role.record import split_endpoint
 from fleet.role.schedulers import expand_hosts, task_counts
 
 LAUGHS = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in pairwise("abcdefghij"))
@@ -113,8 +113,8 @@ TEXTS: dict[str, tuple[Callable[[], object], str]] = {
     "a number": (lambda: Environment({"PADDLE_TRAINERS_NUM": "7" * 5000}).int("PADDLE_TRAINERS_NUM"), "whole number"),
     "bits": (lambda: Environment({"PADDLE_TRAINERS_NUM": "7" * 50}).int("PADDLE_TRAINERS_NUM"), "of 64 bits"),
     "a switch": (lambda: Environment({"PADDLE_WITH_GLOO": "y" * 5000}).bool("PADDLE_WITH_GLOO"), "1 or 0"),
-    "a port": (lambda: split_endpoint("host:" + "7" * 5000, "PADDLE_MASTER"), "a port of 1 to 65535"),
-    "a raised port": (lambda: split_endpoint("host:\u00b2", "PADDLE_MASTER"), "a port of 1 to 65535"),
+    "a port": (lambda: split_endpoint("host:" + "7" * 5000, "PADDLE_MASTER"), "a port from 1 to 65535"),
+    "a raised port": (lambda: split_endpoint("host:\u00b2", "PADDLE_MASTER"), "a port from 1 to 65535"),
     "hosts": (lambda: expand_hosts("gpu[0-99999999999]"), "more than 100000 hosts"),
     "products": (lambda: expand_hosts("gpu" + "[0-999]" * 6), "more than 100000 hosts"),
     "lists": (lambda: expand_hosts("gpu[" + ",".join(["0-9999"] * 30) + "]"), "more than 100000 hosts"),

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from fleet.ps.wire.transport import split_endpoint
+from fleet._addresses import split_endpoint
 
 Change = Callable[[bytes], bytes]
 
@@ -33,7 +33,7 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._sockets[0].accept()
-                far = socket.create_connection(split_endpoint(self.target), 5)
+                far = socket.create_connection(split_endpoint(self.target, "server"), 5)
                 self._sockets += [near, far]
                 self.targets.append(far)
                 for source, sink, upwards in ((near, far, True), (far, near, False)):

@@ -8,7 +8,6 @@ settings of the environment play no part.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import select
 import socket
@@ -19,7 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from fleet.errors import ConfigError, PSError
+from fleet._addresses import is_loopback, join_endpoint, split_endpoint
+from fleet.errors import PSError
 from fleet.ps.wire.messages import Buffer
 
 __all__ = [
@@ -30,8 +30,7 @@ __all__ = [
     "SocketTransport",
     "TransferTimeout",
     "Transport",
-    "is_loopback",
-    "split_endpoint",
+    "stays_here",
 ]
 
 _TICK_S = 1.0  # how often a blocked call looks at its deadline
@@ -95,26 +94,14 @@ class Transport(Protocol):
         """Returns a connection to ``endpoint``; raises :class:`ConnectionLost` when nobody answers."""
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Returns host and port of ``"host:port"`` or ``"[v6]:port"``; raises ``ConfigError`` for anything else."""
-    host, separator, port = endpoint.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"parameter server endpoint {endpoint!r}: write it as 'host:port', port 0 to 65535.")
-    return host, int(port)
-
-
-def is_loopback(endpoint: str) -> bool:
+def stays_here(endpoint: str) -> bool:
     """Returns whether only this machine can reach ``endpoint``."""
-    if endpoint.startswith("unix:"):
-        return True
-    host, _ = split_endpoint(endpoint)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return endpoint.startswith("unix:") or is_loopback(_host_and_port(endpoint)[0])
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Port 0 takes a free one."""
+    return split_endpoint(endpoint, "the parameter server endpoint", lowest_port=0)
 
 
 class SocketTransport:
@@ -139,11 +126,10 @@ class SocketTransport:
         """Returns a listener at ``endpoint``."""
         if endpoint.startswith("unix:"):
             return SocketListener(_bind_unix(endpoint[5:]), endpoint, None, self._handshake_timeout_s)
-        host, port = split_endpoint(endpoint)
+        host, port = _host_and_port(endpoint)
         held = self._bound if self._bound is not None and self._bound.getsockname()[:2] == (host, port) else None
         sock = _listen(endpoint, host, port, held)
-        shown = f"[{host}]" if ":" in host else host
-        bound = f"{shown}:{sock.getsockname()[1]}"
+        bound = join_endpoint(host, sock.getsockname()[1])
         return SocketListener(sock, bound, self._server_tls, self._handshake_timeout_s)
 
     def connect(self, endpoint: str, timeout_s: float) -> Connection:
@@ -158,7 +144,7 @@ class SocketTransport:
                     sock.close()
                     raise
                 return SocketConnection(sock, endpoint)
-            host, port = split_endpoint(endpoint)
+            host, port = _host_and_port(endpoint)
             sock = socket.create_connection((host, port), timeout_s)
             if self._client_tls is None:
                 return SocketConnection(sock, endpoint)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 
+from fleet._addresses import split_endpoint
 from fleet.ps.wire.auth import GREETING_BYTES, prove_to_server
 from fleet.ps.wire.messages import (
     HEADER_BYTES,
@@ -27,7 +28,7 @@ from fleet.ps.wire.messages import (
     encode_header,
     encode_parts,
 )
-from fleet.ps.wire.transport import ConnectionLost, SocketTransport, TransferTimeout, split_endpoint
+from fleet.ps.wire.transport import ConnectionLost, SocketTransport, TransferTimeout
 from tests.fleet.ps.service import gradient, ids, rows, serving
 
 SECRET = b"job secret"
@@ -51,7 +52,7 @@ def service():
 
 
 def raw(service) -> socket.socket:
-    return socket.create_connection(split_endpoint(service.servers[0].endpoint), 5)
+    return socket.create_connection(split_endpoint(service.servers[0].endpoint, "server"), 5)
 
 
 def proven(service, rank=1):

@@ -6,17 +6,9 @@ import dataclasses
 
 import pytest
 
+from fleet._addresses import join_endpoint, split_endpoint
 from fleet.errors import ConfigError
-from fleet.role.record import (
-    Role,
-    RoleRecord,
-    check_endpoints,
-    check_rank,
-    join_endpoint,
-    place_by_endpoints,
-    place_by_numbers,
-    split_endpoint,
-)
+from fleet.role.record import Role, RoleRecord, check_endpoints, check_rank, place_by_endpoints, place_by_numbers
 
 
 def test_role_numbers_are_fleets() -> None:

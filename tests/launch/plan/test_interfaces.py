@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from fleet._addresses import means_itself
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.job import _with_interface
 from fleet.launch.plan import interfaces as _interfaces
-from fleet.launch.plan.interfaces import interface_to, interfaces, means_itself, own_address, reachable
+from fleet.launch.plan.interfaces import interface_to, interfaces, own_address, reachable
 from fleet.launch.plan.records import Peer
 from tests.helpers import etcd as etcd_helper
 from tests.helpers import namespaces

@@ -47,7 +47,10 @@ def test_two_addresses_of_one_machine_need_a_word() -> None:
         read("--ips=127.0.0.2,127.0.0.3", **owns("127.0.0.2", "127.0.0.3"))
 
 
-@pytest.mark.parametrize("ips", ["127.0.0.1,10.0.0.2", "10.0.0.1,localhost", "10.0.0.1,10.0.0.1", ","])
+@pytest.mark.parametrize(
+    "ips",
+    ["127.0.0.1,10.0.0.2", "127.0.0.2,10.0.0.1", "0.0.0.0,10.0.0.1", "10.0.0.1,localhost", "10.0.0.1,10.0.0.1", ","],
+)
 def test_lists_that_cannot_work_are_errors(ips: str) -> None:
     """002-13: 127.0.0.1 among several addresses is refused."""
     with pytest.raises(ConfigError, match="--ips"):

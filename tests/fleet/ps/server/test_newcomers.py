@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from fleet._addresses import split_endpoint
 from fleet.ps.server.newcomers import INTERVAL_S, MAX_ADDRESSES, Complaints, Newcomers, host_of
 from fleet.ps.server.server import MAX_UNPROVEN
-from fleet.ps.wire.transport import SocketTransport, split_endpoint
+from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps.service import gradient, rows, serving, until
 from tests.fleet.ps.test_transport_contract import tls_contexts
 
@@ -78,7 +79,7 @@ def test_an_attacker_that_returns_keeps_nobody_out(kind: str, tmp_path: Any) -> 
     with serving(transport=tls, num_workers=2) as service:
         server = service.servers[0]
         first = service.client(0)
-        thread = threading.Thread(target=attack, args=(split_endpoint(server.endpoint),), daemon=True)
+        thread = threading.Thread(target=attack, args=(split_endpoint(server.endpoint, "server"),), daemon=True)
         thread.start()
         try:
             until(lambda: len(attempts) > 200)
