@@ -49,7 +49,7 @@ __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
 
 @dataclass(slots=True)
 class Ticket:
-    """Requests under way; :meth:`fleet.ps.client.client.Client.wait` returns their result.
+    """Requests in progress; :meth:`fleet.ps.client.client.Client.wait` returns their result.
 
     After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least.
     """
@@ -164,7 +164,7 @@ class Client:
     def goodbye(self) -> None:
         """Tells the servers that this worker has finished, and closes."""
         self.flush()
-        self._closing.set()  # or the lease thread might connect anew to a server that has let this worker go
+        self._closing.set()  # or the lease thread might reconnect to a server that this worker has left
         self._all(Op.GOODBYE)
         self.close()
 
@@ -341,7 +341,7 @@ class Client:
         steps than others before.
         """
         number = self._barriers.get(name, 0) + 1
-        # Then every server must know that this worker stands here, or it waits for a step of it forever.
+        # Every server must know that this worker stands here, or it would wait forever for its next step.
         links = self._links if self.staleness is not None else self._links[:1]
         answers = self._all(Op.BARRIER, {"name": name, "call": call}, links=links, step=number)
         self._barriers[name] = number
