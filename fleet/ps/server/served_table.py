@@ -266,7 +266,7 @@ class ServedSparse:
         return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes}
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
-        """Writes a snapshot, chunk by chunk, while training goes on."""
+        """Writes a snapshot, chunk by chunk, while training continues."""
         with path.open("wb") as file:
             for block in self.table.blocks(stamp=stamp):
                 file.write(encode_block(block))

@@ -75,7 +75,7 @@ def run_server(
     Raises:
         ConfigError: no secret, or numba is broken or disabled.
         CheckpointError: the folder holds damaged state, or that of another job.
-        PSError: the endpoint is taken, or the server could not go on.
+        PSError: the endpoint is taken, or the server could not continue.
     """
     server = Server(config, transport=transport, notify=notify)
     with _exit_on_signals(), ExitStack() as stack:
@@ -202,7 +202,7 @@ class Server:
         """Waits for the end of the job; returns whether it has ended.
 
         Raises:
-            PSError: the server cannot go on.
+            PSError: the server cannot continue.
         """
         job = self.state.job
         with job.changed:

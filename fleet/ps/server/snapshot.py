@@ -193,7 +193,7 @@ def recover(folder: Path, state: ServerState) -> list[str]:
         if exact:
             raise CheckpointError(
                 f"{folder}: {missing}: the disk has lost what it had confirmed. Restore the whole folder, start with "
-                "an empty one, or start once with FLEET_PS_LEVEL=1 to go on without what is missing."
+                "an empty one, or start once with FLEET_PS_LEVEL=1 to continue without what is missing."
             )
         if journal.level:
             lines.append(f"the last seconds before the machine stopped are missing: {missing}")
