@@ -1,8 +1,8 @@
 """Client: a worker's view of all parameter servers as one.
 
 Every call goes to all servers at once, one message per server for all tables. ``pull`` and ``push`` return a ticket
-at once; ``wait`` gives the result. Two requests may be on their way, so the next batch's rows can be pulled while
-this one is computed.
+immediately; ``wait`` returns the result. Two requests may be in progress, so the next batch's rows can be pulled
+while this one is computed.
 
 ::
 
@@ -49,7 +49,7 @@ __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
 
 @dataclass(slots=True)
 class Ticket:
-    """Requests under way; :meth:`fleet.ps.client.client.Client.wait` returns their result.
+    """Requests in progress; :meth:`fleet.ps.client.client.Client.wait` returns their result.
 
     After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least.
     """
@@ -61,7 +61,7 @@ class Ticket:
 
 
 def fill(share: list[tuple[TablePart, Any]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
-    """Returns what puts one server's answer to ``ticket`` where it belongs: an array, or (array, places)."""
+    """Returns a function that writes one server's answer to its targets: an array, or (array, places)."""
 
     def take(header: Header, body: memoryview) -> None:
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
@@ -116,7 +116,7 @@ class Client:
     def open(self) -> None:
         """Waits for the servers and introduces this worker to them.
 
-        A worker that comes back without :meth:`load_state_dict` goes on after the last step the servers have of it.
+        A restarted worker that does not call :meth:`load_state_dict` continues after the last step on the servers.
         """
         config = self.config
         wait_for_servers(
@@ -164,7 +164,7 @@ class Client:
     def goodbye(self) -> None:
         """Tells the servers that this worker has finished, and closes."""
         self.flush()
-        self._closing.set()  # or the lease thread might connect anew to a server that has let this worker go
+        self._closing.set()  # or the lease thread might reconnect to a server that this worker has left
         self._all(Op.GOODBYE)
         self.close()
 
@@ -181,7 +181,7 @@ class Client:
             self._heart.join()
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Returns when every change is as durable as the servers' journal level promises (level 0: at once)."""
+        """Waits until every change is as durable as the servers' journal level promises (level 0: immediately)."""
         limit = self.config.deadline_s if timeout_s is None else timeout_s
         for link in self._links:
             if link.welcome.get("level") and not link.flush(limit):
@@ -192,7 +192,7 @@ class Client:
     def create_tables(
         self, configs: Mapping[int, SparseTableConfig | DenseTableConfig], routing: str = "range"
     ) -> None:
-        """Makes the tables on the servers, or checks that those there are the same.
+        """Creates the tables on the servers, or checks that existing ones are the same.
 
         Args:
             configs: by table id; dense ones with their total size.
@@ -221,7 +221,7 @@ class Client:
         """Asks for rows; the ticket's result is float32 ``[n, dim]`` per sparse and ``[size]`` per dense table.
 
         Args:
-            wanted: ids per sparse table, repeated ones allowed; ``None`` for a dense table.
+            wanted: ids per sparse table, which may repeat; ``None`` for a dense table.
             step: for which step the rows are, from 0; by default the steps pushed so far. For the next batch, give
                 ``client.step + 1``: allowed where the servers' staleness is 1 or more.
             out: arrays to write to.
@@ -264,8 +264,8 @@ class Client:
 
         Args:
             gradients: by table id.
-            step: number of the step, from 1; by default one more than the last. A table's steps must grow.
-            ends_step: nothing more of this step comes; what counts where staleness is bounded.
+            step: number of the step, from 1; by default one more than the last. Steps of a table must increase.
+            ends_step: this is the last push of the step; matters where staleness is bounded.
         """
         step = self.step + 1 if step is None else step
         if step <= 0:
@@ -332,16 +332,16 @@ class Client:
     # -- the whole job -------------------------------------------------------------------------------------------
 
     def barrier(self, name: str = "worker", call: str = "") -> str | None:
-        """Waits until every worker that lives has come to its same-numbered barrier of this name.
+        """Waits until every live worker has come to its same-numbered barrier of this name.
 
-        ``call`` is how messages name it. Raises PSError where all workers stand at barriers and none can open.
+        ``call`` is how messages name it. Raises PSError if all workers stand at barriers and none can open.
 
-        Returns a key that all who met have in common; ``None`` where the others have met again since.
-        In sync mode, and where staleness is bounded, the workers go on with the same step, also those that took fewer
-        steps than others before.
+        Returns a key that all workers at the barrier share; ``None`` if the others have met again since.
+        In sync mode, and where staleness is bounded, all workers continue with the same step, also those that have
+        taken fewer steps.
         """
         number = self._barriers.get(name, 0) + 1
-        # Then every server must know that this worker stands here, or it waits for a step of it forever.
+        # Every server must know that this worker stands here, or it would wait forever for its next step.
         links = self._links if self.staleness is not None else self._links[:1]
         answers = self._all(Op.BARRIER, {"name": name, "call": call}, links=links, step=number)
         self._barriers[name] = number
@@ -359,13 +359,13 @@ class Client:
     def save(
         self, dirname: str, *, mode: int = 0, tables: Sequence[int] | None = None, key: str = "", text: bool = False
     ) -> int:
-        """Makes every server write its share to ``dirname`` and returns the rows saved; training may go on meanwhile.
+        """Makes every server write its share to ``dirname`` and returns the rows saved; training may continue.
 
         Args:
-            dirname: a folder that the servers reach.
+            dirname: a folder that the servers can reach.
             mode: see :mod:`fleet.ps.files.table_files`; dense tables are always saved whole.
             tables: ids of the tables, all by default.
-            key: workers who give the same one ask for the same save, which is made once.
+            key: workers with the same key ask for the same save, which is made once.
             text: rows are written as text, see :mod:`fleet.ps.files.text_format`; mode is 0.
         """
         save_id = key or secrets.token_hex(8)
@@ -438,7 +438,7 @@ class Client:
         for turn in itertools.count():
             if self._closing.wait(every_s / 2):
                 return
-            away = [link for link in self._links if link.is_away]  # one of them in turn: each may take seconds
+            away = [link for link in self._links if link.is_away]  # one of them per turn, because each may take seconds
             tried = away[turn % len(away)] if away else None
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
@@ -459,10 +459,10 @@ def wait_for_servers(
     interval_s: float = 3.0,
     connect_timeout_s: float = 1.0,
 ) -> None:
-    """Returns once a server greets at every endpoint; says every ``interval_s`` seconds where none does.
+    """Waits until a server greets at every endpoint; reports every ``interval_s`` seconds where none does.
 
     Raises:
-        PSError: some were not there within ``timeout_s``; the message names them.
+        PSError: some were missing after ``timeout_s``; the message names them.
     """
     began = time.monotonic()
     said = began - interval_s
@@ -501,9 +501,9 @@ def _explanation(absent: Sequence[str], timeout_s: float | None) -> str:
 
 
 class _Probe:
-    """A look at one endpoint: that it takes connections says little, for the launcher holds the port of a server.
+    """Watches one endpoint. Accepted connections prove nothing, because the launcher holds the port of a server.
 
-    A connection that nobody has greeted yet is kept: the server that comes greets it first.
+    A connection without a greeting is kept: a server that starts later greets it first.
     """
 
     def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
@@ -514,7 +514,7 @@ class _Probe:
         self._silent_ends = 0
 
     def answers(self) -> bool:
-        """Returns whether a server has greeted, or has hung up twice because it awaits TLS: then connecting says so."""
+        """Returns whether a server has greeted, or has hung up twice because it expects TLS (connecting reports it)."""
         try:
             if self._connection is None:
                 self._connection = self._transport.connect(self.endpoint, self._timeout_s)
@@ -529,7 +529,7 @@ class _Probe:
         return True
 
     def close(self) -> None:
-        """Lets go of the connection."""
+        """Closes the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

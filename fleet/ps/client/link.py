@@ -53,7 +53,7 @@ _LARGE_ANSWERS = (Op.PULL, Op.GEO_PULL)
 OnAnswer = Callable[[Header, memoryview], None]
 
 
-ONCE = 1 << 15  # channels from here on: every process of a worker numbers its changes from 1
+ONCE = 1 << 15  # from this channel on, every process of a worker numbers its changes from 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +63,19 @@ class ClientConfig:
     Args:
         endpoints: the servers, in the same order on every worker.
         rank: this worker's rank.
-        num_workers: how many there are.
-        secret: the job secret, as the servers have it; without one no server is connected to.
+        num_workers: the number of workers.
+        secret: the job secret, as the servers have it; without one this worker connects to no server.
         job: name of the job, as the servers have it.
-        channel: number of this client among those of the same worker process; each is an ordered stream. A process
-            that comes back goes on after the last change of the one before; from :data:`ONCE` on it starts at 1, and
-            changes that were applied are not applied again.
+        channel: number of this client among those of the same worker process; each is an ordered stream. After a
+            restart, numbering continues after the last change of the previous process; from :data:`ONCE` on it starts
+            at 1, and changes that were applied are not applied again.
         deadline_s: how long a server may be away before calls fail.
-        start_timeout_s: how long to wait for the servers at the start, ``None`` forever.
+        start_timeout_s: how long to wait for the servers at the start; ``None`` waits forever.
         retry_interval_s: seconds between the lines that say which servers are not ready.
-        answer_timeout_s: a server that sends nothing for so long, while an answer is due, is connected to anew.
-        connect_timeout_s: limit of one attempt to connect.
+        answer_timeout_s: reconnect when a server sends nothing for this long while an answer is due.
+        connect_timeout_s: time limit of one connection attempt.
         bfloat16: rows travel as bfloat16, half the bytes.
-        replay_bytes: how much is kept to be sent again if a server loses what it has acknowledged (levels 0 and 2).
+        replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
 
@@ -119,7 +119,7 @@ class Request:
     step: int = 0
     seq: int = 0
     flags: int = MessageFlag.NONE
-    change: bool = False  # takes a number of its own and is applied once
+    change: bool = False  # has its own number and is applied once
     on_answer: OnAnswer | None = None
     tag: int = 0
     done: bool = False
@@ -178,7 +178,7 @@ class Link:
             return self.welcome
 
     def submit(self, request: Request) -> Request:
-        """Sends ``request``; its answer comes with :meth:`finish`. Returns the request.
+        """Sends ``request`` and returns it; :meth:`finish` waits for its answer.
 
         Raises:
             PSError: the server is away for longer than the deadline, or has refused this worker.
@@ -230,18 +230,18 @@ class Link:
         return self.finish(self.submit(request))
 
     def beat(self, every_s: float) -> None:
-        """Shows a sign of life if there was none for ``every_s`` seconds and no other thread uses the link."""
+        """Sends a sign of life if there was none for ``every_s`` seconds and no other thread uses the link."""
         if not self.lock.acquire(blocking=False):
             return
-        limit_s = max(every_s, _LEAST_BEAT_S)  # the other servers must hear of this worker, too
+        limit_s = max(every_s, _LEAST_BEAT_S)  # the other servers must hear from this worker, too
         try:
             if self._connection is None and self._dead is None:
-                self._connect()  # or the lease of a worker that computes for long would end
+                self._connect()  # or the lease of a worker that computes for a long time would end
             elif self._connection is None or time.monotonic() - self.last_used < every_s:
                 return
             while self._pending and self._connection is not None:
                 if not self._take_answer(limit_s):
-                    return  # a request that is waited for keeps the lease
+                    return  # a request in progress keeps the lease
             if self._connection is not None:
                 ping = Request(Op.PING, tag=self._next_tag)
                 self._next_tag = self._next_tag % 0xFFFFFFFF + 1
@@ -302,14 +302,14 @@ class Link:
     def _take_answer(self, limit_s: float = math.inf) -> bool:
         """Receives one answer and hands it to the oldest request; returns False when the server says to wait.
 
-        After a cut it only notes the cut.
+        After a cut it only notes that the server is away.
         """
         began = time.monotonic()
         try:
             header, body = self._receive(limit_s)
         except (ConnectionLost, TransferTimeout, MessageError) as error:
             self._lost(error, began if isinstance(error, TransferTimeout) else None)
-            self._say_away()  # where it was silent for long
+            self._say_away()  # it may have been silent for a long time
             return True
         except BaseException:
             self._hang_up()
@@ -352,7 +352,7 @@ class Link:
         return header, body
 
     def _acknowledge(self, request: Request, header: Header) -> None:
-        if request.change and header.status in (Status.OK, Status.DUPLICATE):  # another one was not applied
+        if request.change and header.status in (Status.OK, Status.DUPLICATE):  # other answers: not applied
             self._acknowledged = max(self._acknowledged, request.seq)
             if self.welcome.get("keeps") and header.seq < request.seq:
                 kept = replace(request, buffers=[bytes(buffer) for buffer in request.buffers], on_answer=None)
@@ -365,22 +365,22 @@ class Link:
             self._replay_bytes -= self._replay.popleft().body_bytes
 
     def _make_room(self) -> None:
-        """Keeps the replay store within its bound: level 2 waits for the disk, level 0 gives up the oldest."""
+        """Keeps the replay store within its bound: level 2 waits for the disk, level 0 drops the oldest."""
         while self._replay_bytes > self._config.replay_bytes and self._replay:
             if self.welcome.get("level") == 2 and self.flush(self._config.deadline_s):
                 continue
             self._replay_bytes -= self._replay.popleft().body_bytes
 
-    # -- connecting anew -----------------------------------------------------------------------------------------
+    # -- reconnecting --------------------------------------------------------------------------------------------
 
     def _hang_up(self) -> None:
-        """Closes the connection; after Ctrl-C in the middle of a message nothing may follow on it."""
+        """Closes the connection; after Ctrl-C in the middle of a message nothing else may be sent on it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _lost(self, error: PSError, since: float | None = None) -> None:
-        """Notes that the server is away, since ``since``; raises when connecting anew has not helped for too long."""
+        """Notes that the server is away since ``since``; raises when it has been away for longer than the deadline."""
         self._hang_up()
         if self._away_since is None:
             self._away_since = self._said = time.monotonic() if since is None else since
@@ -391,7 +391,7 @@ class Link:
             )
 
     def _ensure(self) -> None:
-        """Returns with a connection that has sent all that is pending."""
+        """Connects where needed, and sends everything that is pending."""
         pause = 0.02
         while self._connection is None:
             if self._dead is not None:
@@ -453,7 +453,7 @@ class Link:
         self._queue_again(answer["last"])
 
     def _queue_again(self, last: int) -> None:
-        """Puts before the pending requests the changes after ``last`` that were acknowledged and have been lost."""
+        """Queues the changes after ``last`` that were acknowledged and lost, ahead of the pending requests."""
         unanswered = {request.seq for request in self._pending if request.change}
         again = [request for request in self._replay if request.seq > last and request.seq not in unanswered]
         if self._acknowledged > last and len(again) < self._acknowledged - last:
@@ -466,7 +466,7 @@ class Link:
         self._pending.extendleft(reversed(again))
 
     def created(self, table_ids: set[int]) -> None:
-        """Notes tables that the server must have when it comes back."""
+        """Notes tables that the server must still have after a restart."""
         with self.lock:
             self.welcome["tables"] = sorted({*self.welcome.get("tables", ()), *table_ids})
 

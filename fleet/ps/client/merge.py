@@ -91,5 +91,5 @@ def _slots(gradients: Sequence[Gradient]) -> NDArray[np.uint32] | None:
 
 def _last_of(ids: Keys, values: NDArray[np.uint32], distinct: Keys) -> NDArray[np.uint32]:
     last = np.empty(len(distinct), np.uint32)
-    last[np.searchsorted(distinct, ids)] = values  # of equal places the last value stays
+    last[np.searchsorted(distinct, ids)] = values  # where places repeat, the last value stays
     return last

@@ -1,4 +1,4 @@
-"""What goes to which server, and how answers come together again: the client's half of the partition."""
+"""What goes to which server, and how the answers are put together: the client's half of the partition."""
 
 from __future__ import annotations
 

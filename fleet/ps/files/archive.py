@@ -1,4 +1,4 @@
-"""Archives of ``torch.save``: reading one takes as much memory as the file has bytes, not what it claims."""
+"""Archives of ``torch.save``: reading one takes no more memory than the file has bytes, whatever it claims."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["check_archive"]
 
 
 def check_archive(file: Path | IO[bytes], label: str) -> None:
-    """Raises CheckpointError that begins with ``label`` when ``file`` holds packed parts, or one part many times.
+    """Raises CheckpointError, beginning with ``label``, when ``file`` holds compressed parts, or one part many times.
 
-    ``torch.save`` packs nothing; of zeros a packed megabyte is a gigabyte. A file that is no archive is left to torch.
+    ``torch.save`` compresses nothing; a compressed megabyte of zeros is a gigabyte. Other files are left to torch.
     """
     if not zipfile.is_zipfile(file):
         return
@@ -23,9 +23,9 @@ def check_archive(file: Path | IO[bytes], label: str) -> None:
             parts = archive.infolist()
             end = archive.start_dir
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # torch says what is wrong
+        return  # torch reports what is wrong
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > end:
         raise CheckpointError(
-            f"{label}: its parts are packed and could unpack to any size; a checkpoint is written unpacked. Read it "
-            "with torch.load where you trust it, and save it again."
+            f"{label}: its parts are compressed and could expand to any size; a checkpoint is not compressed. If you "
+            "trust it, read it with torch.load and save it again."
         )

@@ -1,4 +1,4 @@
-"""Files of checked chunks: what snapshots are made of. A file ends with an end chunk, or it is incomplete."""
+"""Files of checked chunks, for snapshots. A file without an end chunk is incomplete."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ END_BYTES = _CHUNK.size + _CRC.size
 
 
 def block_checksum(data: Buffer) -> int:
-    """Returns 32 bits that change with any changed word, lost end, or exchanged 4 KB blocks.
+    """Returns 32 bits that change with any changed word, a lost end, or swapped 4 KB blocks.
 
-    It is the crc32 of the sums of the blocks: about fifteen times as fast as the crc32 of the data, which the
-    request path would feel. It guards against torn writes, not against forgery.
+    It is the crc32 of the sums of the blocks, about fifteen times as fast as the crc32 of the data, which would slow
+    down requests. It guards against torn writes, not against forgery.
     """
     size = len(data)
     blocks = size // 4096
@@ -71,6 +71,6 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
 
 
 def read_end(file: BinaryIO, path: Path) -> None:
-    """Reads the end chunk; raises :class:`CheckpointError` when something else stands there."""
+    """Reads the end chunk; raises :class:`CheckpointError` if there is something else."""
     if list(read_chunks(file, path)):
-        raise CheckpointError(f"{path}: the snapshot goes on where its end should be; restore it from a copy.")
+        raise CheckpointError(f"{path}: the snapshot continues where its end should be; restore it from a copy.")

@@ -39,7 +39,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Extent:
-    """Blocks that stand together in the row file and whose keys lie in virtual ranges ``first`` to ``last``."""
+    """Consecutive blocks of the row file, with keys in the virtual ranges ``first`` to ``last``."""
 
     offset: int
     num_bytes: int
@@ -56,12 +56,12 @@ class Manifest:
         kind: ``"sparse"`` or ``"dense"``.
         config: the table's configuration in plain values.
         server, num_servers: which part of how many.
-        save_id: the same text in all parts of one save.
+        save_id: the same string in all parts of one save.
         mode: the save mode.
         data: name of the file with the rows, beside the manifest.
         num_bytes: its size.
         rows: how many rows (elements of a dense table) it holds.
-        extents: where they stand.
+        extents: where they are.
     """
 
     kind: str
@@ -80,7 +80,7 @@ def table_folder(dirname: str | Path, table: str) -> Path:
     """Returns the folder of a table inside a checkpoint.
 
     Raises:
-        CheckpointError: it is a symbolic link; a save would remove older parts wherever that leads.
+        CheckpointError: it is a symbolic link; a save would remove older parts at its target.
     """
     folder = Path(dirname) / (quote(table, safe=" ") if table not in (".", "..") else table.replace(".", "%2E"))
     if folder.is_symlink():
@@ -89,18 +89,18 @@ def table_folder(dirname: str | Path, table: str) -> Path:
 
 
 def manifest_path(folder: Path, server: int) -> Path:
-    """Returns where the manifest of a server's part stands."""
+    """Returns the path of the manifest of a server's part."""
     return folder / f"part-{server:03d}.json"
 
 
 def part_number(path: Path) -> int | None:
-    """Returns the number of the server whose manifest ``path`` is by its name, ``None`` when it is none."""
+    """Returns the number of the server whose manifest has this name; ``None`` for another file."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publishes a part; until now nothing referred to its row file."""
+    """Publishes a part; before this nothing referred to its row file."""
     body = json.dumps(asdict(manifest), sort_keys=True)
     text = json.dumps({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "part": body})
     write_atomically(manifest_path(folder, manifest.server), text.encode())
@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _problem(part: Manifest, path: Path) -> str:
-    """Returns what cannot stand in the manifest at ``path``: a checksum shows damage, and anybody can write one."""
+    """Returns what is impossible in the manifest at ``path``: a checksum shows damage, but anybody can compute one."""
     named = _DATA.fullmatch(part.data)
     numbers = [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
     if named is None:
@@ -150,7 +150,7 @@ def _problem(part: Manifest, path: Path) -> str:
     numbers += [number for extent in part.extents for number in asdict(extent).values()]
     kinds = {type(number) for number in numbers}
     if named[2] != suffix or kinds != {int} or not isinstance(part.config, dict) or not isinstance(part.save_id, str):
-        return "a value is not of the kind that belongs there"
+        return "a value has the wrong type"
     if min(numbers) < 0 or not 0 < part.num_servers <= _MAX_SERVERS:
         return "a number is out of range"
     if any(e.offset + e.num_bytes > part.num_bytes or e.rows * LEAST_ROW_BYTES > e.num_bytes for e in part.extents):

@@ -1,4 +1,4 @@
-"""A server's folder is its user's alone: what somebody else has prepared there is refused, not used."""
+"""A server's folder belongs to its user alone: what somebody else has put there is refused, not used."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fleet.errors import ConfigError
 
 __all__ = ["PLAIN", "own_folder"]
 
-# To open with: a link is an error, and a FIFO keeps nobody waiting.
+# Flags to open with: a link is an error, and a FIFO does not block.
 PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def own_folder(path: Path) -> None:
-    """Makes ``path`` with mode 0700 where it lacks; it is a folder of this user then, which others cannot write.
+    """Creates ``path`` with mode 0700 if it is missing, and makes sure that only this user can write it.
 
-    A volume may give the group a right to write (``fsGroup`` of Kubernetes). What this process makes there says who
-    "this user" is: a file system of another machine may call him otherwise, or know no modes.
+    A volume may let the group write (``fsGroup`` of Kubernetes). The owner of a file that this process creates there
+    is "this user": a remote file system may use other ids, or no modes.
 
     Raises:
-        ConfigError: it is a link or a file, belongs to another user, or every user may write it.
-        OSError: it cannot be made or written.
+        ConfigError: it is a link or a file, belongs to another user, or is writable by every user.
+        OSError: it cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -37,12 +37,12 @@ def own_folder(path: Path) -> None:
     if found.st_uid != made.st_uid or found.st_mode & ~made.st_mode & stat.S_IWOTH:
         mode = stat.S_IMODE(found.st_mode)
         raise _refused(
-            path, f"belongs to user {found.st_uid} and has mode {mode:o}, and this process is user {made.st_uid}"
+            path, f"belongs to user {found.st_uid} and has mode {mode:o}, but this process is user {made.st_uid}"
         )
 
 
 def _refused(path: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{path} {what}; a parameter server keeps its state in a folder of its own user that nobody else may write. "
-        "Remove it, or run chmod 700 on it if it is yours, or set FLEET_PS_FOLDER to another place."
+        f"{path} {what}; a parameter server keeps its state in a folder that only its own user may write. Remove it, "
+        "or run chmod 700 on it if it is yours, or set FLEET_PS_FOLDER to another path."
     )

@@ -32,7 +32,7 @@ LEAST_ROW_BYTES = 19  # key, days, count, flags, and one float
 
 
 def encode_block(block: RowBlock) -> bytes:
-    """Returns the block in the form it has in a file."""
+    """Returns the block as bytes of a file."""
     flags = block.admitted.astype(np.uint8) | (block.has_embedx.astype(np.uint8) << 1)
     arrays: list[npt.NDArray[np.generic]] = [
         block.keys.astype("<i8"),
@@ -91,7 +91,7 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
     dtypes = _dtypes(width, bool(flags & _HAS_STATISTICS))
     if rows > _MAX_ROWS or width > _MAX_FLOATS or size != rows * sum(dtype.itemsize for dtype in dtypes):
         raise CheckpointError(f"{where}: {rows} rows of {width} floats do not make {size} bytes. The file is damaged.")
-    payload = file.read(min(size, bytes_left(file)))  # what a header claims is not allocated before it is there
+    payload = file.read(min(size, bytes_left(file)))  # nothing is allocated before the file is known to have it
     if len(payload) < size:
         raise CheckpointError(
             f"{where}: the file ends inside a block ({len(payload)} of {size} bytes). The file is "
@@ -142,7 +142,7 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
 
 
 def bytes_left(file: BinaryIO) -> int:
-    """Returns how many bytes stand behind the file's position."""
+    """Returns how many bytes follow the file's position."""
     return max(0, os.fstat(file.fileno()).st_size - file.tell())
 
 
@@ -150,12 +150,12 @@ def open_plain(path: Path) -> BinaryIO:
     """Returns the file at ``path``, open for reading.
 
     Raises:
-        CheckpointError: it is absent, a symbolic link (which may lead to any file of the machine), or no plain file.
+        CheckpointError: it is absent, a symbolic link (which may lead anywhere), or not a regular file.
     """
     try:
         if path.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
-            what = "a symbolic link" if path.is_symlink() else "no plain file"
-            raise CheckpointError(f"{path}: {what}; a checkpoint holds files only. Put the file itself there.")
+            what = "a symbolic link" if path.is_symlink() else "not a regular file"
+            raise CheckpointError(f"{path}: {what}; a checkpoint holds regular files only. Put the file itself there.")
         return os.fdopen(os.open(path, os.O_RDONLY | PLAIN), "rb")
     except OSError as error:
         if isinstance(error, CheckpointError):
@@ -164,7 +164,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 class temporary_file:
-    """A file that stands at its path once the block has ended without an error, durable; otherwise nowhere."""
+    """A file that is at its path, durable, once the block ends without an error; otherwise nothing is left."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -172,12 +172,12 @@ class temporary_file:
 
     def __enter__(self) -> BinaryIO:
         self._at.unlink(missing_ok=True)
-        self._file = self._at.open("xb", buffering=_BUFFER_BYTES)  # not through a link that somebody has left there
+        self._file = self._at.open("xb", buffering=_BUFFER_BYTES)  # does not follow a link that somebody has left there
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            with self._file:  # closing writes what is left in the buffer, which a full disk refuses once more
+            with self._file:  # closing flushes the buffer, which fails again on a full disk
                 if kind is None:
                     self._file.flush()
                     os.fsync(self._file.fileno())
@@ -188,11 +188,11 @@ class temporary_file:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts ``data`` at ``path``: readers and crashes see the old file or the new one, nothing between."""
+    """Writes ``data`` to ``path`` atomically: after a crash there is the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("xb") as file:  # a link that somebody has left there is not written through
+        with temporary.open("xb") as file:  # does not follow a link that somebody has left there
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -12,9 +12,9 @@ Save modes (those of Paddle's CTR accessors)::
 
     0  every row
     1  delta: score >= base_threshold, delta_score >= delta_threshold, unseen_days <= delta_keep_days;
-       the saved delta scores are taken off the rows once the part is complete
+       the saved delta scores are subtracted from the rows once the part is complete
     2  base: the same without the delta threshold
-    3  every row; then one unseen day is added to every row
+    3  every row; then every row gets one more unseen day
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _GROUP_BITS, _ROWS_PER_LOT = 6, 1 << 17
 
 
 def check_save_mode(mode: int, config: SparseTableConfig | None = None) -> None:
-    """Raises ConfigError unless ``mode`` is 0 to 3 and the table keeps what the mode selects by."""
+    """Raises ConfigError unless ``mode`` is 0 to 3 and the table keeps the statistics that it needs."""
     if mode not in SAVE_MODES or isinstance(mode, bool):
         raise ConfigError(
             f"save mode {mode!r} is not offered; 0 all, 1 delta, 2 base or 3 batch model. (4 and 5 "
@@ -62,7 +62,7 @@ def check_save_mode(mode: int, config: SparseTableConfig | None = None) -> None:
         )
     if config is not None and mode in (1, 2) and config.accessor is None:
         raise ConfigError(
-            f"save mode {mode} selects rows of table {config.name!r} by their score, and the table has "
+            f"save mode {mode} selects rows of table {config.name!r} by their score, but the table has "
             "no accessor to keep one. Use mode 0, or give the table an accessor."
         )
 
@@ -77,21 +77,21 @@ def save_table(
     save_id: str = "",
     stamp: Callable[[], int] | None = None,
 ) -> Saved:
-    """Writes this server's part of a sparse table; pulls and pushes may go on meanwhile.
+    """Writes this server's part of a sparse table; pulls and pushes may continue meanwhile.
 
     Args:
         table: the table.
-        dirname: the checkpoint's folder, made if absent.
-        mode: see the module's text.
+        dirname: the checkpoint's folder, created if missing.
+        mode: see the module's docstring.
         server, num_servers: which part of how many.
-        save_id: the same text on all servers of one save, another one for each save, so that a half-finished save
+        save_id: the same string on all servers of one save and another one for each save, so that an unfinished save
             is refused when loading.
-        stamp: called while no push inside ``table.gate`` is under way; each block carries what it returned when
-            the block was copied.
+        stamp: called while no push holds ``table.gate``; each block carries what it returned when the block was
+            copied.
 
     Raises:
-        ConfigError: unknown mode, or one the table keeps no statistics for.
-        OSError: the disk refused; the previous part is untouched.
+        ConfigError: an unknown mode, or one for which the table keeps no statistics.
+        OSError: the disk failed; the previous part is untouched.
     """
     check_save_mode(mode, table.config)
     folder = table_folder(dirname, table.config.name)
@@ -117,9 +117,9 @@ def save_table(
 def load_table(
     table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, ranges: tuple[int, int] | None = None
 ) -> int:
-    """Returns how many rows were put into the table, from a save of any number of servers; the others are skipped.
+    """Loads rows from a save of any number of servers and returns how many; rows that do not belong here are skipped.
 
-    A folder that holds no such save but text parts is read as text.
+    A folder with text parts instead of such a save is read as text.
 
     Args:
         table: the table; rows of the same keys are replaced, others stay.
@@ -164,7 +164,7 @@ class _GroupWriter:
         self._waiting_rows = self._rows = self._offset = 0
 
     def add(self, block: RowBlock) -> None:
-        """Takes the rows of one copied block; they keep its stamp."""
+        """Adds the rows of one copied block; they keep its stamp."""
         if len(block):
             self._waiting.setdefault(block.stamp, []).append(block)
             self._waiting_rows += len(block)
@@ -197,7 +197,7 @@ class _GroupWriter:
                 self._rows += rows
 
     def finish(self) -> tuple[tuple[Extent, ...], int, int]:
-        """Writes what waits; returns extents, rows and bytes."""
+        """Writes the remaining rows; returns extents, rows and bytes."""
         self._flush()
         return tuple(self._extents), self._rows, self._offset
 
@@ -272,7 +272,7 @@ def save_dense(
     num_servers: int = 1,
     save_id: str = "",
 ) -> Saved:
-    """Writes this server's elements ``start`` on of ``total``, with the state of their rule, as one moment saw them."""
+    """Writes this server's elements ``start`` on of ``total``, with the state of their rule, from one moment."""
     values, state = table.read_state()
     folder = table_folder(dirname, table.config.name)
     path = _new_part(folder, server, "dense")
@@ -293,7 +293,7 @@ def save_dense(
 def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total: int | None = None) -> None:
     """Fills the table with its elements from a save of any number of servers; state per element comes with them.
 
-    A step count that servers kept apart becomes the largest of them.
+    Step counts of several servers become the largest one.
 
     Raises:
         CheckpointError: a file is absent, damaged, or does not hold these elements; the table is unchanged.
@@ -341,7 +341,7 @@ def _new_part(folder: Path, server: int, suffix: str) -> Path:
 
 
 def _publish_part(folder: Path, manifest: Manifest) -> None:
-    """Makes the part the server's current one and removes row files that no manifest names any more."""
+    """Makes this part the server's current one and removes row files that no manifest names any longer."""
     write_manifest(folder, manifest)
     for old in folder.glob(f"part-{manifest.server:03d}-*"):
         if old.suffix in (".rows", ".dense") and old.name != manifest.data:
@@ -354,7 +354,7 @@ def _publish_part(folder: Path, manifest: Manifest) -> None:
 
 
 def _is_old(path: Path, manifest: Manifest) -> bool:
-    """Returns whether the part at ``path`` is of another save than ``manifest``; one that nobody can load is."""
+    """Returns whether the part at ``path`` is from another save than ``manifest``, or cannot be loaded."""
     try:
         other = read_manifest(path)
     except CheckpointError:

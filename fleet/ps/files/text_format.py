@@ -5,11 +5,10 @@ servers together are the whole embedding. A line is::
 
     key slot unseen_days delta_score show click embed_w [embed state] embedx_w... [embedx state]
 
-The embed part is the first column; the embedx part and its state are absent while the row has none. State stands in
+The embed part is the first column; the embedx part and its state are absent while the row has none. State is in
 the order of the rule; the step count t of Adam is written as ``beta1^(t+1) beta2^(t+1)``, the factors of its
-next step, as Paddle keeps them. Numbers have nine digits, so that a
-table comes back bit for bit. A table without accessor writes its pushes as shows, and state that its rule keeps once
-per row stands in both parts.
+next step, as Paddle keeps them. Numbers have nine digits, so a table is restored bit for bit. A table without an
+accessor writes its pushes as shows, and state that its rule keeps once per row is in both parts.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from fleet.ps.table.sparse_table import SparseTable
 
 _HEAD = 6
 _ROWS_AT_A_TIME = 4096
-_NUMBER_BYTES = 64  # the most a number of a line takes, or a packed file of 3 MB could hold a line of 3 GB
+_NUMBER_BYTES = 64  # the longest number: without a limit a compressed file of 3 MB could hold a line of 3 GB
 _PART = re.compile(r"part-[0-9]+-[0-9]+(\.gz)?")
 _NUMBER = re.compile(r"part-([0-9]+)")
 
 
 class _TextRow:
-    """Where the numbers of a line stand in a row: one tuple of row places for each of the two parts."""
+    """Where the numbers of a line are in a row: a tuple of places for each of the two parts."""
 
     def __init__(self, table: SparseTable) -> None:
         layout = table.layout
@@ -66,7 +65,7 @@ class _TextRow:
             self.parts.append(places)
 
     def numbers(self, values: Float32s, part: int) -> npt.NDArray[np.float64]:
-        """Returns what the lines hold for one part of rows ``values``."""
+        """Returns the numbers of lines for one part of rows ``values``."""
         out = values[:, self.parts[part]].astype(np.float64)
         for of_part, column, rule in self.steps:
             if of_part == part:
@@ -76,7 +75,7 @@ class _TextRow:
         return out
 
     def fill(self, values: Float32s, part: int, numbers: npt.NDArray[np.float64]) -> None:
-        """Puts one part of lines into rows ``values``."""
+        """Writes one part of lines to rows ``values``."""
         numbers = numbers.copy()
         for of_part, column, rule in self.steps:
             if of_part == part:
@@ -87,7 +86,7 @@ class _TextRow:
 
 
 def _steps_of(power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], rule: Rule) -> npt.NDArray[np.float64]:
-    """Returns the t behind beta1^(t+1) and beta2^(t+1): from the slower power while it is above zero."""
+    """Returns t from beta1^(t+1) and beta2^(t+1), by the slower power while it is above zero."""
     steps = np.zeros(len(power1))
     for power, beta in ((power1, rule["beta1"]), (power2, rule["beta2"])):
         if 0.0 < beta < 1.0:
@@ -97,7 +96,7 @@ def _steps_of(power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], 
 
 
 def export_text(table: SparseTable, dirname: str | Path, *, server: int = 0, compress: bool = False) -> Saved:
-    """Writes this server's rows as text; rows that wait for admission are left out. Training may go on meanwhile."""
+    """Writes this server's rows as text; omits rows that wait for admission. Training may continue meanwhile."""
     folder = table_folder(dirname, table.config.name)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{server:03d}-00000{'.gz' if compress else ''}"
@@ -118,7 +117,7 @@ def export_text(table: SparseTable, dirname: str | Path, *, server: int = 0, com
 
 
 def save_text(table: SparseTable, dirname: str | Path, *, server: int = 0, num_servers: int = 1) -> Saved:
-    """Writes this server's rows as text in place of what an earlier save of this table has left in the folder."""
+    """Writes this server's rows as text, in place of an earlier save of this table in the folder."""
     saved = export_text(table, dirname, server=server)
     folder = table_folder(dirname, table.config.name)
     _remove(server, num_servers, [*folder.glob("part-*.json"), *folder.glob("part-*.rows")])

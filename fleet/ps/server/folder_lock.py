@@ -11,7 +11,7 @@ from pathlib import Path
 from fleet.errors import PSError
 from fleet.ps.files.own_folder import PLAIN, own_folder
 
-if sys.platform != "win32":  # no POSIX locks there: nobody is kept out
+if sys.platform != "win32":  # Windows has no POSIX locks: there nothing is locked
     import fcntl
 
 __all__ = ["FolderLock"]
@@ -20,18 +20,18 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """Holds a folder until :meth:`release`; a process that dies lets go of it.
+    """Holds a folder until :meth:`release`, or until the process dies.
 
-    A second server there would cut the journal that the first one writes, and both would lose pushes.
+    Two servers in one folder would truncate each other's journal, and both would lose pushes.
 
     Args:
-        folder: made when missing.
-        patience_s: how long a process that is about to end may keep it.
+        folder: created when missing.
+        patience_s: how long to wait for a process that is about to end.
 
     Raises:
-        ConfigError: it is not this user's alone.
-        PSError: another process has it.
-        OSError: the folder cannot be made or written.
+        ConfigError: the folder does not belong to this user alone.
+        PSError: another process holds it.
+        OSError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path, patience_s: float = 5.0) -> None:
@@ -40,7 +40,7 @@ class FolderLock:
         self.renew(patience_s)
 
     def renew(self, patience_s: float = 0.0) -> None:
-        """Takes the folder, anew where somebody has removed it together with the lock; raises as the class does."""
+        """Takes the folder, again if somebody has removed it together with the lock; raises as the class does."""
         folder = self._path.parent
         own_folder(folder)
         if self._fd >= 0 and self._path.exists() and os.path.samestat(os.fstat(self._fd), self._path.stat()):
@@ -48,21 +48,21 @@ class FolderLock:
         self.release()
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | PLAIN, 0o600)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise PSError(f"{self._path} is no plain file, and not of a parameter server. Remove it.")
+            raise PSError(f"{self._path} is not a regular file, so no parameter server made it. Remove it.")
         deadline = time.monotonic() + patience_s
         while not self._take():
             if time.monotonic() > deadline:
                 self.release()
                 raise PSError(
                     f"another process uses {folder}, the folder of this parameter server. A server of this number "
-                    "is running already: stop it, or give this job a FLEET_PS_FOLDER of its own."
+                    "is already running: stop it, or give this job its own FLEET_PS_FOLDER."
                 )
             time.sleep(_POLL_S)
 
     def _take(self) -> bool:
         if sys.platform != "win32":
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: children do not inherit it
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
             except (BlockingIOError, PermissionError):
                 return False
             except OSError:
@@ -70,7 +70,7 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Lets go of the folder."""
+        """Releases the folder."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

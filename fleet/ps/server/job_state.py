@@ -1,4 +1,4 @@
-"""What a server knows about its workers: who lives, how far each has come, what each has had applied.
+"""What a server knows about its workers: which are alive, how far each has come, what was applied of each.
 
 Everything here changes under one lock, the journal's, so that it belongs to a definite log sequence number.
 
@@ -36,10 +36,10 @@ Keys = NDArray[np.int64]
 
 
 class GeoRecorder:
-    """Keeps, per worker and table, the ids that others added to.
+    """Keeps, per worker and table, the ids that other workers have changed.
 
-    A worker numbers its questions. The ids of one answer are kept until the next number comes, so that an answer
-    which was lost on its way is given again, with the values of that moment. The caller does the locking.
+    A worker numbers its questions. The ids of an answer are kept until the next number comes, so an answer that was
+    lost can be repeated, with the values of that moment. The caller does the locking.
 
     Example:
         >>> recorder = GeoRecorder(2)
@@ -105,7 +105,7 @@ class Channel:
     """One ordered stream of changes of a worker.
 
     A channel is first in, first out, and after a reconnect the worker resends from the oldest change that may be
-    lost. So a number that is not greater than ``last`` is always one that was applied, and no window is needed.
+    lost. So every number up to ``last`` was applied, and no window is needed.
     """
 
     last: int = 0
@@ -117,7 +117,7 @@ class Channel:
         """Notes that change ``seq`` is record ``lsn``."""
         self.last = seq
         self.marks.append((lsn, seq))
-        if len(self.marks) > _KEPT_MARKS:  # level 0 makes nothing durable; of a slow disk every other mark tells enough
+        if len(self.marks) > _KEPT_MARKS:  # level 0 never clears marks; with a slow disk every other mark is enough
             self.marks = deque(list(self.marks)[::-2][::-1])
 
     def durable_seq(self, durable_lsn: int) -> int:
@@ -129,7 +129,7 @@ class Channel:
 
 @dataclass(slots=True)
 class Held:
-    """A gradient message that waits for the other workers (sync mode): its body as it came."""
+    """A gradient message that waits for the other workers (sync mode), with its body as received."""
 
     n_tables: int
     flags: int
@@ -143,12 +143,12 @@ class Worker:
     rank: int
     client_id: int = 0
     state: str = "expected"
-    clock: int = 0  # steps this worker has pushed whole
+    clock: int = 0  # steps that this worker has pushed completely
     steps: dict[int, int] = field(default_factory=dict)  # last step applied, by table
     channels: dict[int, Channel] = field(default_factory=dict)
     fenced: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FENCED))
     seen: float = 0.0
-    busy: int = 0  # requests being worked on: the worker waits for the server, not the other way round
+    busy: int = 0  # requests in progress: the worker waits for the server, not the other way round
 
     def channel(self, number: int) -> Channel:
         """Returns the channel with this number."""
@@ -162,7 +162,7 @@ class JobState:
         num_workers: how many ranks there are.
         lock: the journal's lock; ``changed`` is a condition on it.
         name: of the job; state of another job is not taken over.
-        lease_s: a worker that was heard and then is silent for so long counts as dead until it is heard again.
+        lease_s: a worker that is silent for this long counts as dead until it is heard again.
     """
 
     def __init__(self, num_workers: int, lock: threading.Lock, lease_s: float = 60.0, name: str = "") -> None:
@@ -175,10 +175,10 @@ class JobState:
         self.applied_step = 0
         self.held: dict[int, dict[int, Held]] = {}
         self.barriers: dict[str, int] = {}
-        self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all who met there
+        self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all workers that met there
         self.arrived: dict[tuple[str, int], set[int]] = {}
         self.standing: dict[int, tuple[str, float]] = {}  # by rank: the call it stands in, and since when
-        self.stuck: dict[int, str] = {}  # by rank: why it waits for nothing, until it was told
+        self.stuck: dict[int, str] = {}  # by rank: why it waits in vain, until it has been told
         self.recorder = GeoRecorder(num_workers)
         self.saved: dict[str, dict[str, Any]] = {}  # answers of the latest saves, by save id
         self.stopped = False
@@ -186,7 +186,7 @@ class JobState:
     # -- membership (the caller holds ``changed``) ---------------------------------------------------------------
 
     def attach(self, rank: int, channel: Channel, client_id: int) -> bool:
-        """Makes process ``client_id`` the one that speaks for ``rank``; returns whether it is a new one."""
+        """Makes process ``client_id`` speak for ``rank``; returns whether it is a new process."""
         worker = self.workers[rank]
         if client_id in worker.fenced:
             raise Fenced(f"worker {rank}: a newer process has taken over this rank; this one must end.")
@@ -255,7 +255,7 @@ class JobState:
     # -- sync mode -----------------------------------------------------------------------------------------------
 
     def hold(self, rank: int, step: int, held: Held) -> bool:
-        """Keeps a gradient until the others' have come; returns False if the step is done or held already."""
+        """Keeps a gradient until the others' arrive; returns False if the step is applied or held already."""
         if step <= self.applied_step or rank in self.held.get(step, ()):
             return False
         self.held.setdefault(step, {})[rank] = held
@@ -263,13 +263,13 @@ class JobState:
 
     def stepping(self) -> list[Worker]:
         """Returns the active workers that can still push: one that stands at a barrier pushes nothing."""
-        standing: set[int] = set().union(*self.arrived.values())  # in one go: not every caller holds the lock
+        standing: set[int] = set().union(*self.arrived.values())  # in one expression: not every caller holds the lock
         return [worker for worker in self.active() if worker.rank not in standing]
 
     def ready_step(self) -> int | None:
-        """Returns the step for which the gradient of every worker that can push is here, None when there is none.
+        """Returns the step for which every worker that can push has sent its gradient, None when there is none.
 
-        So a worker with fewer batches, which waits at a barrier for the others, does not keep them waiting for it.
+        A worker with fewer batches stands at a barrier, and so does not hold the others up.
         """
         step = self.applied_step + 1
         held = self.held.get(step)
@@ -277,7 +277,7 @@ class JobState:
             later = [number for number in self.held if number > step]
             if not later or any(worker.clock < min(later) for worker in self.stepping()):
                 return None
-            step = min(later)  # nobody is left who will send the steps between
+            step = min(later)  # no worker is left that will send the steps in between
             held = self.held[step]
         return step if all(worker.rank in held or worker.clock > step for worker in self.stepping()) else None
 
@@ -299,12 +299,12 @@ class JobState:
             self.changed.notify_all()
 
     def absent(self, name: str, number: int) -> list[int]:
-        """Returns the ranks that are waited for at the ``number``-th barrier ``name``."""
+        """Returns the ranks that the ``number``-th barrier ``name`` still waits for."""
         standing = self.arrived.get((name, number), set())
         return [worker.rank for worker in self.active() if worker.rank not in standing]
 
     def note_stuck(self, after_s: float) -> None:
-        """Lets all workers go when they have stood for so long at barriers of which none can open."""
+        """Releases all workers when each stands at a barrier, none can open, and the last came ``after_s`` ago."""
         standing = dict(self.standing)
         if not {worker.rank for worker in self.active()} <= standing.keys():
             return

@@ -1,23 +1,24 @@
-"""The journal: every change of a server's state, in order, in files that only grow at their end.
+"""The journal: every change of a server's state, in order, in append-only files.
 
 Each record has a log sequence number (LSN). A server that was killed loads its snapshot and applies the records that
-are newer than what the snapshot holds. Levels: 0 writes nothing; 1 writes to the page cache, which survives the
-death of the process and not that of the machine; 2 also calls fdatasync for groups of records.
+are newer than the snapshot. Level 0 writes nothing; level 1 writes to the page cache, which survives the death of the
+process but not of the machine; level 2 also calls fdatasync for groups of records.
 
 A record whose end is missing (the process died while writing) is found by its checksum and cut off.
 
 [Note: A sync does not stop the server]
 ``lock`` orders records and is held for each append. A sync takes ``_syncing``, reads the open file and the last record
-under ``lock``, calls fdatasync without it, and then marks the records up to that one as durable. So records are appended
-while the disk works; they are durable with the next sync. A file that ``rotate`` leaves may be in the hands of a sync:
-it is retired, and closed by a later sync. After a failed fdatasync nothing counts as durable any more and no record is
-taken: the kernel may have dropped pages and would not say so again.
+under ``lock``, calls fdatasync without it, and then marks the records up to that one as durable. Records that are
+appended while the disk works become durable with the next sync. A sync may be using the file that ``rotate`` leaves, so
+that file is retired and a later sync closes it. After a failed fdatasync nothing more counts as durable and no record
+is taken: the kernel may have dropped pages and would not report it again.
 
 [Note: What a machine that died leaves]
-Until it is synced, anything may be on the disk: the end of a file is old or zeros, a later file is whole and an earlier
+Before a sync the disk may hold anything: the end of a file is old or zeros, or a later file is complete and an earlier
 one is not. At level 2 every segment is durable before the next one begins, and the newest one before a snapshot that
-may hold some of its records is published; so whatever is missing was promised to nobody. At level 1 the newest segment
-may be whole behind one that is not. Then the records up to the gap are taken, the segments behind it set aside.
+may hold some of its records is published. So what is missing was never promised to anybody. At level 1 the newest
+segment may be complete after one that is not. Then the records up to the gap are replayed and the segments after it are
+set aside.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RecordKind:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One change: who made it, under which number, and its body as it came over the wire."""
+    """One change: who made it, under which number, and its body as received."""
 
     kind: int
     lsn: int = 0
@@ -80,10 +81,10 @@ class Journal:
     """Appends records once it is open; :attr:`lock` orders them and whatever must change together with them.
 
     Args:
-        folder: where the segments are; made when missing. ``None`` only with level 0.
-        level: 0, 1 or 2 as above.
-        last_lsn: number of the last record that exists already.
-        sync_interval_s: level 2: the longest time between a record and its fdatasync, roughly.
+        folder: where the segments are; created when missing. ``None`` only with level 0.
+        level: 0, 1 or 2, see above.
+        last_lsn: number of the last existing record.
+        sync_interval_s: level 2: roughly the longest time between a record and its fdatasync.
     """
 
     def __init__(
@@ -97,21 +98,21 @@ class Journal:
         self.level = level
         self.last_lsn = last_lsn
         self.bytes_written = 0
-        self.in_snapshot: int | None = None  # the last record that a snapshot has made superfluous
+        self.in_snapshot: int | None = None  # the last record that a snapshot has made unnecessary
         self._folder = folder
         self._sync_interval_s = sync_interval_s
         self._fd = -1
-        self._first = self._position = 0  # of the segment that is written: its first record, and its length
+        self._first = self._position = 0  # of the current segment: its first record, and its length
         self._failed: str | None = None
         self._durable_lsn = last_lsn
-        self._syncing = threading.Lock()  # taken before the other: the files of a sync stay open
-        self._retired: list[int] = []  # files that are written no more, to be closed after a sync that may have them
+        self._syncing = threading.Lock()  # taken before lock, so that the files of a sync stay open
+        self._retired: list[int] = []  # files no longer written, to be closed after a sync that may be using them
         self._closing = threading.Event()
         self._dirty = threading.Event()
         self._syncer: threading.Thread | None = None
 
     def open(self) -> None:
-        """Starts a segment after :attr:`last_lsn`; what stands on the disk before it counts as durable."""
+        """Starts a segment after :attr:`last_lsn`; everything before it counts as durable."""
         if self.level:
             assert self._folder is not None
             own_folder(self._folder)
@@ -119,8 +120,8 @@ class Journal:
                 for _, path in _segments(self._folder):
                     _fsync(path)
                 for folder in self._folder.absolute().parents[:3]:
-                    with contextlib.suppress(PermissionError):  # not one of ours then
-                        _fsync(folder)  # or the folder's own name may be lost with the machine
+                    with contextlib.suppress(PermissionError):  # then it is not one of ours
+                        _fsync(folder)  # or a power failure may lose the folder's own name
             self._open_segment()
         self._durable_lsn = self.last_lsn
         if self.level == 2:
@@ -129,14 +130,14 @@ class Journal:
 
     @property
     def durable_lsn(self) -> int:
-        """The last record that survives what this level promises to survive."""
+        """The last record that survives what this level protects against."""
         return self.last_lsn if self.level == 1 else self._durable_lsn
 
     def append(self, record: Record) -> int:
         """Writes ``record`` and returns its LSN; the caller holds :attr:`lock`.
 
         Raises:
-            PSError: the disk refused; the journal stands as before the call.
+            PSError: the write failed; the journal is as before the call.
         """
         lsn = self.last_lsn + 1
         if self.level:
@@ -166,7 +167,7 @@ class Journal:
         """Starts a new segment and returns the LSN of the last record before it; the caller holds :attr:`lock`.
 
         Raises:
-            OSError: the disk refused; the segment before is written on.
+            OSError: the disk failed; the old segment stays in use.
         """
         if self.level and (self._first != self.last_lsn + 1 or self._is_unlinked()):
             if self.level == 2:
@@ -188,7 +189,7 @@ class Journal:
             there = self._segment(self._first).stat()
         except (FileNotFoundError, NotADirectoryError):
             return True
-        return not mine.st_nlink and not os.path.samestat(mine, there)  # some file systems count no names
+        return not mine.st_nlink and not os.path.samestat(mine, there)  # some file systems do not count links
 
     def _segment(self, first: int) -> Path:
         assert self._folder is not None
@@ -210,7 +211,7 @@ class Journal:
         """Makes every record of the newest segment so far durable on the machine; others may be appended meanwhile.
 
         Raises:
-            OSError: the disk refused; the journal takes no more records.
+            OSError: the disk failed; the journal takes no more records.
         """
         self._sync_once()
 
@@ -234,14 +235,14 @@ class Journal:
         own_folder(self._folder)
         path = self._segment(self.last_lsn + 1)
         before = (self._fd, self._position)
-        path.unlink(missing_ok=True)  # of a server that wrote no record into it; a link is not written through
+        path.unlink(missing_ok=True)  # left by a server that wrote no record into it; a link is not followed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
         self._position = 0
         try:
             self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
-            _fsync(self._folder)  # or the new name may be lost with the machine
-        except OSError:  # the records that come belong to the segment before, which is whole
+            _fsync(self._folder)  # or a power failure may lose the new name
+        except OSError:  # later records belong to the old segment, which is complete
             os.close(self._fd)
             self._fd, self._position = before
             path.unlink(missing_ok=True)
@@ -253,8 +254,8 @@ class Journal:
     def _write(self, buffers: Sequence[Buffer]) -> None:
         if self._failed:
             raise PSError(
-                f"the journal in {self._folder} is closed after an earlier failure: {self._failed}. Mend the disk and "
-                "restart the server; workers send again what it lacks."
+                f"the journal in {self._folder} is closed after an earlier failure: {self._failed}. Repair the disk "
+                "and restart the server; workers resend what it lacks."
             )
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         written = 0
@@ -273,7 +274,7 @@ class Journal:
                 os.lseek(self._fd, self._position, os.SEEK_SET)
             except OSError as second:
                 self._failed = f"{error}; {second}"
-            raise PSError(f"the journal in {self._folder} could not be written: {error}. Make room there.") from None
+            raise PSError(f"the journal in {self._folder} could not be written: {error}. Free some space.") from None
         self._position += total
 
     def _sync_fd(self) -> None:
@@ -290,7 +291,7 @@ class Journal:
         while not self._closing.is_set():
             self._dirty.wait()
             self._dirty.clear()
-            with contextlib.suppress(OSError):  # it is noted, and said at the next record
+            with contextlib.suppress(OSError):  # noted, and raised by the next append
                 self._sync_once()
             self._closing.wait(self._sync_interval_s)
 
@@ -317,7 +318,7 @@ class Journal:
 
 
 def _refused(error: OSError) -> str:
-    # The kernel may have dropped what it could not write, and the next fdatasync would not say so any more.
+    # The kernel may have dropped what it could not write, and the next fdatasync would not report it again.
     return f"the disk did not take records: {error}"
 
 
@@ -341,15 +342,15 @@ def _segments(folder: Path) -> list[tuple[int, Path]]:
 def read_journal(
     folder: Path, after_lsn: int, on_cut: list[str] | None = None, *, known: int = 0, exact: bool = True
 ) -> Iterator[Record]:
-    """Yields the records newer than ``after_lsn``; cuts an incomplete last record off its file.
+    """Yields the records newer than ``after_lsn``; cuts off an incomplete last record.
 
     Args:
         folder: where the segments are.
         after_lsn: what the snapshot already holds.
-        on_cut: receives a line for each thing that is missing.
-        known: the last record that some row of the snapshot holds. A server that found its journal to end before it
-            has gone on after it.
-        exact: whether the disk was promised to have everything. Otherwise what follows a gap is set aside, see
+        on_cut: receives a line for everything that is missing.
+        known: the last record that some row of the snapshot holds. A server whose journal ended earlier has
+            continued after it.
+        exact: whether everything must be on the disk. Otherwise what follows a gap is set aside, see
             [Note: What a machine that died leaves].
 
     Raises:
@@ -389,7 +390,7 @@ def read_journal(
 
 
 def _read_segment(path: Path, first: int) -> Iterator[tuple[Record | None, int]]:
-    """Yields the head (as ``None``) and each whole record with the place where it ends."""
+    """Yields the head (as ``None``) and each complete record, with the offset of its end."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if file.read(_SEGMENT.size) != _SEGMENT.pack(_SEGMENT_MAGIC, first):
@@ -401,7 +402,7 @@ def _read_segment(path: Path, first: int) -> Iterator[tuple[Record | None, int]]
 
 
 def _end_segment(path: Path, good: int, last: bool, lines: list[str]) -> str:
-    """Cuts what is behind ``good`` off the last segment; returns what is wrong with another one."""
+    """Truncates the last segment to ``good`` bytes; returns what is wrong with an earlier one."""
     size = path.stat().st_size
     if good == size:
         return ""

@@ -1,4 +1,4 @@
-"""What a parameter server and a worker measure of themselves, for the log and for who asks for metrics."""
+"""What a parameter server and a worker measure of themselves, for the log and for metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Measure:
 
 
 def server_measures(state: ServerState) -> list[Measure]:
-    """Returns what there is to know of a server now."""
+    """Returns the measures of a server now."""
     job = state.job
     counts = state.counts
     tables = {fact_name(table): table.describe() for table in state.tables.values()}
@@ -59,7 +59,7 @@ def server_measures(state: ServerState) -> list[Measure]:
 
 
 def worker_measures(trainer: Trainer) -> list[Measure]:
-    """Returns what there is to know of a worker now."""
+    """Returns the measures of a worker now."""
     waiting = {name: float(count) for name, count in trainer.waiting().items()}
     return [
         Measure("memory_bytes", "resident memory of the process", resident_bytes()),
@@ -76,7 +76,7 @@ def worker_measures(trainer: Trainer) -> list[Measure]:
 
 
 class Summary:
-    """One line about a server now and then: rows, memory, rows per second since the line before, queues, staleness."""
+    """One line about a server: rows, memory, rows per second since the last line, queues, staleness."""
 
     def __init__(self, state: ServerState, now: float) -> None:
         self._state = state

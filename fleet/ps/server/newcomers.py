@@ -1,4 +1,4 @@
-"""Connections without a proof of the secret: few at a time, and no stranger keeps others out or fills the log."""
+"""Connections that have not proven the secret: a few at a time, so no stranger keeps others out or fills the log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ INTERVAL_S = 60.0
 
 
 def host_of(peer: str) -> str:
-    """Returns where a peer ``address:port`` is, without its port."""
+    """Returns the address of a peer ``address:port``."""
     return peer.rpartition(":")[0] or peer
 
 
 class Newcomers:
-    """The unproven connections, oldest first; whoever uses it holds a lock."""
+    """The unproven connections, oldest first; the caller does the locking."""
 
     def __init__(self) -> None:
         self._connections: dict[Connection, str] = {}
@@ -30,7 +30,7 @@ class Newcomers:
         return len(self._connections)
 
     def add(self, connection: Connection) -> None:
-        """Notes a connection that has just come."""
+        """Notes a new connection."""
         self._connections[connection] = host_of(connection.peer)
 
     def discard(self, connection: Connection) -> None:
@@ -48,7 +48,7 @@ class Newcomers:
 
 
 class Complaints:
-    """Lines about peers, at most one a minute for each address and few in all; a later one says what was left out."""
+    """Lines about peers, at most one a minute per address and few in all; a later line counts those left out."""
 
     def __init__(self, notify: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._notify = notify

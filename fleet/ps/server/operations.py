@@ -34,7 +34,7 @@ from fleet.ps.wire.sealed import Sealed
 __all__ = ["Answer", "ConnectedWorker", "Operations"]
 
 BEAT_S = 2.0
-STUCK_S = 5.0  # a worker that came back may still be on its way from one barrier to the next
+STUCK_S = 5.0  # a restarted worker may still be between two barriers
 MAX_CHANNEL = 1 << 16
 
 
@@ -46,11 +46,11 @@ class Answer:
     buffers: list[Buffer] = field(default_factory=list)
     n_tables: int = 0
     flags: int = MessageFlag.NONE
-    step: int | None = None  # what the answer holds at least; the last step of sync mode by default
+    step: int | None = None  # the step that the answer holds at least; by default the last one of sync mode
 
 
 class ConnectedWorker:
-    """One connection of a worker, with the buffers it uses again and again."""
+    """One connection of a worker, with the buffers it reuses."""
 
     def __init__(self, connection: Sealed) -> None:
         self.connection = connection
@@ -61,13 +61,13 @@ class ConnectedWorker:
         self._rows = np.empty(1 << 14, np.float32)
 
     def body(self, size: int) -> memoryview:
-        """Returns ``size`` writable bytes; the view before is void."""
+        """Returns ``size`` writable bytes; invalidates the previous view."""
         if size > len(self._body):
             self._body = bytearray(size)
         return memoryview(self._body)[:size]
 
     def rows(self, size: int) -> Any:
-        """Returns ``size`` float32 elements; the array before is void."""
+        """Returns ``size`` float32 elements; invalidates the previous array."""
         if size > len(self._rows):
             self._rows = np.empty(size + size // 4, np.float32)
         return self._rows[:size]
@@ -83,7 +83,7 @@ class Operations:
         config: the server's configuration.
         state: tables, workers and journal.
         snapshot: writes a snapshot now.
-        save, load: write and read the tables named in a request; they return what the answer says.
+        save, load: write and read the tables named in a request; return the fields of the answer.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Operations:
             raise Refused(f"table ids are integers, received {sorted(specs)}.") from None
         if any(not 0 <= key < 1 << 16 for key in numbered):
             raise Refused(f"table ids are 0 to 65535, received {sorted(numbered)}.")
-        with self._busy(worker):  # a save or a snapshot may be on its way, for minutes
+        with self._busy(worker):  # a save or a snapshot may take minutes
             _with_beats(lambda: self._state.create_tables(numbered), beat)
         return Answer()
 
@@ -306,11 +306,11 @@ class Operations:
         if not isinstance(name, str) or len(name) > 256 or number < 1 or not isinstance(call, str):
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
         with job.changed:
-            is_past = job.barriers.get(name, 0) >= number  # the worker comes a second time, after a restart
+            is_past = job.barriers.get(name, 0) >= number  # the worker comes again, after a restart
             job.arrive(name, number, worker.rank)
         self._state.settle()  # the others no longer wait for a step of this worker
         self._stand(worker, name, number, call, beat)
-        # Those who have made fewer steps than others go on with the same number, or the others would wait for them.
+        # Workers that have taken fewer steps continue with the same number, or the others would wait for them.
         clocks = [worker.clock for worker in job.active()] if self._config.staleness is not None else []
         step = 0 if is_past else max([job.applied_step, *clocks])
         with job.changed:
@@ -318,10 +318,10 @@ class Operations:
         return Answer(buffers=[control_body({"step": step, "key": key})])
 
     def _stand(self, worker: Worker, name: str, number: int, call: str, beat: Beat) -> None:
-        """Returns when the barrier is open.
+        """Waits until the barrier is open.
 
         Raises:
-            Refused: every worker stands at a barrier, and they are different ones.
+            Refused: all workers stand at barriers, but at different ones.
         """
         job = self._job
         rank = worker.rank
@@ -329,7 +329,7 @@ class Operations:
         def say() -> None:
             with job.changed:
                 job.note_stuck(STUCK_S)
-            place = f"{call}: they have to call it, too. {job.account()}"
+            place = f"{call}: they must call it, too. {job.account()}"
             beat({"place": place, "waiting_for": job.absent(name, number)})
 
         with job.changed:
@@ -344,8 +344,8 @@ class Operations:
                 account = job.stuck.pop(rank, None)
         if account is not None:
             raise Refused(
-                f"{call} waits for all workers, and none can go on: {account}. Every worker makes this call, at the "
-                "same place of the script, not under fleet.is_first_worker()."
+                f"{call} waits for all workers, and none can continue: {account}. Every worker must make this call, at "
+                "the same place in the script, not under fleet.is_first_worker()."
             )
 
     def _wait_for_step(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
@@ -359,7 +359,7 @@ class Operations:
 
     @contextmanager
     def _busy(self, worker: Worker) -> Iterator[None]:
-        """Keeps the lease of a worker that waits for this server."""
+        """Keeps the lease of a worker while it waits for this server."""
         with self._job.changed:
             worker.busy += 1
         try:
@@ -381,7 +381,7 @@ class Operations:
                 return action(fields)
             except FleetError:
                 raise
-            except OSError as error:  # of the disk, which does not say where
+            except OSError as error:  # from the disk, without a path
                 raise Refused(f"{fields.get('dirname')}: {error}.") from None
 
         with self._busy(worker):
@@ -427,7 +427,7 @@ def _with_beats(action: Callable[[], Any], beat: Beat) -> Any:
     def run() -> None:
         try:
             outcome.append(action())
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised in the waiting thread
             failure.append(error)
 
     thread = threading.Thread(target=run, name="parameter server action", daemon=True)

@@ -1,7 +1,7 @@
 """A table as the server sees it: requests are checked against it, and a snapshot of it can be written and read.
 
-``order`` is held while a change is journaled and applied, so that a replay meets the rows in the same order. It is
-a lock per table; pulls do not take it.
+``order`` is held while a change is journaled and applied, so that a replay changes the rows in the same order. Each
+table has one; pulls do not take it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_DAY = 256
 
 
 class Stamps:
-    """Up to which record each restored row is known; rows that were not in the snapshot are known up to none."""
+    """The last record that each restored row holds; rows that were not in the snapshot hold none."""
 
     def __init__(self) -> None:
         self.latest = 0
@@ -63,7 +63,7 @@ class Stamps:
 
 
 def missing_parts(parts: Sequence[TablePart], stamps: Mapping[int, Stamps], lsn: int) -> list[TablePart]:
-    """Returns the rows of ``parts`` that the snapshot does not hold record ``lsn`` for."""
+    """Returns the rows of ``parts`` that do not hold record ``lsn`` yet."""
     missing = []
     for part in parts:
         known = stamps.get(part.table_id)
@@ -87,9 +87,9 @@ def missing_parts(parts: Sequence[TablePart], stamps: Mapping[int, Stamps], lsn:
 
 
 def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = False) -> TablePart:
-    """Returns the one part that stands for one part per worker; a worker that lacks an id counts as zero.
+    """Returns the mean of one part per worker; a worker without an id counts as zero.
 
-    The float32 sums run in the order of ``parts``, so the result depends on that order alone.
+    The float32 sums run in the order of ``parts``, so the result depends only on that order.
 
     Args:
         parts: of one table, all sparse or all dense; rows are float32.
@@ -150,7 +150,7 @@ class ServedTable(Protocol):
 
     order: threading.Lock
     gate: Gate
-    learning_rate: float | None  # what it was set to, None while it is the configuration's
+    learning_rate: float | None  # the rate it was set to; None while the configuration's applies
     keeps_shows: bool
 
     def check(self, part: TablePart, change: bool) -> None:
@@ -175,7 +175,7 @@ class ServedTable(Protocol):
         """Replaces dense values."""
 
     def alter(self, action: str, fields: dict[str, Any]) -> int:
-        """Does a logged change of the whole table; returns how many rows it concerned."""
+        """Changes the whole table; returns the number of rows affected."""
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""
@@ -195,7 +195,7 @@ class ServedSparse:
         self.gate = table.gate
         self.order = threading.Lock()
         self.learning_rate: float | None = None
-        self.day: str | None = None  # the one that advance_day has named last
+        self.day: str | None = None  # the last one that advance_day named
         self.keeps_shows = table.config.accessor is not None
 
     def set_learning_rate(self, value: float) -> None:
@@ -236,7 +236,7 @@ class ServedSparse:
         self.table.add(part.ids, part.rows)
 
     def set_values(self, part: TablePart) -> None:
-        """Does not exist for rows: they are set by loading."""
+        """Not possible for rows: only loading sets them."""
         raise AssertionError("the request was checked")
 
     def alter(self, action: str, fields: dict[str, Any]) -> int:
@@ -250,13 +250,13 @@ class ServedSparse:
         elif action == "learning_rate":
             self.set_learning_rate(float(fields["value"]))
         else:
-            raise Refused(f"{action!r} is not something a sparse table can do.")
+            raise Refused(f"{action!r} is not an action of sparse tables.")
         return self.table.num_rows
 
     def _begin_day(self, day: object) -> None:
-        """Lets a day pass, unless it has the name of the one before: a worker that came back may name it again."""
+        """Advances the day, unless it has the name of the last one: a restarted worker may name it again."""
         if day is not None and not (isinstance(day, str) and len(day) <= _LONGEST_DAY):
-            raise Refused(f"a day is a text of at most {_LONGEST_DAY} characters, received {str(day)[:80]!r}.")
+            raise Refused(f"a day is a string of at most {_LONGEST_DAY} characters, received {str(day)[:80]!r}.")
         if day is None or day != self.day:
             self.table.advance_day()
             self.day = day
@@ -266,7 +266,7 @@ class ServedSparse:
         return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes}
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
-        """Writes a snapshot, chunk by chunk, while training goes on."""
+        """Writes a snapshot, chunk by chunk, while training continues."""
         with path.open("wb") as file:
             for block in self.table.blocks(stamp=stamp):
                 file.write(encode_block(block))
@@ -341,7 +341,7 @@ class ServedDense:
     def alter(self, action: str, fields: dict[str, Any]) -> int:
         """Sets the learning rate."""
         if action != "learning_rate":
-            raise Refused(f"{action!r} is not something a dense table can do.")
+            raise Refused(f"{action!r} is not an action of dense tables.")
         self.set_learning_rate(float(fields["value"]))
         return self.table.config.size
 
@@ -367,7 +367,7 @@ class ServedDense:
             for n, number, state, _, payload in read_chunks(file, path):
                 array = np.frombuffer(payload, np.float32).copy()
                 if len(array) != n + state:
-                    raise CheckpointError(f"{path}: {len(array)} values where {n + state} belong.")
+                    raise CheckpointError(f"{path}: {len(array)} values instead of {n + state}.")
                 try:
                     self.table.set_state(array[:n], array[n:])
                 except ConfigError as error:

@@ -1,4 +1,4 @@
-"""One parameter server: listens, gives each connection a thread, and ends when the workers have gone.
+"""One parameter server: listens, gives each connection a thread, and ends when the workers are gone.
 
 ::
 
@@ -50,7 +50,7 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, Listener, Socket
 __all__ = ["Server", "run_server"]
 
 _DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL)
-MAX_UNPROVEN = 64  # newcomers that have not shown the secret yet
+MAX_UNPROVEN = 64  # connections that have not proven the secret yet
 
 
 def run_server(
@@ -61,21 +61,21 @@ def run_server(
     prepare: Callable[[ServerState], None] | None = None,
     watch: Callable[[ServerState], Callable[[], None]] = lambda state: lambda: None,
 ) -> None:
-    """Serves until the workers have gone; then the folder's state is removed, for the job is over.
+    """Serves until the workers are gone, then removes the state in the folder: the job is over.
 
-    SIGTERM and Ctrl-C (in the main thread) end it with the state kept; it exits with 143 or 130.
+    SIGTERM and Ctrl-C (in the main thread) end it and keep the state; it exits with 143 or 130.
 
     Args:
         config: the server.
         transport: how connections are made; TCP by default.
-        notify: receives each line meant for the log; one says on which endpoint the server is listening.
-        prepare: as :meth:`Server.start` takes it.
+        notify: receives each log line; one says on which endpoint the server is listening.
+        prepare: see :meth:`Server.start`.
         watch: is given the state once the server listens; what it returns is called at the end.
 
     Raises:
-        ConfigError: an open address without a secret.
+        ConfigError: no secret, or numba is broken or disabled.
         CheckpointError: the folder holds damaged state, or that of another job.
-        PSError: the endpoint is taken, or the server could not go on.
+        PSError: the endpoint is taken, or the server could not continue.
     """
     server = Server(config, transport=transport, notify=notify)
     with _exit_on_signals(), ExitStack() as stack:
@@ -92,7 +92,7 @@ def _exit_on_signals() -> Iterator[None]:
         yield
         return
     numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nobody else wants Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nobody else handles Ctrl-C
         numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, lambda got, _: sys.exit(128 + got)) for number in numbers}
     try:
@@ -149,7 +149,7 @@ class Server:
     def start(self, prepare: Callable[[ServerState], None] | None = None) -> None:
         """Recovers the state in the folder, then listens.
 
-        ``prepare`` is called before, unless there was a state to recover: it can make tables and fill them.
+        ``prepare`` is called in between, unless there was state to recover: it can make tables and fill them.
         """
         config = self.config
         state = self.state
@@ -157,8 +157,8 @@ class Server:
         self._max_connections = connections_allowed(config.max_connections)
         if self._max_connections < USUAL_CONNECTIONS and config.max_connections is None:
             self._notify(
-                f"parameter server {config.index} takes {self._max_connections} connections: more files may not be "
-                "opened here (ulimit -n)"
+                f"parameter server {config.index} takes {self._max_connections} connections: this process may not "
+                "open more files (ulimit -n)"
             )
         try:
             is_new = self._recover()
@@ -183,9 +183,9 @@ class Server:
             self._threads.append(thread)
 
     def _recover(self) -> bool:
-        """Brings the state in the folder back; returns whether there is none that somebody has trained or prepared.
+        """Recovers the state in the folder; returns whether nothing there was trained or prepared.
 
-        Preparing ends with a snapshot and precedes all workers: a journal without a worker's change was cut short.
+        Preparing ends with a snapshot and comes before all workers: a journal without a worker's change was cut short.
         """
         config = self.config
         state = self.state
@@ -199,10 +199,10 @@ class Server:
         return not saved and not any(worker.channels for worker in state.job.workers)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the end of the job; returns whether it has come.
+        """Waits for the end of the job; returns whether it has ended.
 
         Raises:
-            PSError: the server cannot go on.
+            PSError: the server cannot continue.
         """
         job = self.state.job
         with job.changed:
@@ -210,7 +210,7 @@ class Server:
         if self.state.failure is not None:
             raise PSError(
                 f"parameter server {self.config.index}: a change was journaled and could not be applied: "
-                f"{self.state.failure!r}. Restart it; the journal brings its state back."
+                f"{self.state.failure!r}. Restart it; the journal restores its state."
             ) from self.state.failure
         return ended
 
@@ -245,13 +245,13 @@ class Server:
     def forget(self) -> None:
         """Removes snapshot and journal: the job is over."""
         if self.config.folder is not None:
-            with self.state.snapshots:  # one that is being written would stay, for the next job to find
+            with self.state.snapshots:  # or one that is being written would be left for the next job to find
                 for path in (*self.config.folder.glob("*snapshot-*"), self.config.folder / "journal"):
                     shutil.rmtree(path, ignore_errors=True)
                 (self.config.folder / ".lock").unlink(missing_ok=True)
 
     def snapshot(self) -> None:
-        """Writes a snapshot now; serving goes on meanwhile."""
+        """Writes a snapshot now, while the server keeps serving."""
         if self.config.folder is None:
             raise Refused("this parameter server has no folder to write a snapshot to.")
         write_snapshot(self.state, self.config.folder)
@@ -274,7 +274,7 @@ class Server:
                 connection.close()
 
     def _let_in(self, connection: Connection) -> str:
-        """Gives a newcomer a thread, at the cost of an older one where need be; returns why it gets none."""
+        """Gives a newcomer a thread, if need be by evicting an older one; returns why it gets none."""
         if len(self._newcomers) >= MAX_UNPROVEN or len(self._open) >= self._max_connections:
             evicted = self._newcomers.evict()
             if evicted is not None:
@@ -282,7 +282,7 @@ class Server:
                 evicted.close()
         if len(self._open) >= self._max_connections:
             return (
-                f"turned away, for {self._max_connections} connections are open, which is the cap: raise "
+                f"turned away: {self._max_connections} connections are open, which is the limit; raise "
                 "FLEET_PS_MAX_CONNECTIONS, or add servers"
             )
         thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
@@ -299,7 +299,7 @@ class Server:
         self._complaints.say(address, f"parameter server {self.config.index}: {connection.peer}: {reason}")
 
     def _watch(self) -> None:
-        """Ends leases, and says now and then how the server is."""
+        """Ends leases, and logs a summary now and then."""
         state = self.state
         config = self.config
         unsettled = False
@@ -319,8 +319,8 @@ class Server:
                 try:
                     state.settle()
                     unsettled = False
-                except Exception as error:  # the journal's disk is full, say: nobody else would try again
-                    self._notify(f"parameter server {config.index}: the others cannot go on yet: {error}")
+                except Exception as error:  # for example a full disk: nobody else would try again
+                    self._notify(f"parameter server {config.index}: the others cannot continue yet: {error}")
             if config.summary_interval_s is not None and time.monotonic() - told >= config.summary_interval_s:
                 told = time.monotonic()
                 line = summary.line(told)
@@ -328,7 +328,7 @@ class Server:
                     self._notify(f"parameter server {config.index}: {line}")
 
     def _keep(self) -> None:
-        """Writes snapshots when they are due; a large one takes minutes, in which leases end all the same."""
+        """Writes snapshots when they are due; apart from _watch, because a large one takes minutes."""
         journal = self.state.journal
         config = self.config
         written = time.monotonic()
@@ -337,18 +337,18 @@ class Server:
             lost = is_lost(config.folder, self.state)
             if lost:
                 self._notify(
-                    f"parameter server {config.index}: {config.folder} has been removed. A new one gets a snapshot; "
-                    "until that is written, this server would come back with nothing"
+                    f"parameter server {config.index}: {config.folder} was removed. A snapshot goes into a new one; "
+                    "until it is written, a restart of this server would find nothing"
                 )
             if lost or time.monotonic() - written > interval_s or journal.bytes_written > config.snapshot_bytes:
                 written = time.monotonic()
                 try:
                     if self._folder_lock is not None:
-                        self._folder_lock.renew()  # somebody may have removed it, too
+                        self._folder_lock.renew()  # it may have been removed, too
                     self.snapshot()
                 except Exception as error:
                     self._notify(f"parameter server {config.index}: no snapshot: {error}")
-                    self._stopping.wait(10.0)  # the same disk would refuse at once
+                    self._stopping.wait(10.0)  # the disk would fail again at once
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -398,7 +398,7 @@ class Server:
             return _error(Status.FENCED, error)
         except (Refused, MessageError, ConfigError, CheckpointError) as error:
             return _error(Status.REFUSED, error)
-        except Exception as error:  # the worker learns of it; the server lives on unless its state is in doubt
+        except Exception as error:  # the worker is told; the server continues unless its state is in doubt
             self._notify(f"parameter server {self.config.index}: {header.op.name} failed: {error!r}")
             return _error(Status.FAILED, error)
 

@@ -1,4 +1,4 @@
-"""ServerConfig: everything one parameter server is told at its start, and how many connections it can take."""
+"""ServerConfig: the settings of one parameter server, and how many connections it can take."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class ServerConfig:
         staleness: a pull for step t waits until every worker has pushed t - staleness steps; ``None`` never waits.
             Sync mode waits for the step itself.
         index: this server's number, for messages.
-        secret: the job secret; a server without one does not start.
+        secret: the job secret; a server does not start without one.
         job: name of the job, for the folder.
         folder: where journal and snapshots live; ``None`` keeps nothing, with level 0.
         level: of the journal, see :mod:`fleet.ps.server.journal`; ``None`` is 1 with a folder and 0 without.
-        snapshot_bytes: a snapshot is written when the journal has grown by so much.
-        snapshot_interval_s: and at least so often, ``None`` never for that reason.
-        summary_interval_s: one line about rows, memory, rates and queues so often while rows move; ``None`` never.
-        lease_s: a worker that is silent for so long is not waited for until it is heard again.
+        snapshot_bytes: a snapshot is written when the journal has grown by this much.
+        snapshot_interval_s: longest time between snapshots; ``None`` sets no limit.
+        summary_interval_s: time between lines about rows, memory, rates and queues while rows move; ``None`` logs none.
+        lease_s: nobody waits for a worker that is silent for this long, until it is heard again.
         handshake_timeout_s: how long a newcomer may take to prove the secret.
-        transfer_timeout_s: how long the bytes of one message may take once it has begun.
-        max_connections: connections beyond it are turned away; ``None`` is 1,024, or fewer where the limit of open
+        transfer_timeout_s: how long one message may take once its first byte has come.
+        max_connections: further connections are turned away; ``None`` is 1,024, or fewer where the limit on open
             files is low.
         max_body_bytes: the largest message.
 
@@ -78,23 +78,23 @@ class ServerConfig:
         if self.max_connections is not None and self.max_connections < 1:
             raise ConfigError(f"parameter server: max_connections is {self.max_connections!r}; it must be 1 or more.")
         if not 0 < self.max_body_bytes < 1 << 32:
-            raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; below 4 GiB is allowed.")
+            raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; it must be below 4 GiB.")
 
     @property
     def journal_level(self) -> int:
-        """The level in force."""
+        """The effective level."""
         if self.level is not None:
             return self.level
         return 0 if self.folder is None else 1
 
 
 def connections_allowed(asked: int | None) -> int:
-    """Returns the cap on connections: what is asked for, or :data:`USUAL_CONNECTIONS` as far as the limit allows.
+    """Returns the limit on connections: ``asked``, or :data:`USUAL_CONNECTIONS` as far as open files allow.
 
-    The soft limit of this process is raised where it is too low, up to the hard one.
+    Raises the soft limit of this process where it is too low, up to the hard one.
 
     Raises:
-        ConfigError: the limit allows fewer than are asked for, or none.
+        ConfigError: the limit allows fewer than asked, or none.
     """
     wanted = USUAL_CONNECTIONS if asked is None else asked
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -108,10 +108,10 @@ def connections_allowed(asked: int | None) -> int:
     room = soft - RESERVED
     if asked is not None or room < 1:
         raise ConfigError(
-            f"parameter server: {wanted} connections are asked for (FLEET_PS_MAX_CONNECTIONS), and this process may "
-            f"open {soft} files, of which {RESERVED} are for other things: {max(room, 0)} connections at most. Raise "
+            f"parameter server: {wanted} connections are requested (FLEET_PS_MAX_CONNECTIONS), but this process may "
+            f"open {soft} files, {RESERVED} of them for other things: {max(room, 0)} connections at most. Raise "
             f"the limit (ulimit -n {wanted + RESERVED}; LimitNOFILE of a service; --ulimit nofile of a container), or "
-            "ask for fewer."
+            "request fewer."
         )
     return room
 

@@ -1,4 +1,4 @@
-"""What a server does when a worker asks it to save or load: its share of each table, while training goes on."""
+"""Saving and loading on a server: its share of each table, while training continues."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _KEPT_ANSWERS = 16
 
 
 def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Saves tables and returns ``{"rows": ...}``; a save id that was done is answered again and not done again.
+    """Saves tables and returns ``{"rows": ...}``; a save id that is done already is only answered again.
 
-    Modes that change the rows (1, 2 and 3) are followed by a snapshot, so that a restart has the change, too.
+    Modes that change the rows (1, 2 and 3) end with a snapshot, so that a restart has the change, too.
     """
     dirname = _dirname(fields)
     ids = _tables(state, fields)
@@ -30,7 +30,7 @@ def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
     save_id = fields.get("save_id")
     text = fields.get("text", False)
     if not isinstance(mode, int) or not isinstance(save_id, str) or not isinstance(text, bool) or (text and mode):
-        raise Refused("SAVE takes a mode and a save id; text has all rows, mode 0.")
+        raise Refused("SAVE takes a mode and a save id; a save as text takes mode 0.")
     for table_id in ids:
         table = state.tables[table_id]
         if isinstance(table, ServedSparse):
@@ -83,8 +83,8 @@ def _save(
 def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded.
 
-    What gradients of an open step (sync mode) have for these tables is dropped. A load id that was done is answered
-    again and not done again.
+    Gradients of open steps (sync mode) lose what they have for these tables. A load id that is done already is only
+    answered again.
     """
     dirname = _dirname(fields)
     ids = _tables(state, fields)

@@ -13,12 +13,12 @@ table takes a step of a worker once (``fresh_tables``). A change then goes like 
         change the tables, where the step is new
 
 The tables are held from before the record until after the change, so a row copied with stamp N holds exactly the
-records up to N that touch it. When the record cannot be written, nothing has changed. When the tables fail after it, the
-journal has a change that they lack: the server ends (``_fail``) and a restart applies it. A replay takes the same way
-through ``_note`` and ``_apply``, record by record, and leaves out rows that the snapshot has at that record.
+records up to N that touch it. If the record cannot be written, nothing has changed. If the tables fail after it, the
+journal has a change that they lack: the server ends (``_fail``) and a restart applies it. A replay calls the same
+``_note`` and ``_apply`` for each record, and skips the rows that the snapshot already has.
 
 A shrink, a day, a clear and a learning rate are made first and recorded then, because only the table knows whether it
-takes them. Their gate is exclusive and no snapshot runs, so nobody meets the table between the two.
+takes them. Their gate is exclusive and no snapshot runs, so no other change and no snapshot comes between the two.
 
 In sync mode a push is a HELD record and waits in ``job.held``. Once every worker that can still push has one for the
 step, an APPLY record names the step and the ranks, and their mean is applied as one push; a replay merges the same
@@ -44,7 +44,7 @@ from fleet.ps.wire.messages import Header, MessageFlag, Op, Status, TablePart, d
 
 __all__ = ["ServerState"]
 
-MAX_AHEAD = 4  # steps of gradients one worker may have waiting for the others (sync mode)
+MAX_AHEAD = 4  # steps that one worker may be ahead of the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
 MakeTable = Callable[[dict[str, Any]], ServedTable]
 
@@ -55,8 +55,8 @@ class ServerState:
     Args:
         job: the workers, and what they have agreed on.
         journal: where changes are written before they are applied.
-        make_table: makes an empty table of a specification.
-        sync: gradients of a step are held until all active workers' are here, then averaged and applied.
+        make_table: makes an empty table from a specification.
+        sync: hold the gradients of a step until those of all active workers are here, then apply their mean.
     """
 
     def __init__(self, job: JobState, journal: Journal, make_table: MakeTable, *, sync: bool) -> None:
@@ -65,17 +65,17 @@ class ServerState:
         self.sync = sync
         self.tables: dict[int, ServedTable] = {}
         self.snapshots = threading.Lock()
-        self.saving = threading.Lock()  # one save at a time writes to a folder
+        self.saving = threading.Lock()  # one save or load at a time
         self.failure: BaseException | None = None
         self.counts = {"applied": 0, "duplicates": 0, "rows": 0, "pulled": 0}
         self.make_table = make_table
         self._applying = threading.Lock()
-        self._unfinished: int | None = None  # the step whose gradients are being applied at this moment
+        self._unfinished: int | None = None  # the step whose gradients are being applied now
 
     # -- tables --------------------------------------------------------------------------------------------------
 
     def create_tables(self, specs: dict[int, dict[str, Any]]) -> None:
-        """Makes the tables that do not exist; those that exist must have the same specification.
+        """Makes the missing tables; existing ones must have the same specification.
 
         Raises:
             Refused: a specification differs or is wrong; nothing was made.
@@ -247,7 +247,7 @@ class ServerState:
         return new
 
     def apply_ready(self) -> None:
-        """Applies every step for which all active workers' gradients are here, then opens barriers."""
+        """Applies every step for which the gradients of all active workers are here, then opens barriers."""
         with self._applying:
             while True:
                 with self.job.changed:
@@ -273,10 +273,10 @@ class ServerState:
                     self.job.changed.notify_all()
 
     def forget_held(self, table_ids: Sequence[int]) -> None:
-        """Takes out of the gradients that are held what they have for these tables; their steps stay open.
+        """Drops what the held gradients have for these tables; their steps stay open.
 
-        So a gradient that was computed with the rows before a load changes nothing after it, also when it is sent
-        again: its step is known.
+        So a gradient that was computed with the rows before a load changes nothing after it. Sending it again does not
+        help either: its step is known.
         """
         with self._applying, self.job.changed:
             for ranks in self.job.held.values():
@@ -284,7 +284,7 @@ class ServerState:
 
     @property
     def visible_step(self) -> int:
-        """The last step that is applied whole: what a pull may wait for (sync mode)."""
+        """The last step that is applied completely, which pulls wait for (sync mode)."""
         applied = self.job.applied_step
         unfinished = self._unfinished  # in this order: they change in the other
         return applied if unfinished is None else min(applied, unfinished - 1)
@@ -308,7 +308,7 @@ class ServerState:
     def alter(
         self, worker: Worker, number: int, header: Header, table_id: int, action: str, fields: dict[str, Any]
     ) -> tuple[Status, int]:
-        """Shrinks, ages or clears a table, or sets its learning rate, once; returns the rows it concerned."""
+        """Shrinks, ages or clears a table, or sets its learning rate, once; returns the number of rows affected."""
         if not header.seq:
             raise Refused("a change needs its number in the channel, from 1.")
         table = self.table(table_id)
@@ -330,7 +330,7 @@ class ServerState:
         return Status.OK, rows
 
     def settle(self) -> None:
-        """Opens the barriers at which all active workers stand, with all applied that they pushed before."""
+        """Opens the barriers at which all active workers stand, once everything they pushed before is applied."""
         if self.sync:
             self.apply_ready()
         else:
@@ -343,14 +343,14 @@ class ServerState:
             self.journal.append(_control(RecordKind.BARRIER, fields))
 
     def leave(self, worker: Worker) -> None:
-        """Lets a worker go: nobody waits for it any more."""
+        """Notes a goodbye: nobody waits for this worker any longer."""
         with self.job.changed:
             self.journal.append(Record(RecordKind.GOODBYE, 0, worker.rank))
             self.job.leave(worker)
         self.settle()
 
     def _fail(self, error: BaseException) -> None:
-        """The journal holds a change that the tables do not: the server must not go on."""
+        """Ends the server: the journal holds a change that the tables lack."""
         self.failure = error
         with self.job.changed:
             self.job.stopped = True
@@ -359,7 +359,7 @@ class ServerState:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def replay(self, record: Record, stamps: dict[int, Stamps]) -> None:
-        """Applies a journaled record to what the snapshot does not hold of it."""
+        """Applies a journaled record to the rows that do not hold it yet."""
         worker = self.job.workers[record.rank]
         if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
             parts = self._record_parts(record)

@@ -3,7 +3,7 @@
 A snapshot first copies the state of the job at one record and starts a new journal segment there. Then it copies the
 tables chunk by chunk, each chunk with the number of the last record it holds. A restart applies to each row exactly the
 records it does not hold. A snapshot appears under its name only when it is complete, and every record that its rows
-hold is durable: a row known to a record that is lost would get the change twice when it is sent again.
+hold is durable: if one were lost, the row would get the change twice when it is sent again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _JSON, _HELD, _RECORDED = 1, 2, 3
 
 
 def write_snapshot(state: ServerState, folder: Path) -> Path:
-    """Writes the state of ``state`` under ``folder`` and drops the journal it replaces; returns its path."""
+    """Writes a snapshot of ``state`` under ``folder``, drops the journal that it replaces, and returns its path."""
     with state.snapshots:
         job = state.job
         journal = state.journal
 
         def stamp() -> int:
             if job.stopped:
-                raise PSError("the server ends; the journal has what this snapshot would hold.")
+                raise PSError("the server ends; the journal has everything that this snapshot would hold.")
             return journal.last_lsn
 
         with journal.lock:
@@ -57,14 +57,14 @@ def write_snapshot(state: ServerState, folder: Path) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             own_folder(folder)
-            draft.mkdir(mode=0o700)  # as of the journal, only the server's user reads them
+            draft.mkdir(mode=0o700)  # like the journal, for the server's user only
             _write_job_state(draft / _JOB_STATE, captured, lsn)
             for table_id, table in tables.items():
                 table.write(_table_path(draft, table_id), stamp)
             _flush(draft)
             journal.sync()
             draft.rename(target)
-        except BaseException:  # a full disk, say: what is half written would keep it full
+        except BaseException:  # for example a full disk, which a half-written snapshot would keep full
             shutil.rmtree(draft, ignore_errors=True)
             raise
         _fsync(folder)
@@ -134,7 +134,7 @@ def _fsync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a snapshot; what is left when the process dies meanwhile is not taken for one."""
+    """Removes a snapshot; if the process dies meanwhile, nothing is left that looks like one."""
     grave = path.with_name(f".{path.name}.tmp")
     path.rename(grave)
     shutil.rmtree(grave, ignore_errors=True)
@@ -156,13 +156,13 @@ def is_lost(folder: Path, state: ServerState) -> bool:
 
 
 def recover(folder: Path, state: ServerState) -> list[str]:
-    """Brings the empty ``state`` to where the server in ``folder`` stood; returns lines that say what was done.
+    """Restores the empty ``state`` from ``folder``; returns lines that say what was done.
 
-    At level 2 nothing may be missing. At the others the records go as far as the disk has them, and a line says what
-    is missing.
+    At level 2 nothing may be missing. At the others the records are applied as far as the disk has them, and a line
+    says what is missing.
 
     Raises:
-        ConfigError: a part of the folder is not this user's alone.
+        ConfigError: a part of the folder does not belong to this user alone.
         CheckpointError: the snapshot or the journal is damaged, or belongs to another number of workers.
     """
     for draft in folder.glob(".snapshot-*.tmp"):
@@ -193,11 +193,11 @@ def recover(folder: Path, state: ServerState) -> list[str]:
         if exact:
             raise CheckpointError(
                 f"{folder}: {missing}: the disk has lost what it had confirmed. Restore the whole folder, start with "
-                "an empty one, or start once with FLEET_PS_LEVEL=1 to go on without what is missing."
+                "an empty one, or start once with FLEET_PS_LEVEL=1 to continue without what is missing."
             )
         if journal.level:
             lines.append(f"the last seconds before the machine stopped are missing: {missing}")
-        journal.last_lsn = known  # or the rows would take the next records for those that they hold
+        journal.last_lsn = known  # or the next records would have numbers that rows already hold
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Accessor: what a row knows about its traffic (shows, clicks, unseen days) and when it grows, is saved, or dies.
+"""Accessor: the traffic that a row counts (shows, clicks, unseen days), and when it grows, is saved, or is deleted.
 
 A table without an accessor keeps weights and optimizer state only. With one, every row carries shows, clicks, a
 delta score and its feature slot, and its weights stand in two blocks: ``embed`` (one column, always there) and
@@ -34,7 +34,7 @@ _REFUSED = {
 }
 KINDS = ("SparseAccessor", *_WITH_COUNTERS)
 
-# What the accessor means when a table's configuration is written out and omits the key (D.4).
+# Values of keys that a written-out table configuration omits (D.4).
 DOCUMENTED: dict[str, float] = {
     "embedx_threshold": 10.0,
     "nonclk_coeff": 0.1,
@@ -50,7 +50,7 @@ DOCUMENTED: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Accessor:
-    """How statistics are kept; the defaults are those of a table nobody configured.
+    """How statistics are kept; the defaults are those of an unconfigured table.
 
     Args:
         kind: ``SparseAccessor`` pulls weights only; the ``Ctr`` and ``Unit`` kinds pull show and click first.
@@ -65,7 +65,7 @@ class Accessor:
 
     Raises:
         ConfigError: unknown kind, or a value out of range.
-        UnsupportedOptionError: a kind that is known and not offered.
+        UnsupportedOptionError: a kind that is known but not offered.
     """
 
     kind: str = "SparseAccessor"
@@ -115,7 +115,7 @@ class Accessor:
         return _WITH_COUNTERS.get(self.kind, True)
 
     def check_dim(self, dim: int, embedx_dim: int | None = None) -> None:
-        """Raises ConfigError when a table of ``dim`` pulled columns does not fit the kind."""
+        """Raises ConfigError unless the kind allows ``dim`` pulled columns."""
         least = 3 if self.pulls_counters else 1
         if dim < least:
             raise ConfigError(f"dim is {dim!r}; {self.kind} pulls at least {least} columns.")
@@ -126,7 +126,7 @@ class Accessor:
 
 
 def documented_accessor(kind: str = "SparseAccessor", **parameters: Any) -> Accessor:
-    """Returns the accessor of a table whose configuration is written out: absent keys take documented values.
+    """Returns the accessor of a written-out table configuration: absent keys take their documented values.
 
     Example:
         >>> documented_accessor(embedx_threshold=5).delete_threshold

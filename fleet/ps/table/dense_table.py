@@ -61,13 +61,13 @@ class DenseTable:
         self.gate = Gate()
         self._lock = threading.Lock()
         self._rule = config.rule
-        # One row as a sparse table has them, so that the same kernels update it.
+        # One row, laid out as in a sparse table, so that the same kernels update it.
         size = config.size
         self._row = np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32)
         self._values = self._row[:size]
         self._state = self._row[size:]
         self._values[:] = 0
-        self.is_set = False  # whether anything was ever written to the values
+        self.is_set = False  # whether the values were ever written
         if config.rule.spec.sparse:  # the others are a few numpy operations
             kernels = load_kernels("rule_kernels")
             with naming_the_cause():
@@ -111,7 +111,7 @@ class DenseTable:
             self.is_set = True
 
     def read_state(self) -> tuple[Float32s, Float32s]:
-        """Returns copies of values and rule state of one moment."""
+        """Returns copies of values and rule state, taken at the same time."""
         with self._lock:
             return self._values.copy(), self._state.copy()
 

@@ -33,7 +33,7 @@ class CountFilterEntry:
 
 @dataclass(frozen=True)
 class ProbabilityEntry:
-    """Admits each id with the given probability, decided once and forever by a hash of (table seed, id)."""
+    """Admits each id with the given probability, decided once by a hash of (table seed, id)."""
 
     probability: float
 
@@ -70,7 +70,7 @@ Entry = CountFilterEntry | ProbabilityEntry | ShowClickEntry
 
 
 def entry_from_attr(text: str) -> Entry | None:
-    """Returns the policy an attribute string names; ``none`` and an empty string give ``None``.
+    """Returns the policy that an attribute string names; ``none`` and an empty string give ``None``.
 
     Raises:
         ConfigError: the text names no policy, or its arguments cannot be read.

@@ -1,4 +1,4 @@
-"""Gate: many pushes at a time, or one copier that no push overlaps.
+"""Gate: many pushes at a time, or one copy that no push overlaps.
 
 A push that is written to a log and then applied holds the gate ``shared`` around both; a snapshot holds it
 ``exclusive`` for each chunk it copies. Then the log number read inside ``exclusive`` separates exactly the pushes
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """A shared/exclusive lock in turns: those who wait for one side pass before the other side's next holder.
+    """A shared/exclusive lock with turns: waiters of one side pass before the next holder of the other side.
 
-    Without turns a snapshot, which takes the gate again and again, would keep all pushes out until it is done. Not
+    Without turns a snapshot, which takes the gate repeatedly, would keep all pushes out until it is done. Not
     re-entrant.
     """
 
@@ -23,7 +23,7 @@ class Gate:
         self._changed = threading.Condition(threading.Lock())
         self._sharing = self._exclusive_waiting = 0
         self._closed = False
-        # Shared holders that wait for the end of the current turn, and those whose turn has come.
+        # Shared holders that wait for the end of the current turn, and those whose turn it is.
         self._blocked = self._owed = self._turn = 0
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a worker does with the ids of a batch: each distinct id is pulled and pushed once.
+"""The ids of a batch: each distinct id is pulled and pushed once.
 
 Example:
     >>> distinct, inverse = UniqueKeys()(np.array([5, 7, 5]))
@@ -121,5 +121,5 @@ def _check_inverse(inverse: Int32s, n: int, num_unique: int) -> None:
         raise ConfigError(f"inverse is {inverse.dtype} {inverse.shape}; it takes int32 ({n},).")
     if n and not (int(inverse.min()) >= 0 and int(inverse.max()) < num_unique):
         raise ConfigError(
-            f"inverse reaches from {inverse.min()} to {inverse.max()}; it takes places below {num_unique}."
+            f"inverse ranges from {inverse.min()} to {inverse.max()}; it takes places from 0 and below {num_unique}."
         )

@@ -1,4 +1,4 @@
-"""Initializer: the weights of a row nobody has trained yet, a pure function of (seed, key, column).
+"""Initializer: the weights of a new row, a pure function of (seed, key, column).
 
 Neither the order in which rows arrive, nor the thread, nor the number of servers changes them.
 """

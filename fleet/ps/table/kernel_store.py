@@ -1,4 +1,4 @@
-"""KernelStore: the rows of one sparse table in raw memory, worked by the numba kernels.
+"""KernelStore: the rows of one sparse table in raw memory, on which the numba kernels work.
 
 The tests hold it against a store in plain numpy. Memory is the kernels' own and is released by
 :meth:`KernelStore.close` or with the object.

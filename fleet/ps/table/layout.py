@@ -1,4 +1,4 @@
-"""RowLayout: where the weights and the optimizer state of a row stand, derived once from the configuration."""
+"""RowLayout: where the weights and the optimizer state of a row are, derived once from the configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SparseTableConfig:
         create_on: ``"pull"``: a pull creates missing rows, so that the model trains on the weights it pulled.
             ``"push"``: pulls of missing rows give zeros and the first push creates them (Paddle's default); with
             an accessor that push updates only the embed column, the embedx part is created after it.
-        scale_gradient: workers multiply gradients by the number of samples, as Paddle does; servers need not know.
+        scale_gradient: workers multiply gradients by the number of samples, as Paddle does; the servers do not use it.
 
     Raises:
         ConfigError: a value is out of range or does not fit the others.
@@ -65,8 +65,8 @@ class SparseTableConfig:
                 raise ConfigError(f"table {self.name!r}: rule {rule.name!r} is for dense tables only.")
         if self.accessor is None and self.embed_rule is not None:
             raise ConfigError(
-                f"table {self.name!r}: embed_rule is set; only a table with an accessor has an embed "
-                "column of its own. Set an accessor, or omit embed_rule."
+                f"table {self.name!r}: embed_rule is set; only a table with an accessor has a separate "
+                "embed column. Set an accessor, or omit embed_rule."
             )
         if self.accessor is not None:
             self.accessor.check_dim(self.dim)
@@ -77,7 +77,7 @@ class SparseTableConfig:
         return self.rule.adds_up and self.accessor is None and self.entry is None
 
     def as_dict(self) -> Mapping[str, Any]:
-        """Returns the configuration in plain values, for a manifest."""
+        """Returns the configuration as plain values, for a manifest."""
         entry = self.entry.to_attr() if self.entry is not None else "none"
         embed = self.embed_rule or self.rule
         return {

@@ -1,4 +1,4 @@
-"""RowBlock: some rows of a sparse table outside the table, as arrays; what files and iteration hand around."""
+"""RowBlock: some rows of a sparse table outside the table, as arrays, for files and iteration."""
 
 from __future__ import annotations
 

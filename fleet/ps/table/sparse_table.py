@@ -1,4 +1,4 @@
-"""SparseTable: id to row for ids without bound; rows come into being when they are first needed.
+"""SparseTable: id to row for ids without bound; rows are created when they are first needed.
 
 Safe for any number of threads: a table is 64 sub-shards with a lock each, and the kernels run without the GIL.
 """
@@ -112,15 +112,15 @@ class SparseTable:
 
         With an accessor shows and clicks first decay by ``show_click_decay_rate``, the threshold is on the score
         (default ``delete_threshold``) and the days default to ``delete_after_unseen_days``. Without one the
-        threshold is on the number of pushes (it saturates at 32767). Training may go on meanwhile.
+        threshold is on the number of pushes (it saturates at 32767). Training may continue meanwhile.
 
         Raises:
-            ConfigError: a table without accessor was given nothing to decide by.
+            ConfigError: a table without an accessor was given no criterion.
         """
         accessor = self.config.accessor
         if accessor is None and threshold is None and max_unseen_days is None:
             raise ConfigError(
-                f"shrink of table {self.config.name!r}: no threshold and no max_unseen_days, and the "
+                f"shrink of table {self.config.name!r}: no threshold and no max_unseen_days, but the "
                 "table has no accessor to take them from. Give one of the two."
             )
         if accessor is not None:
@@ -147,8 +147,8 @@ class SparseTable:
     def load_kernels(self) -> None:
         """Loads the kernels of every call now; the table is empty.
 
-        A server does so before it answers: with no file descriptor left none could be loaded, and a change that is in
-        the journal could not be applied.
+        A server does so before it answers. Without a free file descriptor no kernel could be loaded later, and a
+        journaled change could not be applied.
         """
         with naming_the_cause():
             self._store.load_kernels()
@@ -171,7 +171,7 @@ class SparseTable:
     def blocks(
         self, rows_per_window: int = ROWS_PER_WINDOW, stamp: Callable[[], int] | None = None
     ) -> Iterator[RowBlock]:
-        """Yields every row once, in blocks that are each consistent; training may go on meanwhile."""
+        """Yields every row once, in blocks that are each consistent; training may continue meanwhile."""
         for window in self.plan_windows(rows_per_window):
             block = self.copy_window(window, stamp)
             if len(block):
@@ -187,7 +187,7 @@ class SparseTable:
         self._store.reserve(num_rows)
 
     def insert(self, block: RowBlock) -> None:
-        """Puts rows into the table as they are, over those of the same keys (loading)."""
+        """Inserts rows as they are, replacing those of the same keys (loading)."""
         shape = (len(block), self.layout.row_floats)
         if block.values.shape != shape:
             raise ConfigError(
@@ -196,14 +196,14 @@ class SparseTable:
         self._store.insert(block)
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
-        """Takes saved delta scores off the rows that still exist (save modes 1 and 2)."""
+        """Subtracts saved delta scores from the rows that still exist (save modes 1 and 2)."""
         self._store.settle(keys, delta_scores)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> RowLayout:
-        """Where weights and state stand in a row."""
+        """Where weights and state are in a row."""
         return self._store.layout
 
     @property
@@ -248,7 +248,7 @@ class _Closed:
     def __getattr__(self, attribute: str) -> Any:
         if attribute == "close":
             return lambda: None
-        raise PSError(f"table {self._name!r} is closed; no call can follow.")
+        raise PSError(f"table {self._name!r} is closed; it takes no further calls.")
 
 
 def _check_keys(what: str, keys: Int64s) -> Int64s:

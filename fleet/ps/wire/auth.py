@@ -1,4 +1,4 @@
-"""Mutual proof of the job secret at the start of a connection, before any other byte is looked at.
+"""Mutual proof of the job secret at the start of a connection, before any other byte is read.
 
 With HMAC-SHA256 keyed by the secret, each proof over both nonces and the server's endpoint::
 
@@ -6,8 +6,8 @@ With HMAC-SHA256 keyed by the secret, each proof over both nonces and the server
     worker -> server   nonce, proof("worker")
     server -> worker   proof("server")
 
-Both derive a key from the same for what follows, see :mod:`fleet.ps.wire.sealed`. A wrong or missing secret closes the
-connection. Who passes a handshake on between two others has no key, and no server is taken for another one.
+Both derive from the same values a key for what follows, see :mod:`fleet.ps.wire.sealed`. A wrong or missing secret
+closes the connection. Whoever relays a handshake has no key, and no server is taken for another one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def check_secret(endpoint: str, secret: bytes | None) -> bytes:
     """Returns ``secret``; raises ``ConfigError`` when there is none, on loopback too."""
     if not secret:
         raise ConfigError(
-            f"parameter server {endpoint!r} without a job secret: anyone who reaches that address, on this machine "
-            "every user, could read and change the model. Make a secret with\n"
+            f"parameter server {endpoint!r} without a job secret: anyone who reaches that address (on this machine, "
+            "every user) could read and change the model. Make a secret with\n"
             '  export FLEET_JOB_SECRET=$(python -c "import secrets; print(secrets.token_hex(32))")\n'
             "and set the same value for every server and worker."
         )
@@ -45,7 +45,7 @@ def check_secret(endpoint: str, secret: bytes | None) -> bytes:
 
 
 def prove_to_worker(connection: Connection, endpoint: str, secret: bytes, timeout_s: float) -> Sealed:
-    """Does the server's half; raises :class:`AuthenticationError` when the worker's proof is wrong."""
+    """Runs the server's half; raises :class:`AuthenticationError` when the worker's proof is wrong."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     name = endpoint.encode()
     connection.send([_GREETING + nonce + len(name).to_bytes(_SIZE_BYTES, "big") + name], timeout_s)
@@ -59,9 +59,9 @@ def prove_to_worker(connection: Connection, endpoint: str, secret: bytes, timeou
 
 
 def prove_to_server(connection: Connection, endpoint: str, secret: bytes, timeout_s: float) -> Sealed:
-    """Does the worker's half; raises :class:`AuthenticationError` when the server's proof is wrong or withheld.
+    """Runs the worker's half; raises :class:`AuthenticationError` when the server's proof is wrong or withheld.
 
-    ``endpoint`` is the server that this worker wants to talk to, as its list says it.
+    ``endpoint`` is the server that this worker wants to reach, as its list spells it.
     """
     peer = f"parameter server {connection.peer}"
     nonce = _read_greeting(connection, endpoint, timeout_s)
@@ -83,7 +83,7 @@ def prove_to_server(connection: Connection, endpoint: str, secret: bytes, timeou
 
 
 def turn_away(connection: Connection, timeout_s: float) -> None:
-    """Tells a newcomer that the server has no room."""
+    """Tells a newcomer that the server is full."""
     connection.send([_FULL + bytes(_NONCE_BYTES + _SIZE_BYTES)], timeout_s)
 
 
@@ -94,10 +94,10 @@ def _read_greeting(connection: Connection, endpoint: str, timeout_s: float) -> b
     try:
         connection.receive(memoryview(greeting), timeout_s, timeout_s)
     except TransferTimeout as error:
-        raise TransferTimeout(f"{error} A server that has FLEET_PS_CERT needs FLEET_PS_CA at its workers.") from None
+        raise TransferTimeout(f"{error} If the server has FLEET_PS_CERT, its workers need FLEET_PS_CA.") from None
     if greeting.startswith(_FULL):
         raise ConnectionLost(
-            f"{peer} has as many connections as it takes. Raise FLEET_PS_MAX_CONNECTIONS for it, or add servers."
+            f"{peer} has reached its limit of connections. Raise its FLEET_PS_MAX_CONNECTIONS, or add servers."
         )
     size = int.from_bytes(greeting[-_SIZE_BYTES:], "big")
     if not greeting.startswith(_GREETING) or size > _MAX_ENDPOINT_BYTES:
@@ -106,9 +106,9 @@ def _read_greeting(connection: Connection, endpoint: str, timeout_s: float) -> b
     connection.receive(memoryview(name), timeout_s, timeout_s)
     if name != endpoint.encode():
         raise AuthenticationError(
-            f"the list of this worker has {endpoint!r}, and the server that answers there calls itself "
-            f"{bytes(name).decode(errors='replace')!r}. Write the servers in the same way in the list of every process "
-            "(PADDLE_PSERVERS_IP_PORT_LIST); otherwise a stranger passes on what it hears."
+            f"the list of this worker has {endpoint!r}, but the server that answers there calls itself "
+            f"{bytes(name).decode(errors='replace')!r}. Spell the servers alike in the list of every process "
+            "(PADDLE_PSERVERS_IP_PORT_LIST). If they are, a stranger is relaying the connection."
         )
     return bytes(greeting[len(_GREETING) : -_SIZE_BYTES])
 

@@ -1,10 +1,10 @@
 """BodyDigest: a keyed digest of a large message body, at the speed of memory.
 
-HMAC-SHA256 over rows would take longer than pulling and pushing them. So a body is hashed as in UMAC (RFC 4418) first:
-by NH, a universal hash under a secret key that is used for nothing else, and HMAC covers the result. For each block of
-4 KB NH is the sum, modulo 2^64, of ``(low + key_low) * (high + key_high)`` over its lanes of 8 bytes, the sums in
-brackets modulo 2^32; once more with the key one lane on. Whatever the bodies, two of equal length have the same digest
-for at most one in 2^64 of the keys; a connection ends with the first wrong seal, so there is one attempt for each.
+HMAC-SHA256 over rows would take longer than pulling and pushing them. So a body is first hashed as in UMAC (RFC 4418):
+by NH, a universal hash under a secret key that is used for nothing else; HMAC covers the result. For each block of
+4 KB, NH is the sum, modulo 2^64, of ``(low + key_low) * (high + key_high)`` over its lanes of 8 bytes, with the sums in
+brackets modulo 2^32, and once more with the key one lane on. Two bodies of equal length have the same digest for at
+most one in 2^64 of the keys. A connection ends with the first wrong seal, so there is one attempt per key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fleet.ps.wire.messages import Buffer
 
 __all__ = ["BodyDigest"]
 
-JOINED_BYTES = 1 << 16  # up to here copying the buffers side by side is cheaper than asking each for its address
+JOINED_BYTES = 1 << 16  # up to here joining the buffers is cheaper than taking the address of each
 
 
 class BodyDigest:
@@ -68,7 +68,7 @@ class BodyDigest:
         first = 0
         rest = b""
         for buffer in buffers:
-            if rest:  # an odd end of rows, and the padding behind it
+            if rest:  # an odd end of rows, and the padding after it
                 buffer = rest + bytes(buffer)
             count = len(buffer) // 8
             self._add(buffer, count, first)

@@ -82,21 +82,21 @@ class Op(IntEnum):
 
 
 class MessageFlag:
-    """Properties of a message: bits of a plain integer, for enumerations cost microseconds here."""
+    """Properties of a message: bits of a plain integer, because enumerations cost microseconds here."""
 
     NONE = 0
     BFLOAT16 = 1  # rows of this message (of the answer, for a pull) are bfloat16
     RESPONSE = 4
     NO_CREATE = 8  # a pull does not create the rows it does not find
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
-    NO_CLOCK = 32  # a push after which more of its step is to come
+    NO_CLOCK = 32  # a push that more of the same step will follow
 
 
 class Status(IntEnum):
     """How a request went."""
 
     OK = 0
-    DUPLICATE = 1  # known already: acknowledged and not applied again
+    DUPLICATE = 1  # applied before: acknowledged, not applied again
     WAITING = 2  # an interim answer: the server lives and waits for other workers
     REFUSED = 3  # the request was wrong; the body says why
     FENCED = 4  # another process has taken over this worker's rank
@@ -111,8 +111,8 @@ class Header(NamedTuple):
     """The header of one message.
 
     In a request ``seq`` numbers the changes one channel makes, ``step`` is the training step and ``client_id`` the
-    process. In an answer ``seq`` is the last durable number of the channel and ``step`` the step the server stands
-    at. ``tag`` is chosen by the client and returned with the answer.
+    process. In an answer ``seq`` is the last durable number of the channel and ``step`` the step that the server has
+    reached. ``tag`` is chosen by the client and returned with the answer.
     """
 
     op: Op
@@ -224,8 +224,8 @@ def encode_parts(parts: Sequence[TablePart], bfloat16: bool = False) -> list[Buf
 def _field(values: NDArray[Any], dtype: type, size: int, table_id: int) -> list[Buffer]:
     if values.dtype != dtype or values.size != size or not values.flags.c_contiguous:
         raise MessageError(
-            f"table {table_id}: an array of {values.dtype} {values.shape} where {size} contiguous values of "
-            f"{np.dtype(dtype)} belong."
+            f"table {table_id}: an array of {values.dtype} {values.shape} instead of {size} contiguous "
+            f"values of {np.dtype(dtype)}."
         )
     if not values.size:
         return []

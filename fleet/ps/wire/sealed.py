@@ -2,7 +2,7 @@
 
 On the wire a message is its header, the seal (32 bytes) and its body. The seal covers direction, number, header and
 body under a key of this connection alone (:mod:`fleet._sealing`): nobody on the path can change, repeat, drop, reorder
-or add a message. It hides nothing: for that there is TLS.
+or add a message. It hides nothing; TLS does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleet.ps.wire.transport import Connection
 
 __all__ = ["Sealed"]
 
-SMALL_BODY_BYTES = 1024  # up to here HMAC alone is faster than a digest of the body and HMAC over that
+SMALL_BODY_BYTES = 1024  # up to here HMAC alone is faster than HMAC over a digest of the body
 
 
 class Sealed:
@@ -25,7 +25,7 @@ class Sealed:
     Args:
         connection: the stream, right after both proofs.
         key: of this connection alone.
-        is_server: which end this is.
+        is_server: whether this is the server's end.
     """
 
     def __init__(self, connection: Connection, key: bytes, *, is_server: bool) -> None:
@@ -45,13 +45,13 @@ class Sealed:
     def receive_header(self, timeout_s: float | None = None, idle_s: float | None = None) -> memoryview:
         """Returns the header of the next message, valid until the one after it; the limits are the connection's.
 
-        It is checked together with the body: nothing but the size of that may follow from it before.
+        It is checked together with the body: until then use only the size of the body from it.
         """
         self._connection.receive(self._front, timeout_s, idle_s)
         return self._header
 
     def receive_body(self, body: memoryview, timeout_s: float | None = None) -> None:
-        """Fills ``body`` and checks the seal of the message; raises :class:`MessageError` when that is wrong."""
+        """Fills ``body`` and checks the seal of the message; raises :class:`MessageError` if it is wrong."""
         if len(body):
             self._connection.receive(body, timeout_s, timeout_s)
         if not same(self._seal, self._seals.received(self._header, *self._covered([body], len(body)))):

@@ -33,8 +33,8 @@ __all__ = [
     "stays_here",
 ]
 
-_TICK_S = 1.0  # how often a blocked call looks at its deadline
-_MAX_VECTORS = 512  # below IOV_MAX of every system
+_TICK_S = 1.0  # how often a blocked call checks its deadline
+_MAX_VECTORS = 512  # below IOV_MAX of all systems
 _BUFFER_BYTES = 4 << 20
 
 
@@ -61,7 +61,7 @@ class Connection(Protocol):
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``.
 
-        The first byte may take ``idle_s`` seconds (forever if None), all bytes ``timeout_s`` from then on.
+        The first byte may take ``idle_s`` seconds (None: no limit), the rest ``timeout_s`` from then on.
 
         Raises:
             ConnectionLost: the stream ended.
@@ -107,7 +107,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 class SocketTransport:
     """Connects ``host:port`` by TCP and ``unix:/path`` by a Unix socket; by TLS when contexts are given.
 
-    ``bound`` is a socket that has its port already; it is taken for that port instead of a new one.
+    ``bound`` is a socket that is bound already; it is used for its port instead of a new one.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ def _listen(endpoint: str, host: str, port: int, bound: socket.socket | None) ->
 
 
 def _bind_host(host: str) -> str:
-    """Returns where to listen for a server at ``host``: everywhere for a name that leads to loopback only here.
+    """Returns where to listen for a server at ``host``: on all interfaces for a name that means loopback only here.
 
     Debian and Ubuntu map a machine's own name to 127.0.1.1, and the other nodes see its real address.
     """
@@ -197,7 +197,7 @@ def _bind_unix(path: str) -> socket.socket:
 def _wrap_tls(
     context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float, host: str | None = None
 ) -> ssl.SSLSocket:
-    """Returns the socket before its handshake; whoever has it can close it meanwhile."""
+    """Returns the socket before its handshake, so that it can be closed meanwhile."""
     try:
         sock.settimeout(timeout_s)
         return context.wrap_socket(sock, server_side=host is None, server_hostname=host, do_handshake_on_connect=False)
@@ -219,7 +219,7 @@ def _shake_hands(sock: ssl.SSLSocket, peer: str, host: str | None = None) -> Tls
         sock.close()
         if getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
             raise PeerRefused(
-                f"parameter server {peer} does not speak TLS, and FLEET_PS_CA asks for it. Set FLEET_PS_CERT for the "
+                f"parameter server {peer} does not speak TLS, but FLEET_PS_CA requires it. Set FLEET_PS_CERT for the "
                 "servers, or omit FLEET_PS_CA."
             ) from None
         raise ConnectionLost(f"{peer}: TLS: {error}.") from None
@@ -247,7 +247,7 @@ class SocketListener:
             except OSError as error:
                 if self._closed or self._sock.fileno() < 0:
                     raise ConnectionLost(f"{self.endpoint} no longer listens: {error}.") from None
-                time.sleep(0.05)  # a newcomer that hung up, or no file descriptor left: try again
+                time.sleep(0.05)  # the peer hung up, or no file descriptor is left: try again
         peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix"
         if self._tls is None:
             return SocketConnection(sock, peer)
@@ -265,7 +265,7 @@ class SocketListener:
 
 
 class SocketConnection:
-    """A plain socket: one ``sendmsg`` and one ``recv_into`` per message in the usual case."""
+    """A plain socket: usually one ``sendmsg`` and one ``recv_into`` per message."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -332,7 +332,7 @@ class SocketConnection:
             poll.register(self._sock, select.POLLIN)
             return bool(poll.poll(1000 * limit_s))
         except (OSError, ValueError):
-            return True  # closed meanwhile: the read says so
+            return True  # closed meanwhile: the read reports it
 
     def close(self) -> None:
         """Ends the stream."""

@@ -1,4 +1,4 @@
-"""Bags: the ids of a batch laid out flat, whatever form they came in, and how they belong to samples and slots."""
+"""Bags: the ids of a batch as a flat array, and the samples and slots that they belong to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Bags", "bags_of", "keys_of_slots"]
 
 Keys = NDArray[np.int64]
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# An odd factor keeps the ids of one slot apart modulo 2**64, and those of small ids over slots as well.
+# An odd factor keeps the ids of one slot apart modulo 2**64, and small ids apart across slots.
 _SLOT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -34,7 +34,7 @@ class Bags:
         """Returns one number per id from one number per sample.
 
         Raises:
-            ConfigError: there are not as many numbers as samples.
+            ConfigError: the number of values is not the number of samples.
         """
         numbers = torch.as_tensor(values).detach().cpu().reshape(-1).to(torch.float32).numpy()
         samples = len(self.lengths) // num_slots
@@ -61,7 +61,7 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
         [0, 2, 2]
     """
     if offsets is not None and combiner == "none":
-        raise ConfigError("SparseEmbedding: offsets say which ids are combined, and combiner is 'none'.")
+        raise ConfigError("SparseEmbedding: offsets say which ids are combined, but combiner is 'none'.")
     if not isinstance(ids, Tensor):
         return _of_lists(ids, combiner, num_slots, offsets)
     flat = _flat(ids)
@@ -69,8 +69,8 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
         starts = _flat(offsets)
         if ids.ndim != 1 or len(starts) % num_slots or _bad(starts, len(flat)):
             raise ConfigError(
-                f"SparseEmbedding: offsets {starts.tolist()[:8]} of ids {tuple(ids.shape)}; they begin with 0, do not "
-                f"fall, end at most at the number of flat ids, and there is one for each of {num_slots} slots."
+                f"SparseEmbedding: offsets {starts.tolist()[:8]} of ids {tuple(ids.shape)}; they must start with 0, "
+                f"not decrease, not exceed the number of ids, and number a multiple of {num_slots} slots."
             )
         return _bags(flat, starts, num_slots)
     if combiner == "none":
@@ -81,8 +81,8 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
     if ids.ndim != wanted or (num_slots > 1 and ids.shape[1] != num_slots):
         form = "[batch, length]" if num_slots == 1 else f"[batch, {num_slots}, length]"
         raise ConfigError(
-            f"SparseEmbedding: ids are {tuple(ids.shape)}; with combiner {combiner!r} they are {form}, or flat with "
-            "offsets."
+            f"SparseEmbedding: ids are {tuple(ids.shape)}; with combiner {combiner!r} they must be {form}, or flat "
+            "with offsets."
         )
     count = len(flat) // max(ids.shape[-1], 1)
     length = ids.shape[-1]
@@ -92,7 +92,7 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
 
 
 def keys_of_slots(bags: Bags, num_slots: int) -> Keys:
-    """Returns a key per id that differs where ids or slots differ; 64-bit hashes may meet by chance."""
+    """Returns a key per id that differs where ids or slots differ; 64-bit hashes may collide."""
     if bags.offsets is None:
         slots = np.arange(len(bags.ids), dtype=np.uint64) % np.uint64(num_slots)
     else:
@@ -107,7 +107,7 @@ def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor
     parts = [_flat(part if isinstance(part, Tensor) else _as_tensor(part)) for part in ids]
     if len(parts) % num_slots:
         raise ConfigError(
-            f"SparseEmbedding: {len(parts)} lists of ids; there is one per sample and each {num_slots} slots."
+            f"SparseEmbedding: {len(parts)} lists of ids; give one for each of {num_slots} slots of each sample."
         )
     flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
     starts = np.cumsum([0, *(len(part) for part in parts)])[: len(parts)].astype(np.int64)
@@ -134,7 +134,7 @@ def _as_tensor(part: Any) -> Tensor:
 
 def _flat(ids: Tensor) -> Keys:
     if ids.dtype not in _WHOLE:
-        raise ConfigError(f"SparseEmbedding: ids are {ids.dtype}; they are integers (torch.int64).")
+        raise ConfigError(f"SparseEmbedding: ids are {ids.dtype}; they must be integers (torch.int64).")
     flat: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
     return flat
 

@@ -2,12 +2,11 @@
 
 [Note: One buffer]
 A step is one all-reduce of one float32 buffer: all gradients, which parameter has one, who takes a step, and worker
-0's learning rates. So a parameter that no trainer has a gradient for stays without one, as in a single process; and
-a trainer that has no batch left adds zeros and steps with the others' mean, so that parameters and optimizer states
-stay equal to the bit.
+0's learning rates. A parameter for which no trainer has a gradient gets none, as in a single process. A trainer
+without batches adds zeros and steps with the mean of the others, so parameters and optimizer states stay bitwise equal.
 
-A rate is sent as three float32 numbers whose sum in float64 is the rate, to the bit: workers step with worker 0's
-rate whatever their own schedules say.
+A rate is sent as three float32 numbers whose float64 sum is exactly the rate: workers step with worker 0's rate,
+whatever their own schedules say.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _RATE_PARTS = 3
 
 @dataclass(frozen=True)
 class Round:
-    """What one exchange showed: how many trainers took a step, had a bad gradient, or want to leave."""
+    """The counts of one exchange: trainers that took a step, had a bad gradient, or want to leave."""
 
     active: int
     bad: int
@@ -44,8 +43,8 @@ class DenseExchange:
 
     Args:
         parts: the dense tables of the plan, whose parameters are exchanged.
-        optimizer: the user's; loading a state gives it other groups, so they are read when they are needed.
-        trainers: everyone.
+        optimizer: the user's; loading a state replaces its groups, so they are read at each use.
+        trainers: all trainers.
     """
 
     def __init__(
@@ -71,12 +70,12 @@ class DenseExchange:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def start(self, *, bad: bool = False) -> None:
-        """Begins the exchange of the gradients that backward left."""
+        """Starts the exchange of the gradients that backward left."""
         self._fill(active=True, bad=bad, leaving=False)
         self._wait = self._trainers.start_sum(self._buffer)
 
     def finish(self) -> Round:
-        """Returns when every trainer has given its gradients; those of the parameters are the mean then."""
+        """Waits for the gradients of every trainer; the parameters then have their mean."""
         self._wait()
         found = self._found()
         if not found.bad:
@@ -101,7 +100,7 @@ class DenseExchange:
     def stand_by(self, *, leaving: bool) -> int:
         """Takes part in the others' steps until none takes one, or with ``leaving`` until all leave.
 
-        Returns how many trainers are leaving. The gradients of this trainer, if there are any, stay as they are.
+        Returns how many trainers are leaving. Gradients of this trainer stay as they are.
 
         Raises:
             NanInfError: another trainer had a gradient that is not finite.
@@ -196,7 +195,7 @@ class DenseExchange:
 
 
 def not_finite(rank: int, count: int) -> NanInfError:
-    """Returns the error of a trainer whose peers found gradients that are not finite."""
+    """Returns the error for a trainer whose peers found gradients that are not finite."""
     return NanInfError(
         f"FLAGS_check_nan_inf: {count} other trainer(s) have a gradient that is not finite; their logs name it. "
         "Nothing was updated.",
@@ -206,17 +205,17 @@ def not_finite(rank: int, count: int) -> NanInfError:
 
 
 def check_same_round(rounds: list[int]) -> None:
-    """Checks that all go on after the same number of updates; ``rounds`` has it by rank.
+    """Checks that all trainers continue after the same number of updates; ``rounds`` has it by rank.
 
     Raises:
-        PSError: checkpoints of different steps, from which trainers would wait for each other forever.
+        PSError: checkpoints of different steps; the trainers would wait for each other forever.
 
     Example:
         >>> check_same_round([4, 4])
     """
     if len(set(rounds)) > 1:
         raise PSError(
-            f"hybrid training: the trainers go on after {rounds} updates (by rank), and they make each one together. "
+            f"hybrid training: the trainers continue after {rounds} updates (by rank), but take each update together. "
             "Load checkpoints of the same step on all of them, or on none."
         )
 

@@ -53,21 +53,21 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
 
 
 class SparseEmbedding(WatchesWeight):
-    """Maps int64 ids, any 64-bit number, to rows of a table that grows with the ids it meets.
+    """Maps int64 ids, any 64-bit number, to rows of a table that grows with the ids it sees.
 
-    The rows live on the parameter servers once ``fleet.init_worker()`` has run; before it the module shows the same
-    initial rows from this process, for trying it out. Each step pulls every distinct id of the batch once, and
+    The rows live on the parameter servers once ``fleet.init_worker()`` has run; before that the module computes the
+    same initial rows in this process, to try it out. Each step pulls every distinct id of the batch once, and
     ``optimizer.step()`` pushes the sum of its gradients. The servers update the rows by the rule of the optimizer
-    group that holds ``weight``, an empty parameter which stands for the table.
+    group that holds ``weight``, an empty parameter that stands for the table.
 
     Args:
         dim: columns of a row (with the two counters of a Ctr accessor).
         name: name of the table; modules with the same name share it. By default the module's name in the model.
         combiner: ``"none"`` gives a row per id, ``"sum"`` and ``"mean"`` one per sample.
-        num_slots: how many features stand side by side in the ids; all share the table.
-        separate_slots: an id in one slot has another row than the same id in another slot.
-        padding_idx: an id that reads as zeros, counts for nothing in a combiner, and is not trained.
-        entry: which ids are worth a row, ``fleet.CountFilterEntry`` and its siblings; ``None`` is all.
+        num_slots: the number of features in the ids, side by side; all share the table.
+        separate_slots: the same id has a row of its own in each slot.
+        padding_idx: an id that reads as zeros, is ignored by a combiner, and is not trained.
+        entry: which ids are worth a row, ``fleet.CountFilterEntry`` and its siblings; ``None`` admits all.
         initializer: weights of a new row; uniform in [-1e-4, 1e-4) by default.
         accessor: statistics of each row, see :class:`fleet.ps.Accessor`; ``None`` keeps none.
         rule: the servers' update rule; ``None`` takes that of the optimizer.
@@ -81,7 +81,7 @@ class SparseEmbedding(WatchesWeight):
         combiner gives the rows one after the other, [n, dim].
 
     Raises:
-        ConfigError: an argument is wrong, or ids are not integers of a fitting shape.
+        ConfigError: an argument is wrong, or ids are not integers of a valid shape.
 
     Example:
         >>> embedding = SparseEmbedding(4, name="ads", combiner="sum")
@@ -113,7 +113,7 @@ class SparseEmbedding(WatchesWeight):
         if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
             raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes an integer of 1 or more.")
         if name is not None and (not isinstance(name, str) or not name):
-            raise ConfigError(f"SparseEmbedding(name={name!r}) takes a text, or None for the module's name.")
+            raise ConfigError(f"SparseEmbedding(name={name!r}) takes a string, or None for the module's name.")
         if entry is not None and not isinstance(entry, CountFilterEntry | ProbabilityEntry | ShowClickEntry):
             raise ConfigError(f"SparseEmbedding(entry={entry!r}) takes fleet.CountFilterEntry or one of its siblings.")
         if not isinstance(separate_slots, bool):
@@ -170,7 +170,7 @@ class SparseEmbedding(WatchesWeight):
         )
 
     def use_table(self, config: SparseTableConfig) -> None:
-        """Makes the module one of a table that was configured elsewhere, for example by ``sparse_table_configs``."""
+        """Attaches the module to a table that was configured elsewhere, for example by ``sparse_table_configs``."""
         self._accessor = config.accessor
         self._scales = config.scale_gradient
         self.lookup = self._new_lookup(config)
@@ -198,12 +198,12 @@ class SparseEmbedding(WatchesWeight):
     def prefetch(self, ids: Ids, offsets: Tensor | None = None) -> None:
         """Asks the servers for the rows of the next batch, so that they travel while this one is computed.
 
-        The next forward with the same ids takes them. Called before ``optimizer.step()``, as it is meant to be, the
-        rows are those from before that step: one step older than without it, which ``max_staleness`` counts. A forward
-        with other ids, or after another step, asks anew. In geo mode the rows are here already: nothing is asked.
+        The next forward with the same ids takes them. Call it before ``optimizer.step()``: the rows are then those from
+        before that step, one step older than without it, which ``max_staleness`` counts. A forward with other ids, or
+        after another step, asks again. In geo mode the rows are here already and nothing is asked.
 
         Args:
-            ids, offsets: those of the next batch, as in :meth:`forward`.
+            ids, offsets: of the next batch, as in :meth:`forward`.
 
         Raises:
             ConfigError: in sync mode, and with ``a_sync_configs["max_staleness"] = 0``.
@@ -222,7 +222,7 @@ class SparseEmbedding(WatchesWeight):
         self.lookup.prefetch(np.ascontiguousarray(keys))
 
     def load(self, dirname: str, name: str | None = None) -> int:
-        """Reads the rows of a save into this process and predicts with them; returns how many were read.
+        """Reads the rows of a save into this process, for prediction; returns how many were read.
 
         Args:
             dirname: the folder of ``fleet.save_persistables`` or ``save_inference_model``.
@@ -230,7 +230,7 @@ class SparseEmbedding(WatchesWeight):
 
         Raises:
             ConfigError: the module is connected to servers; they load with ``fleet.load_model``.
-            CheckpointError: the save has no such table, or its rows are of another form.
+            CheckpointError: the save has no such table, or its rows have another shape.
         """
         if self.lookup.source is not None and self.lookup.source.trains:
             raise ConfigError("SparseEmbedding.load() is for prediction; the rows of this module are on servers.")
@@ -256,7 +256,7 @@ class SparseEmbedding(WatchesWeight):
             return self._combined(bags, bags.ids, None, None).view(*ids.shape, -1)
 
     def extra_repr(self) -> str:
-        """Returns the arguments that matter."""
+        """Returns the main arguments."""
         return f"{self.dim}, name={self.name!r}, combiner={self.combiner!r}, num_slots={self.num_slots}"
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class SparseEmbedding(WatchesWeight):
                 found = spread.index_copy(0, torch.from_numpy(present).to(device), found)
             return found.view(*bags.shape, rows.shape[1])
         starts = bags.offsets
-        if present is not None:  # what is left of each bag begins after what is left of those before it
+        if present is not None:  # the rest of each bag begins after the rest of those before it
             starts = np.searchsorted(present, bags.offsets)
         if not len(rows):  # embedding_bag refuses a table without rows
             return rows.new_zeros(len(starts), rows.shape[1]).view(*bags.shape, rows.shape[1])
@@ -311,7 +311,7 @@ class SparseEmbedding(WatchesWeight):
             )
         if (show is not None or click is not None) and self._accessor is None:
             raise ConfigError(
-                f"{self.lookup.label} was called with show= or click=, and its rows keep neither. Give it "
+                f"{self.lookup.label} was called with show= or click=, but its rows keep neither. Give it "
                 "an accessor or a ShowClickEntry."
             )
         return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]

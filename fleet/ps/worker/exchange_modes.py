@@ -1,8 +1,8 @@
 """The modes of exchange between a worker and its servers (D.7): what happens to the gradients of one step.
 
 =============  ==========================================================================================
-sync           pushed, averaged over the workers and applied once; the worker goes on with the result
-half_async     those of some batches are summed, pushed and waited for
+sync           pushed, averaged over the workers and applied once; the worker continues with the result
+half_async     summed over some batches, pushed and waited for
 async          pushed in the background, merged by sum; parameters are received in between
 geo            the worker trains alone and exchanges differences every ``k_steps`` steps
 =============  ==========================================================================================
@@ -30,7 +30,7 @@ Gradients = Mapping[int, Gradient | Rows]
 
 
 class Coming:
-    """Rows that were asked for during the step before theirs."""
+    """Rows that were requested one step ahead."""
 
     def __init__(self, exchange: _ServersOwn, ticket: Ticket, table_id: int) -> None:
         self._exchange = exchange
@@ -57,23 +57,23 @@ class ServerExchange(Protocol):
         """Returns the rows that this worker's next forward sees."""
 
     def ahead(self, table_id: int, keys: Keys) -> Coming | None:
-        """Asks for the rows of the step after this one; returns ``None`` where they need no asking.
+        """Requests the rows of the next step; returns ``None`` where they are here already.
 
         Raises:
-            ConfigError: the mode lets no step begin with rows from before the one before.
+            ConfigError: the mode does not allow rows that are a step old.
         """
 
     def put(self, gradients: Gradients) -> None:
-        """Hands over the gradients of one step; parameters of the model may change."""
+        """Takes the gradients of one step; the model's parameters may change."""
 
     def flush(self) -> None:
-        """Returns when everything that was put is applied on the servers, and the parameters are the servers'."""
+        """Waits until everything that was put is applied on the servers; the parameters are then the servers'."""
 
     def close(self) -> None:
-        """Ends threads and connections of its own, once everything is sent."""
+        """Sends everything, then ends its own threads and connections."""
 
     def abandon(self) -> None:
-        """Ends them at once."""
+        """Ends them without sending."""
 
 
 class SyncExchange:
@@ -93,17 +93,17 @@ class SyncExchange:
     def ahead(self, table_id: int, keys: Keys) -> Coming | None:
         """Refuses."""
         raise ConfigError(
-            "prefetch() asks for rows before the step that changes them is done, and in sync training every step sees "
+            "prefetch() asks for rows before the step that changes them is done, but in sync training every step sees "
             "all steps before it. Omit prefetch, or set a_sync to True."
         )
 
     def put(self, gradients: Gradients) -> None:
-        """Pushes, and takes over what the servers made of all workers' gradients."""
+        """Pushes, and takes the parameters that the servers made of all workers' gradients."""
         pushed = self.client.push(gradients)
         self._receive(lambda: self.client.wait(pushed))
 
     def settle(self) -> None:
-        """Returns when every server has applied the steps that this worker has pushed, its own share or not."""
+        """Waits until every server has applied the steps that this worker pushed, also where it had no share."""
         for part in self.plan.sparse[:1]:
             table = self.client.tables[part.table_id]
             ids = np.arange(64)
@@ -112,17 +112,17 @@ class SyncExchange:
             self.client.wait(self.client.pull({part.table_id: ids}, create=False))
 
     def flush(self) -> None:
-        """Takes over the parameters."""
+        """Takes the servers' parameters."""
         self._receive()
 
     def close(self) -> None:
-        """Has nothing of its own."""
+        """Does nothing: it has no threads or connections of its own."""
 
     abandon = close
 
     def _receive(self, before: Callable[[], Any] = lambda: None) -> None:
         wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
-        pulled = self.client.pull(wanted) if wanted else None  # on its way while the push is waited for
+        pulled = self.client.pull(wanted) if wanted else None  # travels while the push is waited for
         before()
         if pulled is not None:
             values = self.client.wait(pulled)
@@ -149,7 +149,7 @@ class _Mailbox:
                 self._ticket = ticket
 
     def deliver(self) -> None:
-        """Copies what has come into the parameters."""
+        """Copies what has arrived into the parameters."""
         with self._lock:
             ticket = self._ticket
             self._ticket = None
@@ -160,7 +160,7 @@ class _Mailbox:
 
 
 class _ServersOwn:
-    """Rows and parameters as they are on the servers, or as fresh as the bound on staleness wants them.
+    """Rows and parameters as they are on the servers, or as fresh as the bound on staleness requires.
 
     The bound is that of stale synchronous parallel training (Ho et al., NIPS 2013): what step t begins with holds the
     gradients of every worker's steps up to t - bound.
@@ -172,19 +172,19 @@ class _ServersOwn:
         self._mailbox = _Mailbox(plan)
         self._mailbox.reached = client.step
         self._bound = client.staleness
-        self.flushes = 0  # a load or a shrink comes after one: rows may have changed by more than training
+        self.flushes = 0  # a load or a shrink comes after one, and changes more than training does
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
-        """Returns the rows; with a bound once no other worker is further behind."""
+        """Returns the rows; with a bound, once no other worker is further behind."""
         self._prepare(self.client.step)
         rows: Rows = self.client.wait(self._pull(table_id, keys, self.client.step))[table_id]
         return rows
 
     def ahead(self, table_id: int, keys: Keys) -> Coming:
-        """Asks for the rows of the step after this one, which then are a step older."""
+        """Requests the rows of the next step, one step older than without."""
         if self._bound == 0:
             raise ConfigError(
-                "prefetch() asks for rows before the step that changes them is done, and "
+                "prefetch() asks for rows before the step that changes them is done, but "
                 "a_sync_configs['max_staleness'] is 0. Omit prefetch, or allow a staleness of 1 or more."
             )
         step = self.client.step + 1
@@ -195,10 +195,10 @@ class _ServersOwn:
         return self.client.pull({table_id: keys}, step=step, wait_for_others=self._bound is not None)
 
     def _prepare(self, step: int) -> None:
-        """Comes before a pull for ``step``."""
+        """Prepares a pull for ``step``."""
 
     def _take_parameters(self) -> None:
-        """Takes over what has come; with a bound, waits for parameters that are fresh enough for the next step."""
+        """Takes what has arrived; with a bound, waits for parameters that are fresh enough for the next step."""
         self._mailbox.deliver()
         step = self.client.step
         if self._bound is not None and self._plan.dense and self._mailbox.reached < step - self._bound:
@@ -208,7 +208,7 @@ class _ServersOwn:
 
 
 class HalfAsyncExchange(_ServersOwn):
-    """The gradients of ``num_batches`` batches are one push of their sum."""
+    """Pushes the sum of the gradients of ``num_batches`` batches."""
 
     reads_grad = False
 
@@ -223,19 +223,19 @@ class HalfAsyncExchange(_ServersOwn):
             self.client.wait(self.client.push({}, step=self._told))
 
     def put(self, gradients: Gradients) -> None:
-        """Keeps the gradients, or pushes them with those of the batches before."""
+        """Keeps the gradients, or pushes them with those of the earlier batches."""
         self._sender.put(gradients)
         self._take_parameters()
 
     def flush(self) -> None:
-        """Pushes what waits and takes over the parameters."""
+        """Pushes what waits and takes the servers' parameters."""
         self.flushes += 1
         self._sender.flush()
         self._mailbox.receive(self.client)
         self._mailbox.deliver()
 
     def close(self) -> None:
-        """Has nothing of its own."""
+        """Does nothing: it has no threads or connections of its own."""
 
     abandon = close
 
@@ -263,7 +263,7 @@ class AsyncExchange(_ServersOwn):
             self._sender.need(self.client.step, step - self._bound)
 
     def put(self, gradients: Gradients) -> None:
-        """Queues the gradients, and takes over parameters that have come meanwhile."""
+        """Queues the gradients, and takes parameters that have arrived."""
         self.client.step += 1
         late = {part.table_id: part for part in self._plan.dense if part.has_gradients()}
         self._sender.put({**gradients, **late}, step=self.client.step)
@@ -274,7 +274,7 @@ class AsyncExchange(_ServersOwn):
         return self._sender.waiting()
 
     def flush(self) -> None:
-        """Waits for the queues, then takes over the parameters."""
+        """Waits for the queues, then takes the servers' parameters."""
         self.flushes += 1
         self._sender.flush()
         for client in self._others:
@@ -291,7 +291,7 @@ class AsyncExchange(_ServersOwn):
                 client.close()
 
     def abandon(self) -> None:
-        """Ends threads and their connections, whatever waits."""
+        """Ends threads and their connections without sending."""
         for client in self._others:
             client.close()
         self._sender.abort()
@@ -321,10 +321,10 @@ class GeoExchange:
         return self._geo.rows(table_id, keys)
 
     def ahead(self, table_id: int, keys: Keys) -> None:
-        """Asks for nothing: the rows are here."""
+        """Does nothing: the rows are here."""
 
     def put(self, gradients: Gradients) -> None:
-        """Trains one step, and exchanges when it is the turn."""
+        """Trains one step, and exchanges every ``k_steps`` steps."""
         self._train_dense()
         for table_id, gradient in gradients.items():
             part = self._parts.get(table_id)
@@ -341,7 +341,7 @@ class GeoExchange:
         self._exchange(self._geo.exchange)
 
     def close(self) -> None:
-        """Has nothing of its own."""
+        """Does nothing: it has no threads or connections of its own."""
 
     abandon = close
 

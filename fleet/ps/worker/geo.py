@@ -1,11 +1,11 @@
-"""Geo mode: each worker trains a copy of its own, and every ``k_steps`` steps the workers exchange differences.
+"""Geo mode: each worker trains its own copy, and every ``k_steps`` steps the workers exchange differences.
 
 For a row (or the dense values) with the worker's value ``local`` and ``old``, the value at the last exchange::
 
     delta = (local - old) / num_workers;  old += delta;  the server adds delta
     then, for what others have changed:   local += server - old;  old = server
 
-Only rows that were touched are sent, only rows that others changed come back (D.7 of Fleet's communicator modes).
+Only rows that changed here are sent, and only rows that others changed come back (D.7 of Fleet's communicator modes).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GeoRows:
         self.old = np.empty((0, dim), np.float32)
         self.keys = np.empty(0, np.int64)  # by place
         self._touched = np.zeros(0, np.bool_)
-        self._num_rows = 0  # the arrays above have room for more
+        self._num_rows = 0  # used; the arrays above have room for more
         self._index = KeyPlaces()
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
@@ -69,7 +69,7 @@ class GeoRows:
         return Gradient(self.keys[places], delta)
 
     def receive(self, keys: Keys, rows: Rows) -> None:
-        """Takes over what others have changed; keys that are unknown here come with their first use."""
+        """Takes the changes of others; keys that are unknown here come with their first use."""
         places = self.find(keys)
         known = places >= 0
         places = places[known]
@@ -100,20 +100,20 @@ class GeoCommunicator:
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
         self._steps = self._exchanges = 0
-        self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it has read
+        self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it reads
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
-        places = self._known(table_id, keys)  # before `local` is looked at: new rows can replace it
+        places = self._known(table_id, keys)  # before `local` is read: new rows can replace it
         rows: Rows = self._rows[table_id].local.take(places, 0)
         return rows
 
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
-        """Sets this worker's rows of distinct ``keys``, which it has seen: one step of local training."""
+        """Sets this worker's rows of distinct keys that it has read: one step of local training."""
         rows = self._rows[table_id]
         places = rows.find(keys)
         if (places < 0).any():
-            raise ConfigError(f"table {table_id}: rows are changed after they were read; call rows() first.")
+            raise ConfigError(f"table {table_id}: rows must be read before they are changed; call rows() first.")
         rows.local[places] = values
         rows.touch(places)
 
@@ -125,7 +125,7 @@ class GeoCommunicator:
         rows.touch(places)
 
     def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
-        """Returns the places of ``keys``, after it has fetched those this worker has not seen."""
+        """Returns the places of ``keys``; fetches those that this worker has not seen."""
         last = self._found.get(table_id)
         if last is not None and last[0] is keys:
             return last[1]
@@ -151,7 +151,7 @@ class GeoCommunicator:
         return True
 
     def exchange(self) -> None:
-        """Sends this worker's differences and takes over those of the others."""
+        """Sends this worker's differences and takes those of the others."""
         client = self._client
         workers = self._client.config.num_workers
         deltas: dict[int, Gradient | Rows] = {

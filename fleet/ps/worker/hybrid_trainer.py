@@ -1,7 +1,7 @@
-"""HybridTrainer: a worker whose rows are on the servers and whose dense parameters are its own, as on all trainers.
+"""HybridTrainer: a worker with its rows on the servers and its own dense parameters, equal on all trainers.
 
-The dense tables on the servers are a copy that a save brings up to date, so that a save has them and
-``init_server(dirname)`` starts a job from them.
+The dense tables on the servers are a copy that each save updates, so that the save contains them and
+``init_server(dirname)`` can start a job from it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class HybridTrainer(Trainer):
     Args:
         plan: the tables; the dense ones were planned with ``dense_here``.
         config: how rows are trained: sync or async.
-        make_client: as :class:`Trainer` takes it.
+        make_client: see :class:`Trainer`.
         optimizer: the user's optimizer.
         trainers: all trainers of the job.
-        tensors: parameters and buffers that every trainer starts with as trainer 0 has them.
+        tensors: parameters and buffers that every trainer takes from trainer 0 at the start.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class HybridTrainer(Trainer):
         self._optimizer = optimizer
         self._tensors = list(tensors)
         self._size = trainers.size
-        self._left = 0  # trainers that had called stop_worker() when all met last
+        self._left = 0  # trainers that had called stop_worker() at the last meeting
         self._exchanged = TablePlan(sparse=plan.sparse)
         self._dense: DenseExchange | None = DenseExchange(plan.dense, optimizer, trainers)
 
     # -- start and end -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connects; afterwards parameters and buffers are trainer 0's on every trainer.
+        """Connects; afterwards every trainer has trainer 0's parameters and buffers.
 
-        Trainer 0 starts from the servers' copy, if they have one from a save; from its own parameters if it was given
-        a checkpoint of its own.
+        Trainer 0 starts from the servers' copy, if they have one from a save, or from its own parameters if it was
+        given a checkpoint.
 
         Raises:
             PSError: the trainers were given checkpoints of different steps.
@@ -76,19 +76,19 @@ class HybridTrainer(Trainer):
         dense.copy_from_0(self._tensors)
         found = dense.gather([dense.rounds, client.step])  # by rank
         check_same_round([rounds for rounds, _ in found])
-        # Without checkpoints: the servers may have had a step more of one trainer than of another.
+        # Without checkpoints: the servers may have one step more from one trainer than from another.
         if client.staleness is not None:
             client.step = max(step for _, step in found)
 
     def abandon(self) -> None:
-        """Disconnects without a goodbye, and lets go of the other trainers."""
+        """Disconnects without a goodbye, and releases the other trainers."""
         super().abandon()
         self._dense = None
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Averages the dense gradients over the trainers and steps with them; hands the rows' to the servers.
+        """Averages the dense gradients over the trainers and steps with them; sends those of rows to the servers.
 
         Raises:
             NanInfError: a gradient of this trainer or another is not finite and the check is on; nothing was updated.
@@ -98,14 +98,14 @@ class HybridTrainer(Trainer):
         rows = self._gradients()
         dense = self._own()
         self._average(rows, dense)
-        # Rows leave when every trainer has computed with those before: a trainer that repeats a step after a failure
-        # then computes with the rows it had, although a gradient of that step may wait on the servers already.
+        # Gradients of rows leave once every trainer has computed with the old rows: a trainer that repeats a step after
+        # a failure then computes with the same rows, although the servers may hold a gradient of that step already.
         self._send_rates()
         exchange.put(rows)
         dense.step()
 
     def non_finite_rows(self) -> str:
-        """Names a bad row, for a check that lets this trainer raise and not step; the others raise as well."""
+        """Names a bad row, for a check that makes this trainer raise instead of stepping; the others raise as well."""
         found = super().non_finite_rows()
         dense = self._own()
         dense.start(bad=True)
@@ -124,7 +124,7 @@ class HybridTrainer(Trainer):
             except BaseException as error:
                 failures.append(error)
 
-        # The servers must know that this one stands here while it still takes part in the others' steps.
+        # The servers must know that this trainer stands here while it still takes part in the others' steps.
         standing = threading.Thread(target=stand, name="barrier", daemon=True)
         standing.start()
         self._left = self._own().stand_by(leaving=False)
@@ -134,19 +134,19 @@ class HybridTrainer(Trainer):
         return keys[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a worker that comes back must know, and the number of updates it has made."""
+        """Returns what a restarted worker must know, and the number of updates it has made."""
         state = super().state_dict()
         return state if self._dense is None or self._client is None else {**state, "rounds": self._dense.rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
-        """Goes back to a checkpoint; every trainer loads one of the same step."""
+        """Goes back to a checkpoint; all trainers load checkpoints of the same step."""
         super().load_state_dict(state)
         self._own().rounds = int(state.get("rounds", 0))
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
-        """Makes the servers read a save; all go on with its rows, its parameters and its optimizer state.
+        """Makes the servers load a save; all continue with its rows, parameters and optimizer state.
 
         Raises:
             PSError: a trainer has left already.
@@ -157,8 +157,8 @@ class HybridTrainer(Trainer):
         def act(key: str) -> int:
             if self._left:
                 raise PSError(
-                    f"fleet.load_model(): {self._left} of {self._size} trainers have called stop_worker() already, and "
-                    "hybrid training gives what was read to all of them. Load before the first one stops."
+                    f"fleet.load_model(): {self._left} of {self._size} trainers have called stop_worker() already, but "
+                    "hybrid training gives what was loaded to all of them. Load before the first one stops."
                 )
             return client.load(dirname, tables=tables, key=key)
 
@@ -183,12 +183,12 @@ class HybridTrainer(Trainer):
         self._own().stand_by(leaving=True)
 
     def _take_parameters(self, client: Client) -> None:
-        """Takes the servers' copy as trainer 0, from which the others get theirs."""
+        """Takes the servers' copy on trainer 0, from which the others get theirs."""
         if client.config.rank == 0 and self._pending is None:
             super()._take_parameters(client)
 
     def _average(self, rows: dict[int, Any], dense: DenseExchange) -> None:
-        """Makes the dense gradients the mean over the trainers; raises on all when one has a bad gradient."""
+        """Replaces the dense gradients with their mean over the trainers; raises on all when one has a bad gradient."""
         if self.config.check_finite:
             local = {part.table_id: part.gradients() for part in self.plan.dense}
             try:
@@ -206,7 +206,7 @@ class HybridTrainer(Trainer):
         """Waits until trainer 0 has given the servers its parameters, and has written the state of its optimizer."""
         if self.client.config.rank == 0:
             self._give_own(dirname, tables)
-        self._own().stand_by(leaving=False)  # or raises, where trainer 0 is gone
+        self._own().stand_by(leaving=False)  # or raises, if trainer 0 is gone
 
     def _give_own(self, dirname: str, tables: list[int] | None) -> None:
         client = self.client
@@ -218,7 +218,7 @@ class HybridTrainer(Trainer):
                 torch.save(self._optimizer.state_dict()["state"], file)
 
     def _load_state(self, dirname: str, dense: DenseExchange) -> None:
-        """Loads the state that trainer 0 finds in the save; a save of another mode has none, and all start anew."""
+        """Loads the optimizer state of the save on trainer 0; a save of another mode has none, and all start afresh."""
         path = Path(dirname) / STATE_FILE
         is_here = self.client.config.rank == 0 and path.exists()
         data = b""
@@ -227,7 +227,7 @@ class HybridTrainer(Trainer):
             try:
                 with open_plain(path) as file:
                     data = file.read()
-            except CheckpointError as error:  # raised here once the others know that there is nothing to read
+            except CheckpointError as error:  # raised once the others know that there is nothing to load
                 data = b"\0"
                 problem = error
         data = dense.share(data)
@@ -239,7 +239,7 @@ class HybridTrainer(Trainer):
             try:
                 state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
             except Exception as error:
-                raise CheckpointError(f"{path} is not an optimizer state of this package, or damaged.") from error
+                raise CheckpointError(f"{path} is damaged, or not an optimizer state of this package.") from error
         groups = self._optimizer.state_dict()["param_groups"]  # rates are those of this run
         self._optimizer.state.clear()
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,7 +1,7 @@
 """RowLookup: the rows of one module's ids as a leaf tensor, and the gradients that backward left on such tensors.
 
-Forward asks for each distinct id once. Backward leaves the sum over all its places in the gradient of the leaf; only
-then is the leaf kept, so that a forward without backward costs and pushes nothing.
+Forward requests each distinct id once. Backward leaves the sum over all its places in the gradient of the leaf. Only
+then is the leaf kept, so a forward without backward costs nothing and pushes nothing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Counts = NDArray[np.float32]
 class RowSource(Protocol):
     """Where rows come from."""
 
-    trains: bool  # whether gradients find their way back
+    trains: bool  # whether gradients are sent back
 
     def rows(self, keys: Keys) -> Rows:
         """Returns a fresh float32 [n, dim] array of the rows of distinct ``keys``."""
 
     def ahead(self, keys: Keys) -> ComingRows | None:
-        """Asks for the rows of the next step; returns ``None`` where they need no asking."""
+        """Requests the rows of the next step; returns ``None`` where they are here already."""
 
 
 class ComingRows(Protocol):
-    """Rows on their way."""
+    """Rows that have been requested."""
 
     def rows(self) -> Rows | None:
-        """Waits for them; returns ``None`` when they are too old by now."""
+        """Waits for them; returns ``None`` if they are too old by now."""
 
 
 class LocalRows:
-    """Rows of a table in this process: what a module shows before it is connected to servers.
+    """Rows of a table in this process, for a module that is not connected to servers.
 
     Example:
         >>> LocalRows(SparseTableConfig("ads", 4)).rows(np.array([7])).shape
@@ -64,7 +64,7 @@ class LocalRows:
         return self.table.pull(keys)
 
     def ahead(self, keys: Keys) -> None:
-        """Asks nobody: the rows are here."""
+        """Does nothing: the rows are here."""
 
 
 class TrainedRows:
@@ -134,12 +134,12 @@ class RowLookup:
         Args:
             ids: int64 [n].
             device: where both results live.
-            shows, clicks: float32 [n], what each id's sample counts for; 1 and 0 by default.
+            shows, clicks: float32 [n], the counts of each id's sample; 1 and 0 by default.
             trained: the rows take gradients; False where the module's weight is frozen.
         """
         assert self.source is not None
         keys, inverse = self._unique(ids)
-        keys = keys.copy()  # the memory is used again for the next batch
+        keys = keys.copy()  # the next batch reuses the memory
         found = self._arrived(keys)
         rows = torch.from_numpy(self.source.rows(keys) if found is None else found).to(device)
         if trained and torch.is_grad_enabled():
@@ -206,7 +206,7 @@ class RowLookup:
         def keep(leaf: Tensor) -> None:
             if not source.trains:
                 raise NotInitializedError(
-                    f"{self.label}: backward came before fleet.init_worker(), so nobody would train its rows. Call "
+                    f"{self.label}: backward ran before fleet.init_worker(), so nothing would train its rows. Call "
                     "fleet.init_worker() before training, or run the forward under torch.no_grad()."
                 )
             if not any(kept is leaf for kept, _ in self._ready):
@@ -229,5 +229,5 @@ class RowLookup:
             self.label, num_counters=self._num_counters, keeps_shows=self.keeps_shows, skipped=self._skipped,
             slot=self._slot,
         )  # fmt: skip
-        made.source = self.source  # two modules of one table
+        made.source = self.source  # both modules read one table
         return made

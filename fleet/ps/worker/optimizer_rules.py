@@ -20,8 +20,8 @@ Group = Mapping[str, Any]
 def rule_of_group(optimizer: Optimizer, group: Group) -> Rule:
     """Returns the rule that updates as ``optimizer`` would update the parameters of ``group``.
 
-    The learning rate is the one before any schedule (``initial_lr``), so that a script makes the same tables whenever
-    it is started; the rate in force is sent with the first step.
+    The learning rate is the one before any schedule (``initial_lr``), so that a restarted script makes the same tables;
+    the current rate is sent with the first step.
 
     Raises:
         UnsupportedOptionError: the servers have no such rule.
@@ -34,12 +34,12 @@ def rule_of_group(optimizer: Optimizer, group: Group) -> Rule:
     make = _RULES.get(type(optimizer))
     if make is None:
         raise UnsupportedOptionError(
-            f"distributed_optimizer({type(optimizer).__name__}): the parameter servers update, and they have no rule "
+            f"distributed_optimizer({type(optimizer).__name__}): the parameter servers update, but they have no rule "
             f"for it. Use {SERVED_OPTIMIZERS}."
         )
     for name in ("amsgrad", "maximize"):
         if group.get(name):
-            _refuse(optimizer, f"{name}=True", f"the servers' rules do not know {name}. Leave it False.")
+            _refuse(optimizer, f"{name}=True", f"the servers' rules do not support {name}. Leave it False.")
     name, hyper = make(optimizer, group)
     rate = {LEARNING_RATE: float(group.get("initial_lr", group["lr"]))}
     try:
@@ -61,13 +61,13 @@ def check_geo_optimizer(optimizer: Optimizer) -> None:
                 _refuse(
                     optimizer,
                     f"{name}={group[name]!r}",
-                    "geo training keeps no state beside the rows and applies the bare gradient. Omit it.",
+                    "geo training keeps no optimizer state and applies the plain gradient. Omit it.",
                 )
 
 
 def _sgd(optimizer: Optimizer, group: Group) -> tuple[str, dict[str, Any]]:
     if group["dampening"]:
-        _refuse(optimizer, f"dampening={group['dampening']!r}", "the servers' momentum has none. Leave it 0.")
+        _refuse(optimizer, f"dampening={group['dampening']!r}", "the servers' momentum has no dampening. Leave it 0.")
     if not group["momentum"]:
         return "sgd", {"weight_decay": group["weight_decay"]}
     return "momentum", {

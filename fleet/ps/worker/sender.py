@@ -1,14 +1,15 @@
 """AsyncSender: gradients leave in the background, merged by sum, as ``a_sync_configs`` says.
 
-Each table has a queue. ``put`` blocks while a queue is full; threads take from the queues what has come, add it up
-and push the sum. Merging is by sum, so with SGD k merged gradients equal k separate updates; rules with state see one
-larger gradient instead. So a table of plain SGD is merged also where ``max_merge_var_num`` is 1: what has come while
-the sender was busy is one push. And after a large push the sender rests, so that it takes a tenth of the time at most:
-the dense parameters travel whole, whatever the batch, and would cost more than the steps of small batches. Gradients
-get older by that, in proportion to what an exchange takes; where it takes little there is no rest.
+Each table has a queue. ``put`` blocks while a queue is full; threads take what has arrived, sum it and push the sum.
+With SGD k merged gradients equal k separate updates; rules with state see one larger gradient instead. So a table of
+plain SGD is merged even where ``max_merge_var_num`` is 1: what arrived while the sender was busy is one push.
 
-Where the servers bound staleness they have to know which steps of this worker are applied whole. Tables leave at paces
-of their own, so a push says nothing of that; after it the sender tells the last step of which nothing waits.
+After a large push the sender rests, so that it takes at most a tenth of the time: the dense parameters travel as a
+whole, whatever the batch, and would cost more than the steps of small batches. That makes gradients older, in
+proportion to what an exchange takes; a short exchange is followed by no rest.
+
+Where the servers bound staleness they have to know which steps of this worker are applied completely. Tables leave at
+their own pace, so a push does not say; after it the sender reports the last step of which nothing waits.
 
 [Note: From put to push]
 Everything here changes under ``_changed``; nothing is sent while it is held. A table belongs to one thread
@@ -49,13 +50,13 @@ __all__ = [
 ]
 
 _POLL_S = 0.01
-# The sender rests after a push of so many bytes of dense gradients, for so many times what the exchange took; not for
-# long after a push that had to wait for a server to come back.
+# After a push of at least so many bytes of dense gradients the sender rests, for this multiple of the time that the
+# exchange took, but no longer than the limit: the push may have waited for a server to come back.
 _REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 9.0, 1.0
 
 
 class LateGradient(Protocol):
-    """A dense gradient that is read when it is put, so that it can be added without a copy of its own."""
+    """A dense gradient that is read when it is put, so that it can be added without a copy."""
 
     def gradients(self) -> Rows | None:
         """Returns it as a fresh flat array; ``None`` when there is none."""
@@ -66,12 +67,12 @@ class LateGradient(Protocol):
 
 @dataclass(slots=True)
 class Waiting:
-    """One gradient, or several that are added up already."""
+    """One gradient, or the sum of several."""
 
-    step: int  # the last one, when several are added up
+    step: int  # of a sum, the last one
     value: Any  # Gradient or dense rows
     count: int = 1
-    first: int = 0  # the first one
+    first: int = 0  # of a sum, the first one
 
     def __post_init__(self) -> None:
         self.first = self.first or self.step
@@ -82,13 +83,13 @@ class GradientQueue(deque[Waiting]):
 
     @property
     def waiting(self) -> int:
-        """How many gradients wait, those that are added up included."""
+        """How many gradients wait, counting each one of a sum."""
         return sum(item.count for item in self)
 
 
 @dataclass
 class StepCount:
-    """Which steps of this worker the servers know to be applied whole, where they bound how far workers are apart.
+    """Which steps of this worker the servers know to be applied completely, where they bound staleness.
 
     Args:
         put: the last step whose gradients were all put.
@@ -101,7 +102,7 @@ class StepCount:
     sending: dict[int, int] = field(default_factory=dict)  # the first step each thread has taken and not sent yet
 
     def done(self, queues: Iterable[GradientQueue]) -> int:
-        """Returns the last step of which nothing waits or is on its way."""
+        """Returns the last step of which nothing waits or is being sent."""
         firsts = [queue[0].first for queue in queues if queue]
         return min([self.put + 1, *firsts, *self.sending.values()]) - 1
 
@@ -138,12 +139,12 @@ class SenderConfig:
     """The queue keys of ``a_sync_configs``.
 
     Args:
-        max_merge_var_num: at most so many gradients of a table become one push.
-        send_queue_size: so many gradients of a table may wait; ``put`` blocks beyond.
-        send_wait_times: so many polls of 10 ms without a new gradient, then what is there is sent.
+        max_merge_var_num: the most gradients of a table in one push.
+        send_queue_size: the most gradients of a table that may wait; ``put`` blocks beyond.
+        send_wait_times: polls of 10 ms without a new gradient before what is there is sent.
         thread_pool_size: sending threads; a table always belongs to the same one.
-        independent_recv_thread: parameters are received in a thread of their own, not after a send in its thread.
-        min_send_grad_num_before_recv: parameters are received only after so many gradients have been sent.
+        independent_recv_thread: receive parameters in their own thread, not in the sending thread after a send.
+        min_send_grad_num_before_recv: how many gradients are sent between two receives of parameters.
 
     Raises:
         ConfigError: a value is not an integer of 1 or more.
@@ -173,12 +174,12 @@ class AsyncSender:
     """Pushes in the background.
 
     Args:
-        clients: one open client with known tables per sending thread, each on a channel of its own; one more at the
-            end when parameters are received in a thread of their own.
+        clients: one open client with known tables per sending thread, each on its own channel; one more at the end
+            when parameters are received in their own thread.
         config: the queues.
-        receive: called with a client whenever parameters are due to be received; ``None`` receives none.
-        additive: tables for which the update with a sum is the same as one update after the other. While
-            ``max_merge_var_num`` is 1, one push carries all that waits for them.
+        receive: called with a client whenever parameters are due; ``None`` receives none.
+        additive: tables for which one update with a sum equals separate updates. While ``max_merge_var_num`` is 1, one
+            push carries everything that waits for them.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class AsyncSender:
     ) -> None:
         wanted = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
         if len(clients) != wanted:
-            raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each its own.")
+            raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each thread its own.")
         self.config = config
         self._clients = list(clients)
         self._receive = receive
@@ -233,7 +234,7 @@ class AsyncSender:
             self._note_put(step)
 
     def need(self, step: int, wanted: int) -> None:
-        """Notes that every step up to ``step`` was put, and lets those up to ``wanted`` leave without a rest."""
+        """Notes that every step up to ``step`` was put, and sends those up to ``wanted`` without a rest."""
         with self._changed:
             self._check()
             if self._count is not None:
@@ -250,12 +251,12 @@ class AsyncSender:
         if isinstance(value, Gradient | np.ndarray):
             queue.append(Waiting(step, value))
         elif queue and self._takes_more(table_id, queue[-1]):
-            value.add_gradients(queue[-1].value)  # its first step stays
+            value.add_gradients(queue[-1].value)  # the sum keeps its first step
             queue[-1].step = step
             queue[-1].count = queue[-1].count + 1
         elif (found := value.gradients()) is not None:
             queue.append(Waiting(step, found))
-        if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for the first or the last
+        if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for either
             self._changed.notify_all()
 
     def waiting(self) -> dict[int, int]:
@@ -264,7 +265,7 @@ class AsyncSender:
             return {table_id: queue.waiting for table_id, queue in self._queues.items()}
 
     def flush(self) -> None:
-        """Returns when everything that was put is applied on the servers."""
+        """Waits until everything that was put is applied on the servers."""
         with self._changed:
             self._flushing = True
             self._changed.notify_all()
@@ -309,7 +310,7 @@ class AsyncSender:
     def _guard(self, loop: Callable[[int], None], index: int) -> None:
         try:
             loop(index)
-        except BaseException as error:  # raised in the thread that trains
+        except BaseException as error:  # raised in the training thread
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
@@ -352,15 +353,15 @@ class AsyncSender:
         return any(self._mine(index).values()) or (index == 0 and self._has_news())
 
     def _has_news(self) -> bool:
-        """Returns whether there are steps of which nothing waits, and the servers do not know it yet."""
+        """Returns whether steps are complete and the servers do not know it yet."""
         return self._count is not None and self._count.done(self._queues.values()) > self._count.told
 
     def _is_needed(self) -> bool:
-        """Returns whether a pull waits for what has not left yet."""
+        """Returns whether a pull waits for gradients that have not been sent."""
         return self._count is not None and self._count.done(self._queues.values()) < self._count.wanted
 
     def _tell(self, index: int, client: Client) -> None:
-        """Tells the servers the last step of which they have everything, where they want to know."""
+        """Tells the servers the last step of which they have everything, where staleness is bounded."""
         if self._count is None:
             return
         with self._changed:
@@ -372,7 +373,7 @@ class AsyncSender:
         client.wait(client.push({}, step=done))
 
     def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[Waiting]]:
-        """Takes what one push of each table carries, waiting for more as long as the configuration says."""
+        """Takes the gradients of one push per table; waits for more as the configuration says."""
         polls = 0
         mine = self._mine(index)
         merges = self.config.max_merge_var_num > 1
@@ -393,7 +394,7 @@ class AsyncSender:
                 room -= queue[0].count
                 items.append(queue.popleft())
                 if items[0].step <= boundary.get(table, 0):
-                    break  # a server may have had this step before a restart: it must be recognised
+                    break  # a server may have had this step before a restart and must recognise it
             if items:
                 taken[table] = items
         return taken
@@ -402,7 +403,7 @@ class AsyncSender:
         return self._flushing or self._stopping or self._is_needed()
 
     def _rest(self, index: int, began: float, sent: Mapping[int, list[Waiting]]) -> None:
-        """Notes how long this thread leaves the machine to the training."""
+        """Notes until when this thread rests."""
         dense = sum(
             item.value.nbytes for items in sent.values() for item in items if isinstance(item.value, np.ndarray)
         )
@@ -416,18 +417,18 @@ class AsyncSender:
         return self.config.send_queue_size if merge == 1 and table_id in self._additive else merge
 
     def _takes_more(self, table_id: int, last: Waiting) -> bool:
-        """Returns whether another gradient may be added to the last one that waits."""
+        """Returns whether another gradient may be added to the last waiting one."""
         return last.count < self._limit(table_id) and last.step > self._boundary(self._clients[0]).get(table_id, 0)
 
     def _full(self, queues: Mapping[int, GradientQueue]) -> bool:
-        """Returns whether there is nothing to wait for; tables whose gradients leave one by one decide, if any do."""
+        """Returns whether a push is full; tables whose gradients leave one by one decide, if there are any."""
         waiting = {table: queue.waiting for table, queue in queues.items() if queue}
         strict = {table: count for table, count in waiting.items() if self._limit(table) == 1}
         return all(count >= self._limit(table) for table, count in (strict or waiting).items())
 
     @staticmethod
     def _boundary(client: Client) -> dict[int, int]:
-        """Returns, per table, the last step that some server had from this worker's life before."""
+        """Returns, per table, the last step that some server had before this worker was restarted."""
         steps: dict[int, int] = {}
         for welcome in client.welcomes():
             for table, step in welcome["steps"].items():
@@ -467,7 +468,7 @@ class HalfAsyncSender:
         self._batches = 0
 
     def put(self, gradients: Mapping[int, Gradient | Rows]) -> None:
-        """Adds the gradients of one batch; with the last of a group it returns when the servers have applied it."""
+        """Adds the gradients of one batch; with the last of a group it waits until the servers have applied them."""
         for table_id, value in gradients.items():
             self._waiting.setdefault(table_id, []).append(Waiting(0, value))
         self._batches += 1

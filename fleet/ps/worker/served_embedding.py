@@ -33,7 +33,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
     scales: bool = False  # gradients count once per sample of the batch
 
     def table_config(self, rule: Rule, name: str) -> SparseTableConfig:
-        """Returns the table of this module; rows begin at 0, to which worker 0 adds its initial weights."""
+        """Returns the table of this module; rows start at 0 and worker 0 adds its initial weights."""
         return SparseTableConfig(name, self.embedding_dim, rule, initializer=Initializer("constant", 0.0, 0.0))
 
     def take_other_gradient(self) -> Gradient | None:
@@ -54,16 +54,16 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         return gradient
 
     def use_table(self, config: SparseTableConfig) -> None:
-        """Makes the rows those of a table that ``sparse_table_configs`` may have changed.
+        """Attaches the module to its table, which ``sparse_table_configs`` may have changed.
 
         Raises:
-            ConfigError: the table would change what a pulled row is: the module has weights of its own.
+            ConfigError: the table would change what a pulled row contains.
         """
         own = self.table_config(config.rule, config.name)
         if config.initializer != own.initializer or (config.accessor is not None and config.accessor.pulls_counters):
             raise ConfigError(
-                f"sparse_table_configs[{config.name!r}]: nn.Embedding begins with weights of its own and pulls nothing "
-                "but them. Leave initial_range and accessors that pull show and click away, or use "
+                f"sparse_table_configs[{config.name!r}]: nn.Embedding has its own initial weights and pulls only "
+                "weights. Omit initial_range and accessors that pull show and click, or use "
                 "fleet.SparseEmbedding."
             )
         self.lookup = self._new_lookup(keeps_shows=config.accessor is not None)
@@ -89,7 +89,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         ids: np.ndarray = input.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
             raise IndexError(
-                f"embedding ids reach from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
+                f"embedding ids range from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
             )
         return ids
 
@@ -103,7 +103,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         ]
 
     def refresh(self) -> None:
-        """Copies the rows of the servers into the weight, without a change that a graph would take notice of."""
+        """Copies the servers' rows into the weight, invisibly to autograd."""
         if self.lookup.source is None:
             return
         with as_plain():

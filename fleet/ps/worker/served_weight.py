@@ -1,7 +1,7 @@
 """ServedWeight: the weight of an embedding whose rows are on servers, where a script uses it outside the lookup.
 
-Of ``nn.Embedding(sparse=True)`` each use reads the servers' rows first, and its gradient goes to them: an L2 penalty on
-``emb.weight`` is what it is in plain torch. Of ``fleet.SparseEmbedding``, whose weight is empty, a use is refused.
+For ``nn.Embedding(sparse=True)`` each use reads the servers' rows first, and its gradient goes to them: an L2 penalty
+on ``emb.weight`` means the same as in plain torch. For ``fleet.SparseEmbedding``, whose weight is empty, it is refused.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["ServedWeight", "WatchesWeight", "as_plain"]
 
 MANY_ROWS = 1 << 16
-as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which uses of a weight are those of any tensor
+as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which the weight is an ordinary tensor
 
-# Functions that tell something about a tensor, or hang something on it, and read no value of it.
+# Functions that describe a tensor, or attach something to it, and read no value of it.
 _DESCRIBES = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device",
     "data_ptr", "untyped_storage", "requires_grad_", "retain_grad", "register_hook",
     "register_post_accumulate_grad_hook", "__len__", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
     "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "_has_compatible_shallow_copy_type",
 ))  # fmt: skip
-_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # of the attributes; the others describe
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # attributes with values; the others describe
 # Functions that show that a weight is empty.
 _SHOWS = frozenset(("data", "detach", "clone", "to", "cpu", "cuda", "contiguous", "__repr__", "__format__"))
 _BATCH = (
-    "To penalise the rows of the batch, write rows = embedding(ids); loss = loss + l2 * rows.square().sum(), or give "
-    "the optimizer's group weight_decay, which reaches each row in the steps in which it occurs."
+    "To penalise the rows of the batch, write rows = embedding(ids); loss = loss + l2 * rows.square().sum(), or set "
+    "weight_decay in the optimizer's group, which acts on each row in the steps in which it occurs."
 )
 
 
 class WatchesWeight(nn.Module):
-    """What modules have in common whose ``weight`` is a :class:`ServedWeight`."""
+    """Base of modules whose ``weight`` is a :class:`ServedWeight`."""
 
     weight: Tensor
     lookup: RowLookup
@@ -52,7 +52,7 @@ class WatchesWeight(nn.Module):
         """Copies the servers' rows into the weight."""
 
     def watch_weight(self) -> None:
-        """Makes the weight a ServedWeight of this module; the same object, so that optimizers go on holding it."""
+        """Makes the weight a ServedWeight of this module; the object stays the same, so optimizers keep it."""
         self.weight.__class__ = ServedWeight
         self.weight.__dict__["module"] = weakref.ref(self)
 
@@ -74,10 +74,10 @@ class ServedWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Does ``func``, with the servers' rows where it reads values.
+        """Runs ``func``, on the servers' rows where it reads values.
 
         Raises:
-            ConfigError: it changes values that servers hold, or the weight has no rows to read.
+            ConfigError: it would change values on the servers, or the weight has no rows to read.
         """
         kwargs = kwargs or {}
         name = _name(func)
@@ -97,7 +97,7 @@ class ServedWeight(nn.Parameter):
         label = module.lookup.label
         if is_changed:
             raise ConfigError(
-                f"{label}: {name} would change its weight here, and the rows are on the parameter servers. Set weights "
+                f"{label}: {name} would change its weight here, but the rows are on the parameter servers. Set weights "
                 "before fleet.init_worker(), or load a save of the servers with fleet.load_model(dirname)."
             )
         if name == "autograd.grad":
@@ -112,7 +112,7 @@ class ServedWeight(nn.Parameter):
         elif name not in _SHOWS:
             raise ConfigError(
                 f"{label}: {name} uses its weight, which is empty: it stands for rows on the parameter servers, and "
-                f"this would leave them all out. {_BATCH} A loop over model.parameters() leaves out p.numel() == 0."
+                f"this would skip them all. {_BATCH} A loop over model.parameters() should skip p.numel() == 0."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -120,7 +120,7 @@ class ServedWeight(nn.Parameter):
 
 
 def _name(func: Any) -> str | None:
-    """Returns how messages call ``func``; ``None`` where it reads and changes no value."""
+    """Returns the name of ``func`` for messages; ``None`` if it reads and changes no value."""
     if func is torch.autograd.grad:
         return "autograd.grad"
     name = getattr(func, "__name__", str(func))
@@ -150,7 +150,7 @@ def _warn_of_size(module: WatchesWeight, name: str, count: int) -> None:
         return
     module.__dict__["_warned_of_size"] = True
     warnings.warn(
-        f"{module.lookup.label}: {name} uses its whole weight, so every such step fetches all {count} rows from the "
+        f"{module.lookup.label}: {name} uses its whole weight, so each such step fetches all {count} rows from the "
         f"servers and sends as many gradients. {_BATCH}",
         OptionWarning,
         stacklevel=4,

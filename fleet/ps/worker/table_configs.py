@@ -32,7 +32,7 @@ _REFUSED = {
     "load_filter_slots": "a load takes all rows of a table",
     "save_filter_slots": "a save takes the rows that its mode says",
     "sparse_delta_keep_days": "write delta_keep_days",
-    "enable_cache": "tables are in memory whole",
+    "enable_cache": "whole tables are in memory",
     "use_gpu_graph": "there are no tables on GPUs",
     "nodeid_slot": "there are no graph tables",
 }
@@ -121,7 +121,7 @@ def _accessor(config: SparseTableConfig, settings: Mapping[str, Any]) -> Accesso
 
 
 def _rule(config: SparseTableConfig, settings: Mapping[str, Any], prefix: str) -> Rule:
-    """Returns the rule of one part of the rows: a prefixed key wins over the plain one, that over the optimizer's."""
+    """Returns the rule of one part of the rows; prefixed keys override plain ones, which override the optimizer."""
 
     def given(key: str) -> Any:
         for name in (f"{prefix}{key}", f"{prefix}sparse_{key}", key, f"sparse_{key}"):
@@ -146,7 +146,7 @@ def _rule(config: SparseTableConfig, settings: Mapping[str, Any], prefix: str) -
             f"sparse_table_configs[{config.name!r}]: sparse_optimizer is {name!r}; one of {sorted(PADDLE_RULES)}."
             + did_you_mean(str(name), PADDLE_RULES)
         )
-    # The documented rate of the rule, not the optimizer's: the table says that it has a rule of its own.
+    # The documented rate of the rule, not the optimizer's: the table has its own rule.
     defaults = RULES[PADDLE_RULES[name]].defaults
     return rule_from_paddle(name, {key: value for key, value in hyper.items() if key in defaults or _refuse(name, key)})
 

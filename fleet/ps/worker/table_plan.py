@@ -1,4 +1,4 @@
-"""TablePlan: the tables of a job, derived from model and optimizer alike on every worker and server."""
+"""TablePlan: the tables of a job, derived from model and optimizer in the same way on every worker and server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAT = "dense"
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """A parameter group by its number: ``load_state_dict`` puts new dictionaries into the optimizer."""
+    """A parameter group by its number, because ``load_state_dict`` replaces the dictionaries of an optimizer."""
 
     optimizer: Optimizer
     number: int
@@ -43,8 +43,8 @@ class GroupPlace:
 class SparsePart:
     """One sparse table and the modules that read it.
 
-    ``place`` is the optimizer group that trains it, if any; ``follows`` says for the embed column and for the other
-    columns whether their learning rate is the optimizer's.
+    ``place`` is the optimizer group that trains it, if any; ``follows`` says, for the embed column and for the others,
+    whether their learning rate is the optimizer's.
     """
 
     table_id: int
@@ -59,10 +59,10 @@ class SparsePart:
         return None if self.place is None else self.place.read()
 
     def rate(self) -> float | None:
-        """Returns the learning rate that the table must have now; ``None`` where it keeps the one it began with.
+        """Returns the learning rate that the table must have now; ``None`` where it keeps its initial one.
 
         Raises:
-            ConfigError: the optimizer's rate has changed, and one half of the columns has a rate of its own.
+            ConfigError: the optimizer's rate has changed, but only some columns follow it.
         """
         if self.place is None or not any(self.follows):
             return None
@@ -71,8 +71,8 @@ class SparsePart:
             return rate
         if rate != float(self.place.read().get("initial_lr", rate)):
             raise ConfigError(
-                f"table {self.config.name!r}: the learning rate of the optimizer has become {rate!r}, and "
-                "sparse_table_configs gives one of embed and embedx a rate of its own. Give both a rate, or neither."
+                f"table {self.config.name!r}: the learning rate of the optimizer has become {rate!r}, but "
+                "sparse_table_configs gives one of embed and embedx its own rate. Give both a rate, or neither."
             )
         return None
 
@@ -133,14 +133,14 @@ class TablePlan:
     sparse: list[SparsePart] = field(default_factory=list)
     dense: list[DensePart] = field(default_factory=list)
     optimizer: Optimizer | None = None
-    planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of a group whose rule servers have
+    planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
 
     def check_trained(self) -> None:
-        """Checks that every gradient has a table to go to, and that the tables' rules are still those of the groups.
+        """Checks that every gradient has a table, and that the tables' rules are still those of the groups.
 
         Raises:
-            ConfigError: a parameter has got a gradient that no table takes, or is frozen and its table would still
-                move it by momentum or decay; or a group has another hyper-parameter than at the start.
+            ConfigError: a parameter has a gradient that no table takes, or is frozen while its table would still
+                move it by momentum or decay; or a hyper-parameter of a group has changed since the start.
         """
         self._check_groups()
         known = {id(p): part for part in self.dense for p in part.parameters}
@@ -152,20 +152,20 @@ class TablePlan:
                     raise ConfigError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient and no table: it was frozen, or "
                         "not in the optimizer, when the tables were made. Unfreeze and add parameters before "
-                        "fleet.init_worker(); keep one still with a group of learning rate 0."
+                        "fleet.init_worker(); to freeze one, give its group the learning rate 0."
                     )
                 if part is not None and not parameter.requires_grad and not part.config.adds_up and part.follows:
                     raise ConfigError(
-                        f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, and "
-                        f"the rule {part.config.rule.name!r} would go on moving it. Freeze before "
-                        "fleet.init_worker(), or give it a group of its own and set its learning rate to 0."
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, but "
+                        f"the rule {part.config.rule.name!r} would keep moving it. Freeze it before "
+                        "fleet.init_worker(), or give it its own group and set its learning rate to 0."
                     )
 
     def shrinking(self, threshold: float | None) -> list[SparsePart]:
-        """Returns the tables that a shrink acts on: those whose rows may go, and that have something to decide by.
+        """Returns the tables that a shrink acts on: those with a criterion, whose rows can be made again.
 
-        Without an accessor rows are kept or not by the number of their pushes, where there is a threshold; those of
-        ``nn.Embedding`` stay, for they began with weights that nobody could make again.
+        Without an accessor the criterion is the number of pushes, if a threshold is given. Rows of ``nn.Embedding``
+        stay: their initial weights could not be made again.
 
         Raises:
             ConfigError: there is no such table.
@@ -180,8 +180,8 @@ class TablePlan:
             return found
         names = [part.config.name for part in self.sparse]
         rule = (
-            "None takes what the accessors of the tables say, and no table has one. Give the least number of pushes of "
-            "a row that stays, or fleet.SparseEmbedding(accessor=fleet.ps.Accessor())."
+            "None takes what the accessors of the tables say, and no table has one. Give the least number of pushes "
+            "of a row that stays, or use fleet.SparseEmbedding(accessor=fleet.ps.Accessor())."
             if threshold is None
             else "It deletes rows of fleet.SparseEmbedding, and of tables with an accessor; there is none."
         )
@@ -193,7 +193,7 @@ class TablePlan:
             for name in planned if now != planned else ():
                 if now[name] != planned[name]:
                     raise ConfigError(
-                        f"{name!r} of parameter group {number} has become {now[name]!r}, and the servers update with "
+                        f"{name!r} of parameter group {number} has become {now[name]!r}, but the servers update with "
                         f"{planned[name]!r}, as it was at fleet.init_worker(). Only the learning rate may change while "
                         "training runs; schedulers that cycle the momentum take cycle_momentum=False."
                     )
@@ -228,12 +228,12 @@ def plan_tables(
         models: the users' modules, after :func:`fleet.ps.worker.served_embedding.serve_embeddings`.
         optimizer: the user's optimizer.
         geo: servers add differences, whatever the optimizer.
-        adam_d2sum: dense tables take the rule of that name in place of Adam.
+        adam_d2sum: dense tables use the rule of that name instead of Adam.
         dense_here: workers train the dense parameters, by any optimizer, and the servers have copies (hybrid).
-        configure: the last word on a sparse table, for ``sparse_table_configs``.
+        configure: final changes to a sparse table, for ``sparse_table_configs``.
 
     Raises:
-        ConfigError: a table would be made in two ways, or a parameter cannot be served.
+        ConfigError: two modules describe a table differently, or a parameter cannot be served.
     """
     places = {
         id(p): GroupPlace(optimizer, number)
@@ -266,7 +266,7 @@ def plan_tables(
 
 
 def _hyper_parameters(place: GroupPlace) -> dict[str, Any]:
-    """Returns what of a group a rule is made of, the learning rate apart."""
+    """Returns the hyper-parameters of a group that make its rule, without the learning rate."""
     names = place.optimizer.defaults.keys() - {"lr", "foreach", "fused", "capturable", "differentiable"}
     group = place.read()
     return {name: _plain(group.get(name)) for name in sorted(names)}
@@ -298,8 +298,8 @@ def _add_sparse(
 ) -> None:
     if module.weight.requires_grad and place is None:
         raise ConfigError(
-            f"the optimizer does not hold {name}.weight, which stands for the rows of the table. Make the optimizer of "
-            "model.parameters(), or freeze the rows with requires_grad_(False)."
+            f"the optimizer does not hold {name}.weight, which stands for the rows of the table. Create the optimizer "
+            "with model.parameters(), or freeze the rows with requires_grad_(False)."
         )
     rule = Rule("sum") if geo else rule_of_group(optimizer, place.read()) if place is not None else Rule("sgd")
     config = configure(module.table_config(rule, name))
@@ -310,12 +310,12 @@ def _add_sparse(
             shared = isinstance(module, SparseEmbedding) and module.name is not None
             if not shared or part.config != config:
                 raise ConfigError(
-                    f"two modules have a table {config.name!r} and describe it differently, or did not ask to share "
-                    "it. Give SparseEmbedding(name=...) and the same arguments to share, other names to separate."
+                    f"two modules have a table {config.name!r} but describe it differently, or did not ask to share "
+                    "it. To share, give both the same SparseEmbedding(name=...) and arguments; otherwise other names."
                 )
             if None not in (place, part.place) and place != part.place:
                 raise ConfigError(
-                    f"the table {config.name!r} is shared by modules in two parameter groups of the optimizer, and a "
+                    f"the table {config.name!r} is shared by modules in two parameter groups of the optimizer, but a "
                     "table has one learning rate. Put their weights into one group."
                 )
             part.modules.append(module)
@@ -328,7 +328,7 @@ def _add_sparse(
 def _follows(
     module: SparseEmbedding | ServedEmbedding, name: str, rule: Rule, configure: Configure
 ) -> tuple[bool, bool]:
-    """Returns whether the embed column and the other columns would have another rate, had the optimizer another."""
+    """Returns whether the rates of the embed column and of the other columns follow the optimizer's."""
     other = rule[LEARNING_RATE] + 0.123456789
     config = configure(module.table_config(rule.with_learning_rate(other), name))
     return (config.embed_rule or config.rule).get(LEARNING_RATE) == other, config.rule.get(LEARNING_RATE) == other
@@ -341,7 +341,7 @@ def _check_geo(config: SparseTableConfig) -> None:
             "policy or an accessor. Omit entry and accessor, or set k_steps to 0."
         )
     if config.rule.name != "sum":
-        raise ConfigError(f"table {config.name!r}: geo training takes no rule of its own, got {config.rule.name!r}.")
+        raise ConfigError(f"table {config.name!r}: geo training takes no rule for a table, got {config.rule.name!r}.")
 
 
 def _dense_rule(optimizer: Optimizer, group: Mapping[str, Any], geo: bool, adam_d2sum: bool) -> Rule:
@@ -351,7 +351,7 @@ def _dense_rule(optimizer: Optimizer, group: Mapping[str, Any], geo: bool, adam_
     if adam_d2sum:
         if rule.name != "adam":
             raise ConfigError(
-                f"adam_d2sum = True takes the place of Adam, and the optimizer is {type(optimizer).__name__}. Use "
+                f"adam_d2sum = True replaces Adam, but the optimizer is {type(optimizer).__name__}. Use "
                 "torch.optim.Adam, or leave adam_d2sum False."
             )
         return Rule("adam_d2sum", {name: rule[name] for name in (LEARNING_RATE, "weight_decay")})

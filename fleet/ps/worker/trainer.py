@@ -43,11 +43,11 @@ class TrainerConfig:
         mode: one of :data:`fleet.ps.worker.exchange_modes.MODES`.
         k_steps: steps between the exchanges of geo mode.
         sender: the queues of async mode.
-        staleness: how many steps of other workers a step may go without (async, half-async); ``None``: any number.
+        staleness: how many steps of other workers a step may lack (async, half-async); ``None``: any number.
         num_batches: batches per push of half-async mode.
         launch_barrier: all workers wait for each other before the first step.
         check_finite: a gradient with a NaN or Inf raises and is not pushed.
-        user_call: returns the call of the script that is running, for messages.
+        user_call: returns the script's current call, for messages.
     """
 
     mode: str = "async"
@@ -69,7 +69,7 @@ class Trainer:
     Args:
         plan: the tables.
         config: how to train.
-        make_client: returns a client that is not open yet, on the channel with the given number.
+        make_client: returns an unopened client on the channel with the given number.
         train_dense: one step of the user's optimizer, for geo mode.
     """
 
@@ -104,24 +104,24 @@ class Trainer:
     def open(self) -> None:
         """Connects, agrees on the tables, and starts from the servers' parameters.
 
-        Worker 0 gives the servers the parameters of its model, unless they have some from before: from a checkpoint,
-        or because this worker was restarted.
+        Worker 0 gives the servers the parameters of its model, unless they have some already: from a checkpoint, or
+        because this worker was restarted.
         """
         client = self._make_client(0)
         self._client = client
         client.open()
         self._check_mode(client)
         client.create_tables(self.plan.configs)
-        self._rates = {}  # what a server has may be of a process before this one
+        self._rates = {}  # the rates on the servers may be those of an earlier process
         if client.config.rank == 0:
             give_initial_values(client, self.plan, self._connect)
         if self.config.launch_barrier or not self.plan.dense:
             client.barrier(START, self.config.user_call())
-        wait_for_values(client, self.plan)  # the barrier does not wait for a worker 0 that is silent for too long
+        wait_for_values(client, self.plan)  # the barrier does not wait for a worker 0 whose lease has ended
         self._take_parameters(client)
         if self.config.launch_barrier:
-            client.barrier(READY, self.config.user_call())  # nobody trains before all have taken the same parameters
-        rejoin(client, self._pending)  # after the barriers of the start, which a worker that comes back passes again
+            client.barrier(READY, self.config.user_call())  # nobody trains before all have the same parameters
+        rejoin(client, self._pending)  # after the barriers of the start, which a restarted worker passes again
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
             for module in table.modules:
@@ -141,7 +141,7 @@ class Trainer:
             self.abandon()
 
     def abandon(self) -> None:
-        """Disconnects without a goodbye: the servers wait for this worker to come back, until its lease ends."""
+        """Disconnects without a goodbye: the servers wait for a restart of this worker until its lease ends."""
         self.stopped = True
         exchange = self._exchange
         self._exchange = None
@@ -158,12 +158,12 @@ class Trainer:
         return self._running().rows(table_id, keys)
 
     def rows_ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
-        """Asks for the rows of distinct ``keys`` for the next step, while this one is computed."""
+        """Requests the rows of distinct ``keys`` for the next step, while this one is computed."""
         self.counts["pulled"] += len(keys)
         return self._running().ahead(table_id, keys)
 
     def step(self) -> None:
-        """Hands the gradients that backward left to the servers, and takes parameters from them.
+        """Sends the gradients that backward left to the servers, and takes parameters from them.
 
         Raises:
             NanInfError: a gradient is not finite and the check is on; nothing was pushed.
@@ -177,7 +177,7 @@ class Trainer:
         exchange.put(gradients)
 
     def flush(self) -> None:
-        """Returns when all steps of this worker are applied on the servers, and safe as their level promises."""
+        """Waits until all steps of this worker are applied on the servers, and as durable as their level promises."""
         self._running().flush()
         self.client.flush()
 
@@ -187,7 +187,7 @@ class Trainer:
         return any(m.lookup.has_gradients() or m.weight.grad is not None for m in modules)
 
     def waiting(self) -> dict[str, int]:
-        """Returns, per name of a table, how many gradients wait in its queue (async)."""
+        """Returns, by name of the table, how many gradients wait in its queue (async)."""
         exchange = self._exchange
         counts = exchange.waiting() if isinstance(exchange, AsyncExchange) else {}
         return {part.config.name: counts.get(part.table_id, 0) for part in self._parts()}
@@ -200,7 +200,7 @@ class Trainer:
                 module.weight.grad = None
 
     def non_finite_rows(self) -> str:
-        """Returns a sentence that names the first row whose gradient has a NaN or Inf; forgets the gradients."""
+        """Returns a sentence that names the first row with a NaN or Inf in its gradient; forgets the gradients."""
         return self._not_finite(self._gradients())
 
     def refresh(self) -> None:
@@ -213,15 +213,15 @@ class Trainer:
                     module.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a worker that comes back must know: a restart then repeats no step."""
+        """Returns what a restarted worker must know in order to repeat no step."""
         if self._client is None:
             return dict(self._pending or {})
         if self._exchange is not None:
-            self.flush()  # a step that is still in a queue would be lost with this process
+            self.flush()  # steps in a queue would be lost with this process
         return self._client.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes back to a checkpoint: the servers leave out the steps they have had from this worker."""
+        """Goes back to a checkpoint: the servers skip the steps that they have had from this worker."""
         if self._client is None:
             self._pending = dict(state)
         else:
@@ -234,9 +234,9 @@ class Trainer:
     # -- files and the life of rows ------------------------------------------------------------------------------
 
     def save(self, dirname: str, mode: int, tables: list[int] | None = None, text: bool = False) -> int:
-        """Makes the servers save, once every worker has come here with its steps applied; returns the rows saved.
+        """Makes the servers save, once every worker is here with its steps applied; returns the rows saved.
 
-        Every worker calls it, and all return when it is done. Each asks for it, so that it is done when one dies.
+        Every worker calls it, and all return when it is done. Each one requests it, so it is done even if one dies.
         """
 
         def act(key: str) -> int:
@@ -246,15 +246,15 @@ class Trainer:
         return self._do_together(f"save {dirname} {mode} {tables}", act)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
-        """Makes the servers read a save, once every worker has come here; all go on with what was read."""
+        """Makes the servers load a save, once every worker is here; all continue with what was loaded."""
         client = self.client
         self._do_together(f"load {dirname} {tables}", lambda key: client.load(dirname, tables=tables, key=key))
-        self._stop_exchange()  # geo: rows kept here are those of before
+        self._stop_exchange()  # geo: the rows here are from before the load
         self._take_parameters(client)
         self._exchange = self._start_exchange(client)
 
     def shrink(self, threshold: float | None) -> int:
-        """Makes the servers delete rows of the tables that say which, once every worker has come here."""
+        """Makes the servers delete rows of the tables that have a criterion, once every worker is here."""
         client = self.client
         parts = self.plan.shrinking(threshold)
         rows = 0
@@ -266,7 +266,7 @@ class Trainer:
         return rows
 
     def set_date(self, table_id: int, day: str) -> None:
-        """Lets a day pass for the rows of a table, where ``day`` is another one than the servers were told last."""
+        """Advances the day of a table's rows, unless the servers were told the same ``day`` last."""
         if self.client.config.rank == 0:
             self.client.alter(table_id, "advance_day", day=day)
 
@@ -278,9 +278,9 @@ class Trainer:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _do_together(self, what: str, act: Callable[[str], int]) -> int:
-        """Does ``act`` with a key that all have in common who do ``what`` now; returns when all have done it.
+        """Does ``act`` with a key that all workers doing ``what`` share; returns when all have done it.
 
-        A worker that comes back and repeats what the others have done without it leaves it out.
+        A restarted worker that repeats what the others have finished without it skips it.
         """
         key = self._come_to_save()
         found = 0 if key is None else act(f"{key}-{zlib.crc32(what.encode()):08x}")
@@ -288,19 +288,19 @@ class Trainer:
         return found
 
     def _come_to_save(self) -> str | None:
-        """Returns when every worker has come here with its steps applied, with the key of their meeting."""
+        """Waits until every worker is here with its steps applied; returns the key they share."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
             self.client.barrier(
                 SAVE, self.config.user_call()
-            )  # the end of a save that the process before this one did not live to see
+            )  # the end of a save that the previous process did not reach
         return self.meet(SAVE)
 
     def _after_goodbye(self) -> None:
-        """Comes when this worker has left the servers."""
+        """Hook: runs after this worker's goodbye."""
 
     def _before_save(self, dirname: str, tables: list[int] | None) -> None:
-        """Comes when all have met and nothing is saved yet."""
+        """Hook: runs once all workers are here, before the save."""
 
     def _take_parameters(self, client: Client) -> None:
         if self.plan.dense:
@@ -375,14 +375,14 @@ class Trainer:
         return found
 
     def _send_rates(self) -> None:
-        """Lets the servers know when a scheduler has changed a rate; worker 0's schedule counts."""
+        """Tells the servers when a scheduler has changed a rate; worker 0's schedule counts."""
         if self.client.config.rank or self.config.mode == "geo":
             return
         for part in self._parts():
             rate = part.rate()
             if rate is not None and rate != self._rates.get(part.table_id):
                 if isinstance(self._exchange, SyncExchange):
-                    self._exchange.settle()  # a server that this step did not ask may wait for the step before
+                    self._exchange.settle()  # a server without a share in this step may wait for the previous one
                 self.client.alter(part.table_id, LEARNING_RATE, value=rate)
                 self._rates[part.table_id] = rate
 
@@ -405,24 +405,25 @@ class Trainer:
                 bad = np.flatnonzero(~np.isfinite(value))
                 what = f"element {bad[0]}" if len(bad) else ""
             if what:
-                return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} such in all)."
+                return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
         return ""
 
 
 def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
-    """Makes ``client`` go on at the right step and barriers.
+    """Makes ``client`` continue at the right step and barriers.
 
-    Without a checkpoint it goes on where the others are: after the last barrier that the servers know. With one it
-    passes again those that came after it, at once, for the others have; and where the servers know fewer (they were
-    started anew, from a save) the count begins with theirs, which all workers see. So does the count of steps: a pull
-    of sync mode waits for the steps before it, and servers that were started anew will never have had them.
+    Without a checkpoint it continues where the others are: after the last barrier that the servers know. With one it
+    passes the later barriers again, at once, because the others have passed them. Where the servers know fewer (new
+    servers that loaded a save), the count continues from theirs, which all workers see. So does the count of steps: in
+    sync mode a pull waits for the steps before it, and new servers will never get those.
 
     Args:
         client: open.
         state: what ``client.state_dict()`` was at the checkpoint.
     """
     own = client.state_dict()
-    welcomes = client.welcomes() if client.staleness is not None else client.welcomes()[:1]  # where barriers are
+    holds_barriers = slice(None if client.staleness is not None else 1)
+    welcomes = client.welcomes()[holds_barriers]
     known = [welcome.get("barriers", {}) for welcome in welcomes]
     saved = {} if state is None else dict(state["barriers"])
     passed = {
@@ -440,9 +441,9 @@ _POLL_S = 0.05
 
 
 def give_initial_values(client: Client, plan: TablePlan, connect: Callable[[int], Client]) -> None:
-    """Gives the servers what they lack of the model's parameters; what they have of a save or of training stays.
+    """Gives the servers the parameters that they lack; what they have from a save or from training stays.
 
-    Rows come first and dense values last: who finds the dense values set finds the rows, too.
+    Rows come first and dense values last: whoever finds dense values finds the rows, too.
 
     Args:
         client: worker 0's.
@@ -483,13 +484,13 @@ def _pieces_of_servers(place: TableMap, pieces: Sequence[Keys]) -> list[int]:
 
 
 def wait_for_values(client: Client, plan: TablePlan) -> None:
-    """Returns when every dense table has values; raises PSError when worker 0 gives none within the deadline."""
+    """Waits until every dense table has values; raises PSError when worker 0 gives none within the deadline."""
     deadline = time.monotonic() + client.config.deadline_s
     while not all(_is_set(facts, part) for facts in [client.stat()] for part in plan.dense):
         if time.monotonic() > deadline:
             raise PSError(
                 f"worker 0 has not given the servers the first parameters within {client.config.deadline_s:g} s. "
-                "Is it running? Look at its log and restart it: it goes on where it stopped."
+                "Is it running? Look at its log and restart it: it continues where it stopped."
             )
         time.sleep(_POLL_S)
 

@@ -1,4 +1,4 @@
-"""TrainerGroup: the trainers of hybrid training among themselves, beside the servers: a sum and a copy of a tensor."""
+"""TrainerGroup: what the trainers of hybrid training exchange without the servers: sums and copies of tensors."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = ["ProcessGroupTrainers", "SingleTrainer", "TrainerGroup"]
 
 
 class TrainerGroup(Protocol):
-    """All trainers of the job; each calls the same at the same point."""
+    """All trainers of the job; each makes the same calls in the same order."""
 
     rank: int
     size: int
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to replace ``tensor`` by its sum over all trainers; the result waits for it."""
+        """Starts to replace ``tensor`` with its sum over all trainers; call the result to wait for it."""
 
     def copy_from_0(self, tensor: Tensor) -> None:
-        """Replaces ``tensor`` by that of trainer 0."""
+        """Replaces ``tensor`` with that of trainer 0."""
 
 
 class SingleTrainer:
-    """The only trainer.
+    """The only trainer of a job.
 
     Example:
-        >>> Alone().start_sum(torch.ones(2))()
+        >>> SingleTrainer().start_sum(torch.ones(2))()
     """
 
     rank, size = 0, 1
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Leaves ``tensor``, which is the sum already."""
+        """Does nothing: ``tensor`` is the sum already."""
         return lambda: None
 
     def copy_from_0(self, tensor: Tensor) -> None:
-        """Leaves ``tensor``."""
+        """Does nothing."""
 
 
 class ProcessGroupTrainers:
@@ -53,7 +53,7 @@ class ProcessGroupTrainers:
         self.size = dist.get_world_size(group)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins the all-reduce; the wait raises PSError when a trainer is gone."""
+        """Starts the all-reduce; the wait raises PSError when a trainer is gone."""
         work: Any = self._tried(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
         def wait() -> None:
@@ -71,7 +71,7 @@ class ProcessGroupTrainers:
             return act()
         except (RuntimeError, torch.distributed.DistError) as error:
             raise PSError(
-                f"hybrid training, trainer {self.rank} of {self.size}: the exchange of dense gradients broke off, so a "
-                "trainer is gone or silent. Look at the logs of the others. An all-reduce needs every trainer: start "
-                "all of them again, from checkpoints of the same step; the servers keep their tables."
+                f"hybrid training, trainer {self.rank} of {self.size}: the exchange of dense gradients failed: a "
+                "trainer is gone or silent. Look at the logs of the others. An all-reduce needs every trainer: restart "
+                "all of them from checkpoints of the same step; the servers keep their tables."
             ) from error

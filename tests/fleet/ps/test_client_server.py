@@ -286,7 +286,7 @@ def test_shrink_and_learning_rate_are_done_once():
         client.alter(0, "learning_rate", value=0.5)
         client.wait(client.push({0: gradient([0])}))
         assert rows(client, [0])[0, 0] == -2.5
-        with pytest.raises(PSError, match="not something a sparse table can do"):
+        with pytest.raises(PSError, match="not an action of sparse tables"):
             client.alter(0, "explode")
 
 

@@ -96,7 +96,7 @@ def test_links_are_not_read(which: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     path.rename(outside)
     path.symlink_to(outside)
-    with pytest.raises(CheckpointError, match="a symbolic link; a checkpoint holds files only"):
+    with pytest.raises(CheckpointError, match="a symbolic link; a checkpoint holds regular files only"):
         load_table(table(0), tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_text_parts_are_plain_files(tmp_path: Path, secret: Path) -> None:
         import_text(table(0), tmp_path)
     (tmp_path / "t" / "part-000-00000").unlink()
     os.mkfifo(tmp_path / "t" / "part-000-00000")
-    with pytest.raises(CheckpointError, match="no plain file"):  # and no wait for somebody to write to it
+    with pytest.raises(CheckpointError, match="not a regular file"):  # and no wait for somebody to write to it
         import_text(table(0), tmp_path)
 
 
@@ -146,10 +146,10 @@ def test_names_that_are_no_parts_are_left_alone(tmp_path: Path) -> None:
 WRONG = {
     "rows": ({"rows": -1}, "out of range"),
     "servers": ({"num_servers": 10**12}, "out of range"),
-    "text": ({"num_bytes": "7"}, "not of the kind"),
-    "truth": ({"mode": True}, "not of the kind"),
-    "digits": ({"save_id": 7}, "not of the kind"),
-    "config": ({"config": []}, "not of the kind"),
+    "text": ({"num_bytes": "7"}, "the wrong type"),
+    "truth": ({"mode": True}, "the wrong type"),
+    "digits": ({"save_id": 7}, "the wrong type"),
+    "config": ({"config": []}, "the wrong type"),
     "data": ({"data": None}, "not a manifest"),
     "kind": ({"kind": "other"}, "not a manifest"),
     "another": ({"other": 1}, "not a manifest"),

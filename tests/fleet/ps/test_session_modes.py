@@ -48,7 +48,7 @@ def test_who_waits_says_for_whom_and_where(monkeypatch):
 
         in_threads(lambda: a.barrier("fleet.save"), later)
     (line,) = lines
-    assert "waits for workers [1] at barrier 'fleet.save': they have to call it, too" in line
+    assert "waits for workers [1] at barrier 'fleet.save': they must call it, too" in line
 
 
 def test_a_pull_waits_for_the_step_of_all_workers():

@@ -69,7 +69,7 @@ def test_a_killed_trainer_brings_all_trainers_back(tmp_path: Path) -> None:
         assert f"worker {rank} ended with code" in text
         assert re.search(rf"trainer {rank} goes on after step [45]", logs[rank])
     assert "server 0 ended" not in text
-    assert "start all of them again" in logs[0]
+    assert "restart all of them" in logs[0]
 
 
 @pytest.mark.gpu

@@ -75,8 +75,8 @@ def test_who_does_not_fit_is_told_at_once(fault: str, variables: dict[str, str],
     reason = {
         "authority": "not trusted: self.signed certificate",
         "name": "not trusted: IP address mismatch",
-        "plain server": "does not speak TLS, and FLEET_PS_CA asks for it",
-        "plain worker": "needs FLEET_PS_CA at its workers",
+        "plain server": "does not speak TLS, but FLEET_PS_CA requires it",
+        "plain worker": "its workers need FLEET_PS_CA",
     }[fault]
     with serving(transport=SocketTransport(server_tls=server, handshake_timeout_s=1.0)) as service:
         began = time.monotonic()

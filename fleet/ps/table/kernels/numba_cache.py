@@ -86,7 +86,7 @@ def _cache_class() -> Any:
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
-        """Writes anew what cannot be read: a machine that died leaves empty files."""
+        """Rewrites what cannot be read: a machine that died leaves empty files."""
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:

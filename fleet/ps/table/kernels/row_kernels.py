@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fleet.ps.table.hash import GOLDEN
+from fleet.ps.table.hash import GOLDEN, MIX_2
 from fleet.ps.table.kernels.common import (
     ADMISSION,
     ADMISSION_ARGUMENT,
@@ -46,7 +46,6 @@ from fleet.ps.table.kernels.common import (
     LAST_SLAB,
     LENGTH,
     LOW32,
-    MIX_2,
     NEXT_SLOT,
     NUM_BLOCKS,
     NUM_CHUNKS,

@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 def test_packed_parts_are_refused(reader: str, tmp_path: Path) -> None:
     bomb, plain = packed(tmp_path / "bomb"), packed(tmp_path / "plain", zipfile.ZIP_STORED)
     assert bomb.stat().st_size < 1 << 14
-    with pytest.raises(CheckpointError, match="packed and could unpack to any size"):
+    with pytest.raises(CheckpointError, match="compressed and could expand to any size"):
         READERS[reader](bomb)
     assert READERS[reader](plain)["weight"].shape == (1 << 20,)
 
@@ -50,7 +50,7 @@ def test_one_part_many_times_is_refused(tmp_path: Path) -> None:
         largest = max(archive.filelist, key=lambda part: part.file_size)
         archive.filelist += [largest] * 100
         archive._didModify = True  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match="here: its parts are packed"):
+    with pytest.raises(CheckpointError, match="here: its parts are compressed"):
         check_archive(path, "here")
 
 

@@ -43,7 +43,7 @@ def test_folders_that_are_links_or_open_to_everybody_are_refused(tmp_path: Path,
     elsewhere.mkdir()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(elsewhere) if part != "." else (tmp_path / "server-0").symlink_to(elsewhere)
-    refused(tmp_path, ConfigError, "is a symbolic link; .* set FLEET_PS_FOLDER to another place")
+    refused(tmp_path, ConfigError, "is a symbolic link; .* set FLEET_PS_FOLDER to another path")
     assert not list(elsewhere.iterdir())
     (tmp_path / "server-0" / part if part != "." else tmp_path / "server-0").unlink()
     path.mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_folders_of_another_user_are_refused(tmp_path: Path, part: str) -> None:
     path = tmp_path / "server-0" / part
     path.mkdir(parents=True, mode=0o700)
     os.chown(path, 65534, 65534)
-    refused(tmp_path, ConfigError, f"belongs to user 65534 and has mode 7.., and this process is user {os.geteuid()}")
+    refused(tmp_path, ConfigError, f"belongs to user 65534 and has mode 7.., but this process is user {os.geteuid()}")
 
 
 @pytest.mark.parametrize("name", [".lock", f"journal/{SEGMENT}", "snapshot/session.bin"])
@@ -67,7 +67,7 @@ def test_no_link_is_written_through_and_no_pipe_waited_for(tmp_path: Path, kind:
     victim.write_text("precious\n" * 20)
     path.parent.mkdir(parents=True)
     path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
-    refused(tmp_path, FleetError, "symbolic link" if kind == "link" else "no plain file")
+    refused(tmp_path, FleetError, "symbolic link" if kind == "link" else "not a regular file")
     assert victim.read_text() == "precious\n" * 20
 
 

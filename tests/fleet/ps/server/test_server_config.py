@@ -61,7 +61,7 @@ def test_a_lower_cap_of_the_machine_is_said_at_the_start(monkeypatch: pytest.Mon
     server = Server(ServerConfig(secret=SECRET), notify=lines.append, make_table=make_table)
     server.start()
     server.stop()
-    assert lines[0] == "parameter server 0 takes 800 connections: more files may not be opened here (ulimit -n)"
+    assert lines[0] == "parameter server 0 takes 800 connections: this process may not open more files (ulimit -n)"
 
 
 def test_who_finds_the_server_full_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +72,10 @@ def test_who_finds_the_server_full_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         for rank in range(2):
             service.client(rank)
         for rank in (2, 3):
-            with pytest.raises(PSError, match="as many connections as it takes. Raise FLEET_PS_MAX_CONNECTIONS"):
+            with pytest.raises(PSError, match="reached its limit of connections. Raise its FLEET_PS_MAX_CONNECTIONS"):
                 service.client(rank, deadline_s=0.5)
         (line,) = (line for line in lines if "turned away" in line)
-        assert "2 connections are open, which is the cap: raise FLEET_PS_MAX_CONNECTIONS" in line
+        assert "2 connections are open, which is the limit; raise FLEET_PS_MAX_CONNECTIONS" in line
         service.clients[0].close()
         service.client(3, deadline_s=10.0)
 

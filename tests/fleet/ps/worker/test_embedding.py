@@ -134,7 +134,7 @@ def test_wrong_arguments_and_ids_are_refused() -> None:
         make()(torch.tensor([1.0]))
     with pytest.raises(ConfigError, match="combiner is 'none'"):
         make()(torch.tensor([1]), torch.tensor([0]))
-    with pytest.raises(ConfigError, match="begin with 0"):
+    with pytest.raises(ConfigError, match="start with 0"):
         make(combiner="sum")(torch.tensor([1, 2]), torch.tensor([1]))
     with pytest.raises(ConfigError, match="batch, length"):
         make(combiner="sum")(torch.tensor([1, 2]))

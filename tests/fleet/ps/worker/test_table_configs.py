@@ -70,7 +70,7 @@ def test_the_range_of_the_columns_that_do_not_start_at_0() -> None:
         ({"learning_rate": "x"}, ConfigError, "number"),
         ({"sparse_table_class": "SSDSparseTable"}, UnsupportedOptionError, "in memory"),
         ({"sparse_accessor_class": "CtrDymfAccessor"}, UnsupportedOptionError, "GPU"),
-        ({"enable_cache": True}, UnsupportedOptionError, "in memory whole"),
+        ({"enable_cache": True}, UnsupportedOptionError, "whole tables are in memory"),
         ({"shard_num": 10}, UnsupportedOptionError, "one checked file"),
         ({"embed_initial_range": 1.0, "embedx_initial_range": 2.0}, UnsupportedOptionError, "one initializer"),
         ({"scale_sparse_gradient_with_batch_size": 1}, ConfigError, "True or False"),

@@ -83,7 +83,7 @@ def test_geo_and_adam_d2sum() -> None:
     plan = planned(Towers(), adam_d2sum=True)
     assert [part.config.rule.name for part in (*plan.sparse, *plan.dense)] == ["adam", "adam", "adam_d2sum"]
     model = Towers()
-    with pytest.raises(ConfigError, match="takes the place of Adam"):
+    with pytest.raises(ConfigError, match="replaces Adam"):
         planned(model, torch.optim.SGD(model.parameters(), 0.1), adam_d2sum=True)
     model = Towers()
     plan = planned(model, torch.optim.SGD(model.parameters(), 0.1), geo=True)
@@ -141,7 +141,7 @@ def test_a_gradient_without_a_table_is_refused() -> None:
         plan.check_trained()
     model.frozen.weight.grad = None
     model.out.weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match="go on moving it"):
+    with pytest.raises(ConfigError, match="keep moving it"):
         plan.check_trained()
 
 
@@ -199,7 +199,7 @@ def test_served_embeddings_begin_with_their_own_weights() -> None:
         return planned(Towers(), configure=lambda c: configure_table(c, settings if c.name == "words" else None))
 
     for settings in ({"initial_range": 0.5}, {"sparse_accessor_class": "CtrCommonAccessor"}):
-        with pytest.raises(ConfigError, match="weights of its own"):
+        with pytest.raises(ConfigError, match="its own initial weights"):
             configured(**settings)
     lookup = configured(sparse_optimizer="adagrad").sparse[1].modules[0].lookup
 

@@ -39,7 +39,7 @@ def test_sum_copy_and_a_trainer_that_is_gone() -> None:
     for total, copied, _ in (first, second):
         assert total.tolist() == [3, 3, 3]
         assert copied.tolist() == [5, 5]
-    assert "start all of them again" in first[2]
+    assert "restart all of them" in first[2]
 
 
 @pytest.mark.gpu
