@@ -20,7 +20,7 @@ from fleet.launch.plan.addresses import (
     split_master,
 )
 from fleet.launch.plan.interfaces import means_itself
-from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.local_machine import Machine
 from fleet.launch.plan.records import Peer
 
 _TORCHRUN_PORT = 29500
