@@ -33,7 +33,7 @@ from fleet.launch.cli.texts import (
     start_messages,
     watching_pod_line,
 )
-from fleet.launch.membership.membership import (
+from fleet.launch.membership.generation import (
     Alone,
     Generation,
     LeftJobError,
@@ -44,9 +44,9 @@ from fleet.launch.membership.membership import (
 )
 from fleet.launch.plan.interfaces import interface_to
 from fleet.launch.plan.peers import peer_from_json, peer_to_json
-from fleet.launch.plan.plan import plan_processes
 from fleet.launch.plan.port_hold import hold_ports
 from fleet.launch.plan.ports import make_peer
+from fleet.launch.plan.process_plan import plan_processes
 from fleet.launch.plan.records import GroupResult, LaunchConfig, Peer, ProcessSpec
 from fleet.launch.processes.gpu_log import write_gpu_log
 from fleet.launch.processes.guardian import MARK_VARIABLE, Guardian, make_mark

@@ -266,7 +266,7 @@ def test_nothing_needs_a_newer_python() -> None:
 def covering_tests(path: Path) -> list[str]:
     """Returns the test files of a module: the one named after it, and those of its folder, or above, that import it.
 
-    ``launch/plan/plan.py`` has ``tests/launch/plan/test_plan.py``.
+    ``launch/plan/nodes.py`` has ``tests/launch/plan/test_nodes.py``.
     """
     folders = [Path("tests") / folder for folder in (path.parent, *path.parent.parents[:-1])]
     return [

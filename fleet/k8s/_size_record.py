@@ -34,7 +34,7 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
             f"The elastic job {job_id!r} was edited to {replicas} pods, and the operator does not know etcd. Start it "
             "with --etcd-server host:port."
         )
-    from fleet.launch.membership.rules import Rules, first_world
+    from fleet.launch.membership.agreement import Rules, first_world
     from fleet.launch.membership.world import WORLD_KEY, job_prefix, to_text
 
     with _opened(server, job_id) as (store, job):

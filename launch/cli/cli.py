@@ -11,7 +11,7 @@ from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import PROGRAM, read_config
 from fleet.launch.cli.elastic import check_elastic
 from fleet.launch.cli.parser import UsageError
-from fleet.launch.plan.machine import Machine, read_machine
+from fleet.launch.plan.local_machine import Machine, read_machine
 from fleet.launch.processes.redact import one_sentence
 
 USAGE_ERROR = 2

@@ -26,7 +26,7 @@ from fleet.launch.cli.roles import Roles, read_roles
 from fleet.launch.cli.script import check_shadow, misplaced_flags, read_script
 from fleet.launch.cli.settings import Settings, launcher_environment, read_settings
 from fleet.launch.plan.devices import DeviceChoice, choose_devices, visible_cards
-from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.local_machine import Machine
 from fleet.launch.plan.nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready
 from fleet.launch.plan.records import LaunchConfig
 

@@ -19,13 +19,13 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import check_name
 from fleet.launch.membership import world as _world
+from fleet.launch.membership.agreement import wanted_text
 from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.record_proof import RecordProofs
-from fleet.launch.membership.rules import wanted_text
 from fleet.launch.membership.store import View
 from fleet.launch.membership.world import job_prefix
-from fleet.launch.plan.plan import JOB_SECRET
+from fleet.launch.plan.process_plan import JOB_SECRET
 from fleet.launch.processes.redact import one_sentence
 
 if TYPE_CHECKING:

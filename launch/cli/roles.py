@@ -9,7 +9,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.launch.cli.modes import is_scheduled_ps
 from fleet.launch.cli.settings import Settings
-from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.local_machine import Machine
 
 _FIRST_WORKER_PORT = 6170  # of workers listed without a port, counted up along the list
 

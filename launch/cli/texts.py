@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleet._addresses import split_endpoint
-from fleet.launch.plan.plan import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.plan.process_plan import SERVER_ROWS, WORKER_ROWS
 from fleet.launch.plan.records import LaunchConfig, ProcessSpec
 from fleet.launch.processes.logs import MAX_OPENING_LINES, LaunchLog
 from fleet.launch.processes.redact import is_secret_name, redact, redact_arguments

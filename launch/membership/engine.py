@@ -1,4 +1,4 @@
-"""The membership of a node in a job of several: it carries out what ``rules`` decides, over a store.
+"""The membership of a node in a job of several: it carries out what ``agreement`` decides, over a store.
 
 [Note: the protocol] The launchers of a job talk to each other through the records of a :class:`Store` alone: a key of
 each node (its phase, and the generation it acknowledged), and ``world``, the record of the current generation. One
@@ -31,11 +31,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.errors import RendezvousError
-from fleet.launch.membership import rules as _rules
+from fleet.launch.membership import agreement as _agreement
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.membership import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
+from fleet.launch.membership.agreement import END, IN_PLACE, SCHEDULER, Action, Rules, decide, wanted_text
+from fleet.launch.membership.generation import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
 from fleet.launch.membership.record_proof import RecordProofs
-from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER, Action, Rules, decide, wanted_text
 from fleet.launch.membership.store import Store, StoreLostError, View
 from fleet.launch.membership.world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
 from fleet.launch.plan.records import GroupResult, LaunchConfig
@@ -204,7 +204,7 @@ class Engine:
         if frozenset(nodes) != self._members[0]:
             self._members = (frozenset(nodes), time.monotonic())
         if self.name in nodes:
-            nodes[self.name] = _rules.own_node(self._node, nodes[self.name])
+            nodes[self.name] = _agreement.own_node(self._node, nodes[self.name])
         action = decide(
             self.name,
             nodes,
@@ -231,7 +231,7 @@ class Engine:
         view = self._view()
         limit_s = self._settings.wait_limit_s
         until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
-        text = _rules.census(_world.read_nodes(view), _world.read_world(view), self._rules)
+        text = _agreement.census(_world.read_nodes(view), _world.read_world(view), self._rules)
         return f"{self._store.silence() or text}; this node waits {until}"
 
     def _check_limits(self, waited_s: float) -> None:
@@ -239,7 +239,7 @@ class Engine:
             raise RendezvousError(taken_name(self.name))
         view, limit_s = self._view(), self._settings.wait_limit_s
         is_forgotten = waited_s > self._store.forget_s  # what a launcher that was killed held is free by now
-        if is_forgotten and self.name in _rules.rank_conflicts(_world.read_nodes(view)):
+        if is_forgotten and self.name in _agreement.rank_conflicts(_world.read_nodes(view)):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
         if is_forgotten and self._is_held_by_strangers(view):
             raise RendezvousError(
@@ -405,7 +405,7 @@ class Engine:
             nodes = _world.read_nodes(self._view())
             suspects = [n for n in self.world.nodes if n not in nodes or nodes[n].phase == _world.LEAVING]
             if suspects:
-                return _rules.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
+                return _agreement.blamed_reason(self.world, suspects[0], leaves=suspects[0] in nodes)
             if self._store.silence():
                 return self._cut_off()
             self._wait_for_news()

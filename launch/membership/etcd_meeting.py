@@ -14,7 +14,7 @@ from fleet.launch.membership.engine import Engine, patience_s, read_settings
 from fleet.launch.membership.etcd import EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress, read_etcd_address
 from fleet.launch.membership.etcd_contact import EtcdContact
-from fleet.launch.membership.membership import StoppedBySignalError
+from fleet.launch.membership.generation import StoppedBySignalError
 from fleet.launch.membership.outage import ContactAnswer, nobody_has_contact
 from fleet.launch.membership.world import NODE_PREFIX, Node, job_prefix
 from fleet.launch.plan.interfaces import address_towards

@@ -15,9 +15,9 @@ import time
 from fleet._addresses import join_endpoint
 from fleet._sealing import PROOF_BYTES, same
 from fleet.errors import LaunchError
-from fleet.launch.membership import wire as _wire
+from fleet.launch.membership import sealed_frames as _frames
+from fleet.launch.membership.sealed_frames import Message
 from fleet.launch.membership.store import StoreLostError, View
-from fleet.launch.membership.wire import Message
 
 CONNECTIONS_OF_A_NODE = 2  # for requests, and to wait
 _CONNECT_S = 2.0
@@ -111,7 +111,7 @@ class KeyValueClient:
                 answer = self._channels[name].request(message, limit_s)
                 self._answered_at = max(self._answered_at, sent_at)
                 return answer
-            except (OSError, _wire.WireError) as error:
+            except (OSError, _frames.WireError) as error:
                 if name in self._channels:
                     self._channels.pop(name).close()
                 now, margin_s = time.monotonic(), min(_STOP_S, self.ttl_s / 4)
@@ -154,31 +154,31 @@ class _Channel:
             self._sock.close()
             raise
 
-    def _shake_hands(self, address: tuple[str, int], secret: bytes) -> _wire.Seals:
+    def _shake_hands(self, address: tuple[str, int], secret: bytes) -> _frames.Seals:
         where = f"{address[0]}:{address[1]}"
-        hello = self._receive(_wire.HELLO_BYTES)
-        if not hello.startswith(_wire.MAGIC):
+        hello = self._receive(_frames.HELLO_BYTES)
+        if not hello.startswith(_frames.MAGIC):
             raise StoreRefusedError(
                 f"What listens on {where} is no Fleet rendezvous service. Choose another port for --master."
             )
-        service_nonce, nonce = hello[len(_wire.MAGIC) :], _wire.make_nonce()
-        self._sock.sendall(_wire.MAGIC + nonce + _wire.proof(secret, b"client", service_nonce, nonce))
+        service_nonce, nonce = hello[len(_frames.MAGIC) :], _frames.make_nonce()
+        self._sock.sendall(_frames.MAGIC + nonce + _frames.proof(secret, b"client", service_nonce, nonce))
         try:
             given = self._receive(PROOF_BYTES)
         except ConnectionError:
             given = b""
-        if not same(given, _wire.proof(secret, b"service", service_nonce, nonce)):
+        if not same(given, _frames.proof(secret, b"service", service_nonce, nonce)):
             raise (StoreRefusedError if given else _ClosedError)(
                 f"The rendezvous service at {where} refused this node: the job's secret differs. "
                 "Set FLEET_JOB_SECRET to the same value on every node, or on none."
             )
-        return _wire.Seals(secret, service_nonce, nonce, is_service=False)
+        return _frames.Seals(secret, service_nonce, nonce, is_service=False)
 
     def request(self, message: Message, timeout_s: float) -> Message:
         """Returns the answer; raises OSError or WireError when there is none, StoreLostError when it is an error."""
         self._sock.settimeout(timeout_s)
         self._sock.sendall(self._seals.pack(message))
-        header = self._receive(_wire.HEADER_BYTES)
+        header = self._receive(_frames.HEADER_BYTES)
         answer = self._seals.unpack(header, self._receive(self._seals.body_bytes(header)))
         if "error" in answer:
             raise StoreLostError(f"The rendezvous service has given this node up: {answer['error']}.")

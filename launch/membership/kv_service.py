@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet._sealing import same
-from fleet.launch.membership import wire as _wire
+from fleet.launch.membership import sealed_frames as _frames
 from fleet.launch.membership.callers import accept, most_connections
-from fleet.launch.membership.wire import Message, WireError
+from fleet.launch.membership.sealed_frames import Message, WireError
 
 MAX_KEY_CHARACTERS = 512
 MAX_VALUE_CHARACTERS = 1 << 20
@@ -122,10 +122,10 @@ class _Connection:
 
     def __init__(self, sock: socket.socket, address: str, now: float) -> None:
         self.sock, self.address, self.opened_at = sock, address, now
-        self.nonce = _wire.make_nonce()
-        self.seals: _wire.Seals | None = None
+        self.nonce = _frames.make_nonce()
+        self.seals: _frames.Seals | None = None
         self.received = bytearray()
-        self.unsent = bytearray(_wire.MAGIC + self.nonce)
+        self.unsent = bytearray(_frames.MAGIC + self.nonce)
         self.session: str | None = None
         self.parked: tuple[str, int, float] | None = None  # prefix, revision, deadline
 
@@ -229,32 +229,32 @@ class KeyValueService:
     def _check_answer(self, connection: _Connection) -> None:
         """Ends the connection unless the client proves that it knows the secret; nothing is parsed before that."""
         received = connection.received
-        known = len(_wire.MAGIC)
-        if received[:known] != _wire.MAGIC[: len(received)]:
+        known = len(_frames.MAGIC)
+        if received[:known] != _frames.MAGIC[: len(received)]:
             self._drop(connection)
             return
-        if len(received) < _wire.ANSWER_BYTES:
+        if len(received) < _frames.ANSWER_BYTES:
             return
-        answer = bytes(received[: _wire.ANSWER_BYTES])
-        del received[: _wire.ANSWER_BYTES]
-        nonce, given = answer[known : known + _wire.NONCE_BYTES], answer[known + _wire.NONCE_BYTES :]
-        if not same(given, _wire.proof(self._secret, b"client", connection.nonce, nonce)):
+        answer = bytes(received[: _frames.ANSWER_BYTES])
+        del received[: _frames.ANSWER_BYTES]
+        nonce, given = answer[known : known + _frames.NONCE_BYTES], answer[known + _frames.NONCE_BYTES :]
+        if not same(given, _frames.proof(self._secret, b"client", connection.nonce, nonce)):
             self._drop(connection)
             self._refused(connection.address, "it does not know this job's secret (FLEET_JOB_SECRET)")
             return
         del self._unproven[connection.sock.fileno()]
-        connection.seals = _wire.Seals(self._secret, connection.nonce, nonce, is_service=True)
-        self._send(connection, _wire.proof(self._secret, b"service", connection.nonce, nonce))
+        connection.seals = _frames.Seals(self._secret, connection.nonce, nonce, is_service=True)
+        self._send(connection, _frames.proof(self._secret, b"service", connection.nonce, nonce))
 
-    def _next_message(self, connection: _Connection, seals: _wire.Seals) -> Message | None:
+    def _next_message(self, connection: _Connection, seals: _frames.Seals) -> Message | None:
         received = connection.received
-        if len(received) < _wire.HEADER_BYTES:
+        if len(received) < _frames.HEADER_BYTES:
             return None
-        header = bytes(received[: _wire.HEADER_BYTES])
-        end = _wire.HEADER_BYTES + seals.body_bytes(header)
+        header = bytes(received[: _frames.HEADER_BYTES])
+        end = _frames.HEADER_BYTES + seals.body_bytes(header)
         if len(received) < end:
             return None
-        body = bytes(received[_wire.HEADER_BYTES : end])
+        body = bytes(received[_frames.HEADER_BYTES : end])
         del received[:end]
         return seals.unpack(header, body)
 
@@ -329,7 +329,7 @@ class KeyValueService:
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         connection.unsent += data
-        if len(connection.unsent) > 2 * _wire.MAX_FRAME_BYTES:
+        if len(connection.unsent) > 2 * _frames.MAX_FRAME_BYTES:
             raise WireError("The client does not read its answers.")
         self._flush(connection)
 

@@ -16,10 +16,10 @@ from fleet._addresses import join_endpoint, split_endpoint
 from fleet.errors import RendezvousError
 from fleet.launch.membership.callers import Seldom, listen, most_connections
 from fleet.launch.membership.engine import Engine, patience_s, read_settings
+from fleet.launch.membership.generation import StoppedBySignalError
 from fleet.launch.membership.kv_client import CONNECTIONS_OF_A_NODE, KeyValueClient
 from fleet.launch.membership.kv_contact import KeyValueContact
 from fleet.launch.membership.kv_service import MAX_CONNECTIONS, KeyValueService
-from fleet.launch.membership.membership import StoppedBySignalError
 from fleet.launch.membership.store import StoreLostError
 from fleet.launch.membership.world import NODE_PREFIX, Node, job_prefix
 from fleet.launch.plan.interfaces import reachable

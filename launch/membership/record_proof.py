@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.rules import Rules, first_world
+from fleet.launch.membership.agreement import Rules, first_world
 from fleet.launch.membership.store import View
 from fleet.launch.membership.world import NODE_PREFIX, WORLD_KEY, Node, Reason, World
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch.cli.settings import Settings
-from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.local_machine import Machine
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _OTHER_BACKENDS = ("bkcl", "heter", "xccl", "flagcx", "hccl", "mpi", "ucc")

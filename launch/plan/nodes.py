@@ -20,7 +20,7 @@ from fleet._addresses import (
 from fleet.env import Environment
 from fleet.errors import ConfigError, did_you_mean
 from fleet.launch.cli.settings import Settings
-from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.local_machine import Machine
 from fleet.launch.plan.records import Peer
 
 _TORCHRUN_PORT = 29500

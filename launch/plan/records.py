@@ -1,7 +1,7 @@
 """The records that the launcher's parts hand to each other: configuration, process, exit.
 
-``_config`` makes a :class:`LaunchConfig`; ``_plan`` turns it (and the :class:`Peer` records, once the nodes have
-met) into :class:`ProcessSpec` records; ``_supervisor`` runs those and returns a :class:`GroupResult`.
+``config`` makes a :class:`LaunchConfig`; ``process_plan`` turns it (and the :class:`Peer` records, once the nodes have
+met) into :class:`ProcessSpec` records; ``supervisor`` runs those and returns a :class:`GroupResult`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One node of the job, as it publishes itself where the nodes meet; JSON holds it (see ``_peers``)."""
+    """One node of the job, as it publishes itself where the nodes meet; JSON holds it (see ``peers``)."""
 
     name: str  # name of the pod
     host: str  # address at which the other nodes reach this one
@@ -143,8 +143,8 @@ class ProcessSpec:
     removed: tuple[str, ...] = ()  # inherited variables the process does not get
     pass_fds: tuple[int, ...] = ()  # descriptors of the launcher that the process gets
     overflow: Mapping[str, str] = field(default_factory=dict)  # too long for the environment: backup file only
-    backup_path: Path | None = None  # where backup_environment() of ``_texts`` is to be written
-    environment_log_path: Path | None = None  # where environment_log() of ``_texts`` is to be written
+    backup_path: Path | None = None  # where backup_environment() of ``texts`` is to be written
+    environment_log_path: Path | None = None  # where environment_log() of ``texts`` is to be written
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from fleet.errors import LaunchError
-from fleet.launch.membership.membership import StoppedBySignalError
+from fleet.launch.membership.generation import StoppedBySignalError
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from fleet.env import Environment
 from fleet.launch.cli.config import read_config
-from fleet.launch.plan.machine import Machine
-from fleet.launch.plan.plan import plan_processes
+from fleet.launch.plan.local_machine import Machine
+from fleet.launch.plan.process_plan import plan_processes
 from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
 
 SCRIPT = __file__  # any Python file that exists

@@ -11,7 +11,7 @@ import fleet
 from fleet.env import Environment
 from fleet.errors import LaunchError
 from fleet.launch.cli.cli import main, program_name
-from fleet.launch.plan.machine import Machine
+from fleet.launch.plan.local_machine import Machine
 from fleet.launch.plan.records import LaunchConfig
 from tests.helpers.launching import SCRIPT
 

@@ -15,10 +15,10 @@ import pytest
 from fleet._addresses import join_endpoint
 from fleet.errors import ConfigError
 from fleet.launch.cli.elastic_command import main, read_np
+from fleet.launch.membership.agreement import Rules, first_world
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.kv_service import KeyValueService
 from fleet.launch.membership.record_proof import RecordProofs
-from fleet.launch.membership.rules import Rules, first_world
 from fleet.launch.membership.world import COMPLETE, FIXED, OVER, RUNNING, Node, Reason, World, to_json
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fleet.launch.cli import texts as _texts
-from fleet.launch.plan.plan import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.plan.process_plan import SERVER_ROWS, WORKER_ROWS
 from fleet.launch.processes.logs import LaunchLog
 from tests.helpers.launching import SCRIPT, peer_of, plan, read
 

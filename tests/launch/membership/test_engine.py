@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
+from fleet.launch.membership.agreement import END, IN_PLACE, Rules
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.membership import LeftJobError, Outcome
+from fleet.launch.membership.generation import LeftJobError, Outcome
 from fleet.launch.membership.outage import ContactAnswer
-from fleet.launch.membership.rules import END, IN_PLACE, Rules
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.logs import LaunchLog

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fleet.launch.membership.agreement import END, IN_PLACE, SCHEDULER
 from fleet.launch.membership.engine import read_settings
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.rules import END, IN_PLACE, SCHEDULER
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 from tests.helpers.launching import read

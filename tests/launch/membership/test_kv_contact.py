@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
+from fleet.launch.membership.agreement import IN_PLACE, Rules
 from fleet.launch.membership.engine import Engine, EngineSettings
+from fleet.launch.membership.generation import Generation, Outcome
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_contact import KeyValueContact
 from fleet.launch.membership.kv_service import KeyValueService
-from fleet.launch.membership.membership import Generation, Outcome
-from fleet.launch.membership.rules import IN_PLACE, Rules
 from fleet.launch.membership.store import StoreLostError
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec

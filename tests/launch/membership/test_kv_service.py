@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.launch.membership import wire as _wire
+from fleet.launch.membership import sealed_frames as _frames
 from fleet.launch.membership.kv_client import StoreRefusedError
 from fleet.launch.membership.kv_service import KeyValueService, ServiceState
 from fleet.launch.membership.store import StoreLostError
@@ -151,13 +151,13 @@ def test_without_a_secret_only_clients_without_one_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", _wire.MAGIC + os.urandom(48), os.urandom(100_000)]
+    "garbage", [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", _frames.MAGIC + os.urandom(48), os.urandom(100_000)]
 )
 def test_strangers_are_cut_off_and_the_service_lives(served: Served, garbage: bytes) -> None:
     client = served.client()
     client.put("a", 1)
     with socket.create_connection(served.address, timeout=5) as sock:
-        sock.recv(_wire.HELLO_BYTES)
+        sock.recv(_frames.HELLO_BYTES)
         with contextlib.suppress(OSError):
             sock.sendall(garbage)
         with contextlib.suppress(ConnectionError):
@@ -169,19 +169,19 @@ def test_strangers_are_cut_off_and_the_service_lives(served: Served, garbage: by
 def test_no_reply_before_the_proof(served: Served) -> None:
     """Nothing but the greeting comes to one who has not proven the secret."""
     with socket.create_connection(served.address, timeout=0.5) as sock:
-        assert len(sock.recv(4096)) == _wire.HELLO_BYTES
-        sock.sendall(_wire.MAGIC + b"\0" * 20)
+        assert len(sock.recv(4096)) == _frames.HELLO_BYTES
+        sock.sendall(_frames.MAGIC + b"\0" * 20)
         with pytest.raises(TimeoutError):
             sock.recv(1)
 
 
-def handshake(served: Served) -> tuple[socket.socket, _wire.Seals]:
+def handshake(served: Served) -> tuple[socket.socket, _frames.Seals]:
     sock = socket.create_connection(served.address, timeout=5)
-    nonce = sock.recv(_wire.HELLO_BYTES)[len(_wire.MAGIC) :]
-    own = _wire.make_nonce()
-    sock.sendall(_wire.MAGIC + own + _wire.proof(SECRET, b"client", nonce, own))
-    assert sock.recv(_wire.PROOF_BYTES) == _wire.proof(SECRET, b"service", nonce, own)
-    return sock, _wire.Seals(SECRET, nonce, own, is_service=False)
+    nonce = sock.recv(_frames.HELLO_BYTES)[len(_frames.MAGIC) :]
+    own = _frames.make_nonce()
+    sock.sendall(_frames.MAGIC + own + _frames.proof(SECRET, b"client", nonce, own))
+    assert sock.recv(_frames.PROOF_BYTES) == _frames.proof(SECRET, b"service", nonce, own)
+    return sock, _frames.Seals(SECRET, nonce, own, is_service=False)
 
 
 @pytest.mark.parametrize("kind", ["too long", "bad seal", "replay", "no json", "unknown"])
@@ -189,7 +189,7 @@ def test_bad_frames_end_the_connection(served: Served, kind: str) -> None:
     sock, seals = handshake(served)
     frame = seals.pack({"op": "session", "ttl_s": 5})
     if kind == "too long":
-        frame = (_wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"\0" * 32
+        frame = (_frames.MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"\0" * 32
     elif kind == "bad seal":
         frame = frame[:10] + bytes([frame[10] ^ 1]) + frame[11:]
     elif kind == "no json":
@@ -212,7 +212,7 @@ def test_store_is_bounded() -> None:
     store = ServiceState()
     for i in range(63):
         store.put(f"k{i}", "x" * (1 << 20), None)
-    with pytest.raises(_wire.WireError, match="full"):
+    with pytest.raises(_frames.WireError, match="full"):
         store.put("more", "x" * (1 << 20), None)
     store.put("k0", None, None)
     store.put("more", "x" * (1 << 20), None)

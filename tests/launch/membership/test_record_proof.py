@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fleet.launch.membership import world as _world
+from fleet.launch.membership.agreement import Rules, first_world
 from fleet.launch.membership.record_proof import RecordProofs
-from fleet.launch.membership.rules import Rules, first_world
 from fleet.launch.membership.store import View
 from fleet.launch.membership.world import FIXED, Node, World
 

@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from fleet.launch.membership.rules import IN_PLACE, Rules, absent_ranks, decide, next_world, rank_conflicts, rank_order
+from fleet.launch.membership.agreement import (
+    IN_PLACE,
+    Rules,
+    absent_ranks,
+    decide,
+    next_world,
+    rank_conflicts,
+    rank_order,
+)
 from fleet.launch.membership.store import View
 from fleet.launch.membership.world import (
     COMPLETE,

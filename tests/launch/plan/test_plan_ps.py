@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch.plan.plan import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.plan.process_plan import SERVER_ROWS, WORKER_ROWS
 from tests.helpers.launching import peer_of, plan, read
 
 FLAGS = ("--server_num=1", "--worker_num=2", "--gpus=0,1")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch.membership.membership import StoppedBySignalError
+from fleet.launch.membership.generation import StoppedBySignalError
 from fleet.launch.processes.hook import run_hook
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox

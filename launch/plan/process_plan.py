@@ -47,7 +47,7 @@ def plan_processes(
     Raises:
         LaunchError: the job has no worker, or two processes share an endpoint.
     """
-    from fleet.launch.plan.plan import plan_collective, plan_ps
+    from fleet.launch.plan.process_plan import plan_collective, plan_ps
 
     plan = plan_ps if config.mode == "ps" else plan_collective
     specs = plan(config, peers, node_rank, generation, environment)

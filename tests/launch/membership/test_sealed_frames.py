@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.launch.membership import wire as _wire
-from fleet.launch.membership.wire import Seals, WireError, proof, same
+from fleet.launch.membership import sealed_frames as _frames
+from fleet.launch.membership.sealed_frames import Seals, WireError, proof, same
 
 
 def ends(secret: bytes = b"s") -> tuple[Seals, Seals]:
@@ -13,7 +13,7 @@ def ends(secret: bytes = b"s") -> tuple[Seals, Seals]:
 
 
 def opened(seals: Seals, frame: bytes) -> dict[str, object]:
-    header, body = frame[: _wire.HEADER_BYTES], frame[_wire.HEADER_BYTES :]
+    header, body = frame[: _frames.HEADER_BYTES], frame[_frames.HEADER_BYTES :]
     assert seals.body_bytes(header) == len(body)
     return seals.unpack(header, body)
 
@@ -33,7 +33,7 @@ def test_proof_depends_on_everything() -> None:
         proof(b"s", b"client", b"1" * 16, b"3" * 16),
     ]
     assert base not in others
-    assert len(base) == _wire.PROOF_BYTES
+    assert len(base) == _frames.PROOF_BYTES
     assert same(base, bytes(base))
 
 
@@ -60,10 +60,10 @@ def test_other_secret_is_refused() -> None:
 def test_size_is_checked_before_the_body_is_read() -> None:
     client, service = ends()
     with pytest.raises(WireError, match="cap"):
-        service.body_bytes((_wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"\0" * 32)
+        service.body_bytes((_frames.MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"\0" * 32)
     with pytest.raises(WireError, match="cap"):
-        client.pack({"a": "x" * (_wire.MAX_FRAME_BYTES + 1)})
+        client.pack({"a": "x" * (_frames.MAX_FRAME_BYTES + 1)})
 
 
 def test_nonces_differ() -> None:
-    assert _wire.make_nonce() != _wire.make_nonce()
+    assert _frames.make_nonce() != _frames.make_nonce()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleet.launch.membership.membership import Alone
+from fleet.launch.membership.generation import Alone
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 
 SPEC = ProcessSpec(role="worker", index=0, local_index=0, command=("x",), environment={}, log_path=Path("log"))

@@ -6,7 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
-from fleet.launch.plan.machine import count_gpus, owns_address, read_machine
+from fleet.launch.plan.local_machine import count_gpus, owns_address, read_machine
 
 
 def touch(root: Path, *names: str) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.launch.membership.rules import (
+from fleet.launch.membership.agreement import (
     IN_PLACE,
     Rules,
     blamed_reason,
