@@ -75,6 +75,9 @@ class LocalOptimizer(OptimizerWrapper):
         k_steps: steps between two averages after that.
     """
 
+    trains_locally = True
+    has_own_state = True  # at an average too: momentum stays local
+
     def __init__(self, optimizer: Optimizer, option: str, session: Workers, begin_step: int, k_steps: int) -> None:
         super().__init__(optimizer)
         self._option, self._session, self._begin_step = option, session, begin_step
@@ -94,6 +97,11 @@ class LocalOptimizer(OptimizerWrapper):
         if self._session.process_group is not None:
             average([p for p in self.parameters() if p.requires_grad], self._session.process_group)
         self.averaged_at = self.steps
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether the workers have stepped by themselves since the last average."""
+        return self.steps != self.averaged_at or super().is_out_of_step
 
     def saving_note(self) -> str | None:
         """Returns what a user who saves now should know: between averages each worker has its own parameters."""
