@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import Guide, Stage
 from fleet.strategies._shared.local_training import LocalOptimizer, TrainsLocally
 
 
@@ -19,7 +19,7 @@ class LocalsgdConfig(Config, option="localsgd_configs"):
     begin_step: int = setting(1, "last step of the start, in which every step averages", at_least=0)
 
 
-class Localsgd(TrainsLocally, Strategy):
+class Localsgd(TrainsLocally):
     """Averages parameters every k steps; gradients are not exchanged."""
 
     name = "localsgd"
@@ -28,7 +28,6 @@ class Localsgd(TrainsLocally, Strategy):
     steps_together = True
     Config = LocalsgdConfig
     after = ("amp",)
-    replaces = ("data_parallel",)
     conflicts = {
         "adaptive_localsgd": "both decide at which step the parameters are averaged",
         "gradient_merge": "both decide which of the user's steps count, and no definition says which one counts first",

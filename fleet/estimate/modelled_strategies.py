@@ -120,7 +120,7 @@ def apply_strategies(
     exchange.take_over(optimizer)
     chain, wrapped = model, optimizer
     for strategy in strategies:
-        chain, wrapped = strategy.wrap_model(chain), strategy.wrap_steps(strategy.wrap_optimizer(wrapped))
+        chain, wrapped = strategy.wrap_model(chain), strategy.wrap_optimizer(wrapped)
         if strategy.name == "amp":
             # The loss scale is a number and not a memory; without it no step waits to read whether to happen.
             strategy.use_scaler(None)

@@ -6,15 +6,15 @@ the same number without the snapshot's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fleet.strategies._declare.optimizer_kinds import check_sgd
-from fleet.strategies._declare.strategy import Values, Workers
+from fleet.strategies._declare.strategy import Strategy, Values, Workers
 from fleet.strategies._shared.flat import average, broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
@@ -36,11 +36,13 @@ def start_from_rank_0(model: nn.Module, session: Workers) -> None:
         broadcast_from_rank_0([*model.parameters(), *model.buffers()], session.process_group)
 
 
-class TrainsLocally:
-    """What both strategies do in the same way: a mixin of ``Strategy``, which registers each of its subclasses."""
+class TrainsLocally(Strategy):
+    """What both strategies do in the same way."""
 
-    name: ClassVar[str]
-    session: Workers
+    @classmethod
+    def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
+        """Returns data_parallel, whose exchange of gradients does not happen."""
+        return {"data_parallel": ()}
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fleet._running import running_session
 from fleet.strategies import REGISTRY, Stage, Strategy
+from fleet.strategies._declare.strategy import Values
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from tests.fleet.elastic.training import Training
 from tests.helpers.workers import run_workers
@@ -63,7 +64,10 @@ def drifting() -> Iterator[dict[str, Any]]:
         meaning = "Train each worker by itself."
         stage = Stage.STEP
         optimizer_effect = "pulls each worker back by a part of what it has moved"
-        replaces = ("data_parallel",)
+
+        @classmethod
+        def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
+            return {"data_parallel": ()}
 
         def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
             return DriftingOptimizer(optimizer)
