@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.strategies._declare.optimizer_kinds import check_sgd
-from fleet.strategies._declare.strategy import Strategy, Values, Workers
+from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
 from fleet.strategies._shared.flat import average, broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
@@ -38,6 +38,16 @@ def start_from_rank_0(model: nn.Module, session: Workers) -> None:
 
 class TrainsLocally(Strategy):
     """What both strategies do in the same way."""
+
+    stage = Stage.STEP
+    steps_together = True
+    after = ("amp",)
+    conflicts = {
+        "gradient_merge": "both decide which of the user's steps count, and no definition says which one counts first",
+        "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
+        "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
+    }
+    model_effect = "starts from rank 0's parameters and exchanges no gradients"
 
     @classmethod
     def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
