@@ -9,7 +9,6 @@ parameters stay with the workers, who average their gradients.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
+from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, Values
+from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, Values, top_level
 from fleet.strategies._shared.casts import scales_gradients
 from fleet.strategies._shared.optimizer_wrapper import users_step_hooks
 from fleet.strategies._shared.served_optimizer import ServedOptimizer
@@ -113,8 +112,9 @@ class FsClientConfig(Config, option="fs_client_param"):
     hadoop_bin: str = setting("", "path of the hadoop command", refused=_HADOOP)
 
 
+@top_level
 @dataclass(frozen=True, kw_only=True)
-class ParameterServerSettings(Config):
+class ParameterServerSettings(Config, owner="a_sync"):
     """Further options of the parameter server."""
 
     adam_d2sum: bool = setting(False, "Update dense tables with the server's Adam with decaying sums of squares.")
@@ -126,16 +126,14 @@ class ParameterServerSettings(Config):
     fs_client_param: FsClientConfig = setting(FsClientConfig, "The Hadoop file system the servers save to.")
 
 
-class ASync(Strategy):
+class ASync(JobKind):
     """Hands gradients to the servers and takes parameters from them."""
 
     name = "a_sync"
     meaning = "Parameter-server mode: False synchronous, True asynchronous, True with k_steps > 0 geo."
     stage = Stage.UPDATE
     Config = ASyncConfig
-    Settings = ParameterServerSettings
     default = True
-    in_collective_job = False
     in_ps_job = True
     in_place = True
     reads = ("hybrid_configs",)
@@ -156,11 +154,6 @@ class ASync(Strategy):
     def __init__(self, config: Any, session: Any) -> None:
         super().__init__(config, session)
         self.served: ServedOptimizer | None = None
-
-    @classmethod
-    def chosen(cls, options: Values) -> bool:
-        """Returns True: every job with servers exchanges with them in one of the modes."""
-        return True
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
@@ -269,22 +262,6 @@ class ASync(Strategy):
         if self.served is not None:
             self.served.drop_row_gradients()
 
-    def before_load(self) -> None:
-        """Warns that the servers hold the parameters, once they are connected."""
-        served = self.served
-        if served is not None and not served.hybrid and served.trainer is not None and not served.trainer.stopped:
-            warnings.warn(
-                "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "
-                "Load a state before fleet.init_worker(), or a save of the servers with fleet.load_model(dirname).",
-                OptionWarning,
-                stacklevel=4,
-            )
-
-    def before_save(self) -> None:
-        """Brings the weights of ``nn.Embedding`` modules up to date."""
-        if self.served is not None and self.served.trainer is not None:
-            self.served.trainer.refresh()
-
     def close(self) -> None:
         """Disconnects; the servers wait for this worker to come back unless it has said goodbye."""
         if self.served is not None and self.served.trainer is not None:
@@ -362,7 +339,7 @@ def hybrid_problem(options: Values, mode: str) -> str | None:
             f"{asked}, and hybrid_configs['sharding_degree'] is {options['hybrid_configs'].sharding_degree}: with "
             "parameter servers every worker holds all dense parameters. Leave it 1."
         )
-    others = (s for s in REGISTRY.values() if not s.in_ps_job and not s.always and not s.refused)
+    others = (s for s in REGISTRY.values() if not s.in_ps_job and not s.refused and not issubclass(s, JobKind))
     on = sorted(strategy.name for strategy in others if strategy.chosen(options))
     if on:
         return (

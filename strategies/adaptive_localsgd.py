@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import Guide
 from fleet.strategies._shared.local_training import LocalOptimizer, TrainsLocally, mean_over_workers
 from fleet.strategies._shared.loss_value import watch_losses
 
@@ -25,22 +25,12 @@ class AdaptiveLocalsgdConfig(Config, option="adaptive_localsgd_configs"):
     begin_step: int = setting(1, "last step of the start, in which every step averages", at_least=0)
 
 
-class AdaptiveLocalsgd(TrainsLocally, Strategy):
+class AdaptiveLocalsgd(TrainsLocally):
     """Averages parameters at intervals of 1 to 16 steps, longer while the loss is high for its learning rate."""
 
     name = "adaptive_localsgd"
     meaning = "localsgd that chooses the number of local steps, 1 to 16, from the loss and the learning rate."
-    stage = Stage.STEP
-    steps_together = True
     Config = AdaptiveLocalsgdConfig
-    after = ("amp",)
-    replaces = ("data_parallel",)
-    conflicts = {
-        "gradient_merge": "both decide which of the user's steps count, and no definition says which one counts first",
-        "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
-        "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
-    }
-    model_effect = "starts from rank 0's parameters and exchanges no gradients"
     optimizer_effect = "averages the parameters of all workers at intervals that it computes; momentum stays local"
     guide = Guide(
         when="As localsgd, when no k is known: it follows the loss and the learning rate.",

@@ -153,7 +153,7 @@ class FusedUpdate(Strategy):
     name = "build_strategy"
     meaning = "Update all parameters in one kernel."
     stage = Stage.UPDATE
-    switch = False
+    default = None
     optimizer_effect = "updates all parameters of a group in one kernel, where the optimizer has such a form"
     guide = Guide(
         when="A model of many small parameters, whose update is bound by the number of kernels.",

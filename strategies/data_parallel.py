@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Workers
+from fleet.strategies._declare.strategy import Guide, JobKind, Stage, Workers, top_level
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 from fleet.strategies._shared.passes import Passes, passes_of
 
@@ -41,8 +41,9 @@ class GradientScaleConfig(Config, option="gradient_scale_configs"):
     )
 
 
+@top_level
 @dataclass(frozen=True, kw_only=True)
-class DataParallelSettings(Config):
+class DataParallelSettings(Config, owner="data_parallel"):
     """Top-level options of the gradient exchange."""
 
     fuse_all_reduce_ops: bool = setting(True, "send gradients in buckets; False sends each parameter by itself")
@@ -56,14 +57,13 @@ class DataParallelSettings(Config):
     gradient_scale_configs: GradientScaleConfig = setting(GradientScaleConfig, "how the sum over workers is scaled")
 
 
-class DataParallel(Strategy):
+class DataParallel(JobKind):
     """Averages gradients over all workers with torch's DistributedDataParallel."""
 
     name = "data_parallel"
     meaning = "Average the gradients of all workers while backward runs."
     stage = Stage.SHARD
-    Settings = DataParallelSettings
-    always = True
+    default = None
     model_effect = "averages the gradients of all workers in buckets while backward runs; parameters start as rank 0's"
     guide = Guide(
         when="Always on with more than one worker. Larger buckets suit a slow network, smaller ones a small model.",

@@ -275,6 +275,8 @@ class SparseUpdateOptimizer(OptimizerWrapper):
     that loads it starts with nothing held back.
     """
 
+    has_own_state = True
+
     def __init__(self, optimizer: Optimizer, compressor: Compressor, session: Workers) -> None:
         super().__init__(optimizer)
         self._compressor, self._session = compressor, session

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import Guide
 from fleet.strategies._shared.local_training import LocalOptimizer, TrainsLocally
 
 
@@ -19,23 +19,16 @@ class LocalsgdConfig(Config, option="localsgd_configs"):
     begin_step: int = setting(1, "last step of the start, in which every step averages", at_least=0)
 
 
-class Localsgd(TrainsLocally, Strategy):
+class Localsgd(TrainsLocally):
     """Averages parameters every k steps; gradients are not exchanged."""
 
     name = "localsgd"
     meaning = "Train each worker by itself and average the parameters every k steps."
-    stage = Stage.STEP
-    steps_together = True
     Config = LocalsgdConfig
-    after = ("amp",)
-    replaces = ("data_parallel",)
     conflicts = {
         "adaptive_localsgd": "both decide at which step the parameters are averaged",
-        "gradient_merge": "both decide which of the user's steps count, and no definition says which one counts first",
-        "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
-        "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
+        **TrainsLocally.conflicts,
     }
-    model_effect = "starts from rank 0's parameters and exchanges no gradients"
     optimizer_effect = "averages the parameters of all workers every k_steps steps; momentum stays local"
     guide = Guide(
         when="The network is too slow for an exchange at every step, and the workers see similar data.",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
 
@@ -56,15 +56,13 @@ class Qat(Strategy):
     )
 
     @classmethod
-    def refusal(cls) -> str | None:
-        """Returns the install line when torchao is absent."""
-        if find_spec("torchao") is not None:
-            return None
-        return "it needs torchao, which is not installed; run pip install 'torch-fleet[qat]'"
-
-    @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns the reason when a width is asked for that torchao does not have."""
+        """Returns the reason when a width is asked for that torchao does not have; raises where torchao is absent."""
+        if find_spec("torchao") is None:
+            raise UnsupportedOptionError(
+                "'qat' cannot be honoured: it needs torchao, which is not installed; run pip install "
+                "'torch-fleet[qat]'."
+            )
         config: QatConfig = options["qat_configs"]
         for key in ("weight_bits", "activation_bits"):
             bits = getattr(config, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import NOT_YET, Stage, Strategy, Values
+from fleet.strategies._declare.strategy import NOT_YET, Stage, Strategy, Values, top_level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +16,9 @@ class TensorParallelConfig(Config, option="tensor_parallel_configs"):
     tensor_init_seed: int = setting(-1, "seed of the shared layers; -1 takes one from the clock", at_least=-1)
 
 
+@top_level
 @dataclass(frozen=True, kw_only=True)
-class TensorParallelSettings(Config):
+class TensorParallelSettings(Config, owner="tensor_parallel"):
     """Which parameters the workers of a layer keep equal."""
 
     sync_param_name: tuple[str, ...] = setting(
@@ -33,7 +34,6 @@ class TensorParallel(Strategy):
     meaning = "Divide the weights of large layers among workers."
     stage = Stage.MODULE
     Config = TensorParallelConfig
-    Settings = TensorParallelSettings
     conflicts = {
         "localsgd": "localsgd averages whole models, and these workers hold different parts of one",
         "adaptive_localsgd": "adaptive_localsgd averages whole models, and these workers hold different parts of one",

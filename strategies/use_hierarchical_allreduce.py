@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, top_level
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 
 
+@top_level
 @dataclass(frozen=True, kw_only=True)
-class HierarchicalSettings(Config):
+class HierarchicalSettings(Config, owner="use_hierarchical_allreduce"):
     """The size of a group."""
 
     hierarchical_allreduce_inter_nranks: int = setting(
@@ -31,7 +32,6 @@ class UseHierarchicalAllreduce(Strategy):
     name = "use_hierarchical_allreduce"
     meaning = "Sum gradients inside each node first, then between nodes."
     stage = Stage.COMM
-    Settings = HierarchicalSettings
     model_effect = "sums gradients inside each group of neighbours, then between the groups"
     guide = Guide(
         when="Several workers per node over gloo, and a slow network between nodes. NCCL does this by itself.",

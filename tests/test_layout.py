@@ -35,7 +35,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/runtime/running.py": "tests/fleet/elastic/test_sampler.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
     "strategies/_shared/parts.py": "tests/strategies/sharding/test_sharding_states.py",
-    "fleet/elastic/_state.py": "tests/fleet/elastic/test_checkpoint.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",

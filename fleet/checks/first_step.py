@@ -26,7 +26,6 @@ from fleet.runtime.fleet_model import FleetModel, runs_inside
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.flat import broadcast_from_rank_0
-from fleet.strategies._shared.local_training import TrainsLocally
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel
@@ -397,7 +396,7 @@ class TrainingChecks:
 
     @property
     def _trains_locally(self) -> bool:
-        return any(isinstance(strategy, TrainsLocally) for strategy in self._session.strategies)
+        return any(optimizer.trains_locally for optimizer in self._session.optimizers)
 
     def _gather(self, subject: str, said: Any, perhaps_alone: bool = False) -> list[Any]:
         """Returns what each worker says about ``subject``; ``None`` for one that does not come to say it.

@@ -23,7 +23,7 @@ import numpy as np
 
 from fleet.dataset._samples import Column, Ints, Samples, empty_samples
 from fleet.dataset._slots import Slot
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, FleetError
 from fleet.ps.table.kernels.numba_cache import kernels_work
 
 __all__ = ["TextForm", "parse", "parse_plain", "write_text"]
@@ -108,7 +108,10 @@ def _parse_compiled(data: bytes, form: TextForm, name: str, first_line: int) -> 
     _read_hard(data, form, numbers, hard[hard[:, 3] < lines * len(form.kinds)], name, first_line)
     if code:
         parse_plain(data.split(b"\n", lines + 1)[lines] + b"\n", form, name, first_line + lines)
-        raise AssertionError(f"{name}, line {first_line + lines}: the two parsers disagree")
+        raise FleetError(
+            f"{name}, line {first_line + lines}: the compiled parser refuses a line that the plain one reads. This is "
+            "a mistake in fleet.dataset; please report it with the line."
+        )
     columns = []
     for index, dtype in enumerate(form.dtypes):
         offsets = np.zeros(lines + 1, np.int64)

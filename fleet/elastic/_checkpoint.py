@@ -19,7 +19,6 @@ from fleet.elastic._restore import Found, Restore
 from fleet.elastic._sampler import ElasticSampler
 from fleet.elastic._state import (
     from_bytes,
-    has_own_state,
     kinds_of,
     optimizer_state,
     take_model,
@@ -204,7 +203,7 @@ class Checkpoint:
             "error": error,
             "stranger": self._stranger(),
             "step": self.step,
-            "own": chain is not None and has_own_state(chain) and self._session.world_size > 1,
+            "own": self._session.world_size > 1 and bool(getattr(chain, "has_own_state", False)),
             "token": secrets.token_hex(6),
             "data": None if self._data is None else self._data.state_dict(),
             "random": take_random(),

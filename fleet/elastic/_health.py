@@ -11,7 +11,6 @@ from fleet._log import LOGGER
 from fleet.elastic._beat import Beat
 from fleet.elastic._faults import Faults
 from fleet.elastic._preemption import Agreement, TerminationNotice
-from fleet.elastic._state import is_synchronised
 from fleet.env import Environment
 from fleet.launch.processes.worker_file import PREEMPTED
 
@@ -85,7 +84,7 @@ class Health:
             self._notice.close()
 
     def _is_synchronised(self) -> bool:
-        return all(is_synchronised(optimizer) for optimizer in self._session.optimizers)
+        return not any(optimizer.is_out_of_step for optimizer in self._session.optimizers)
 
 
 def start_health(session: Session) -> Health | None:

@@ -3,7 +3,9 @@
 [Note: What is each worker's own]
 Under data parallel, sharding and amp one whole state serves every worker; worker 0 writes it, and any number of workers
 loads it. localsgd (parameters between averages, momentum), dgc (what was not sent yet) and an open window of
-gradient_merge are each worker's own: then every worker writes a part, into a folder that all of them see.
+gradient_merge are each worker's own: then every worker writes a part, into a folder that all of them see. The wrapper
+that a strategy puts around the optimizer says so by its property ``has_own_state``, and by ``is_out_of_step`` that the
+workers must not stop here.
 """
 
 from __future__ import annotations
@@ -22,43 +24,13 @@ from torch.utils._pytree import tree_map_only
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.save_load import known_entries
-from fleet.strategies._shared.local_training import LocalOptimizer
-from fleet.strategies._shared.merging import MergingOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import PART, has_parts, local_state, state_like, whole_state
-from fleet.strategies.dgc import SparseUpdateOptimizer
 
 
 def module_of(model: nn.Module) -> nn.Module:
     """Returns the user's module."""
     return model.module if isinstance(model, FleetModel) else model
-
-
-def has_own_state(optimizer: Optimizer) -> bool:
-    """Returns whether what ``optimizer`` holds at this moment differs from worker to worker.
-
-    See [Note: What is each worker's own]. A strategy of another package says so by ``saving_note``.
-    """
-    if isinstance(optimizer, OptimizerWrapper) and optimizer.saving_note() is not None:
-        return True
-    while isinstance(optimizer, OptimizerWrapper):
-        if isinstance(optimizer, LocalOptimizer | SparseUpdateOptimizer):
-            return True
-        if isinstance(optimizer, MergingOptimizer) and optimizer._window.batch:
-            return True
-        optimizer = optimizer.optimizer
-    return False
-
-
-def is_synchronised(optimizer: Optimizer) -> bool:
-    """Returns whether the workers have just exchanged something, so that they are at the same step."""
-    while isinstance(optimizer, OptimizerWrapper):
-        if isinstance(optimizer, LocalOptimizer) and optimizer.averaged_at != optimizer.steps:
-            return False
-        if isinstance(optimizer, MergingOptimizer) and optimizer._window.batch:
-            return False
-        optimizer = optimizer.optimizer
-    return True
 
 
 def kinds_of(optimizer: Optimizer | None, scheduler: Any) -> dict[str, str]:

@@ -24,7 +24,7 @@ from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, did_you
 from fleet.options.views import ConfigView, view_of
 from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
 from fleet.strategies._declare.fields import Config, Replacement, Rule, converted, plain, type_name, value_types
-from fleet.strategies._declare.strategy import NOT_YET, switch_rule
+from fleet.strategies._declare.strategy import NOT_YET, JobKind, switch_rule
 
 # Names of older releases -> what replaced them (requirements 003-12 to 003-15).
 RENAMED = {
@@ -77,19 +77,22 @@ def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], 
     found: dict[str, Option] = {}
     for strategy in strategies:
         name = strategy.name
-        if strategy.switch and not strategy.always:
+        if strategy.default is not None:
             found[name] = Option(name, bool, strategy.default, switch_rule(strategy), name)
         if strategy.Config is not None:
             key = f"{name}_configs"
             rule = Rule(meaning=f"Settings of '{name}'.")
             found[key] = Option(key, strategy.Config, strategy.Config(), rule, name)
-    owners = {s.Settings: s.name for s in strategies if s.Settings is not None}
     for group in groups:
         default = group()
         for key, kind in value_types(group).items():
-            owner = owners.get(group, group.__name__)
-            found[key] = Option(key, kind, getattr(default, key), group.rule(key), owner, group)
+            found[key] = Option(key, kind, getattr(default, key), group.rule(key), group.owner or group.__name__, group)
     return found
+
+
+def _resets() -> dict[str, Mapping[str, Mapping[str, Any]]]:
+    """Returns the keys of other options that assigning an option resets, and their values."""
+    return {s.name: s.also_sets for s in REGISTRY.values() if issubclass(s, JobKind) and s.also_sets}
 
 
 class Job(Protocol):
@@ -148,8 +151,7 @@ class DistributedStrategy:
         _warn(without_effect)
 
     def _store(self, name: str, new: Any) -> None:
-        strategy = REGISTRY.get(name)
-        for other, changes in (strategy.also_sets if strategy else {}).items():
+        for other, changes in _resets().get(name, {}).items():
             self._values[other] = self._values[other].updated(changes)
         self._values[name] = new
         self._assigned[name] = None
@@ -238,7 +240,7 @@ class DistributedStrategy:
 
     def _to_save(self) -> dict[str, Any]:
         """Returns the assigned options; of their keys, those that a new strategy would not have by itself."""
-        reset = {option: keys for strategy in REGISTRY.values() for option, keys in strategy.also_sets.items()}
+        reset = {option: keys for changes in _resets().values() for option, keys in changes.items()}
         saved = {}
         for name in self._assigned:
             value = self._values[name]
@@ -259,8 +261,7 @@ class DistributedStrategy:
     def _update(self, entries: list[tuple[str, Any, str]]) -> None:
         """Assigns entries of name, value and place in a file, or none of them when one is wrong."""
         trial = copy.deepcopy(self)
-        resets = [name for name, strategy in REGISTRY.items() if strategy.also_sets]
-        for name, value, place in sorted(entries, key=lambda entry: entry[0] not in resets):
+        for name, value, place in sorted(entries, key=lambda entry: entry[0] not in _resets()):
             try:
                 setattr(trial, name, value)
             except ConfigError as error:

@@ -10,13 +10,14 @@ import os
 import secrets
 import ssl
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.env import Environment
-from fleet.errors import ConfigError, NotInitializedError
+from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.client.shards import TableMap
@@ -141,6 +142,21 @@ class ServerJob:
             return False
         self.trainer.meet("fleet.worker")
         return True
+
+    def before_load(self) -> None:
+        """Warns that the servers hold the parameters, once they are connected; the model is about to load a state."""
+        if self.trainer is not None and not self.trainer.stopped and not self._strategy().hybrid:
+            warnings.warn(
+                "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "
+                "Load a state before fleet.init_worker(), or a save of the servers with fleet.load_model(dirname).",
+                OptionWarning,
+                stacklevel=4,
+            )
+
+    def before_save(self) -> None:
+        """Brings the weights of ``nn.Embedding`` modules up to date; the model is about to hand its state out."""
+        if self.trainer is not None:
+            self.trainer.refresh()
 
     def running(self) -> Trainer:
         """Returns the trainer; raises NotInitializedError before ``init_worker`` and after ``stop_worker``."""

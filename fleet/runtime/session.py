@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.util import UtilBase
-from fleet.strategies._declare.strategy import Stage, Strategy
+from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
 
@@ -234,7 +235,7 @@ class Session:
             raise ConfigError("distributed_model() was called with a model that it returned before; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
-        acting = [strategy.name for strategy in self.strategies if not strategy.always]
+        acting = [strategy.name for strategy in self.strategies if not isinstance(strategy, JobKind)]
         if acting and any(model.module is module for model in self.models):
             raise ConfigError(
                 "distributed_model() was called for this module before, and "
@@ -368,13 +369,13 @@ class Session:
 
     def before_load(self) -> None:
         """Warns when what a model takes over now would not last."""
-        for strategy in self.strategies:
-            strategy.before_load()
+        if self.server_job is not None and not self.closed:
+            self.server_job.before_load()
 
     def before_save(self) -> None:
         """Warns when what is saved now is not what every worker has."""
-        for strategy in self.strategies:
-            strategy.before_save()
+        if self.server_job is not None and not self.closed:
+            self.server_job.before_save()
         for optimizer in self.optimizers:
             note = optimizer.saving_note()
             if note is not None:
@@ -399,11 +400,13 @@ class Session:
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` with what all strategies put around it."""
         chain = optimizer
-        # A strategy that comes at the end of another stage stands outside all that belong to that stage.
-        for strategy in sorted(self.strategies, key=lambda s: (s.optimizer_stage or s.stage, bool(s.optimizer_stage))):
+        # SHARD comes right after the update rules, see [Note: Stages] of the strategies.
+        place = {Stage.SHARD: Stage.UPDATE + 0.5}
+        for strategy in sorted(self.strategies, key=lambda s: place.get(s.stage, s.stage)):
             chain = strategy.wrap_optimizer(chain)
         for strategy in self.strategies:
-            chain = strategy.wrap_steps(chain)
+            if isinstance(strategy, StepCounter):
+                chain = strategy.wrap_steps(chain)
         return chain
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -416,8 +419,13 @@ class Session:
             chain = strategy.wrap_model(chain)
             if strategy.stage == Stage.MODULE:
                 module = chain
-            if [name for name, _ in module.named_parameters()] != names:
-                raise AssertionError(f"strategy {strategy.name!r} renamed parameters")
+            if (now := [name for name, _ in module.named_parameters()]) != names:
+                before, after = next((a, b) for a, b in zip_longest(names, now) if a != b)
+                raise ConfigError(
+                    f"strategy {strategy.name!r} renamed parameters of the model: {before!r} is {after!r} now. A "
+                    "strategy keeps the names, so that a state saved without it can be loaded. Turn it off, or tell "
+                    "its author."
+                )
         return module, chain
 
 

@@ -97,12 +97,14 @@ class Config:
     """A frozen group of settings; ``option`` is what the user types to reach it."""
 
     option: ClassVar[str] = ""
+    owner: ClassVar[str] = ""  # of a group of top-level options: the strategy that reads it
     in_ps_job: ClassVar[bool] = True  # of a group of top-level options: whether a parameter-server job reads it
 
-    def __init_subclass__(cls, option: str = "", **kwargs: Any) -> None:
+    def __init_subclass__(cls, option: str = "", owner: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if option:
             cls.option = option
+        cls.owner = owner
 
     def __post_init__(self) -> None:
         """Converts and checks every field; a subclass that adds rules across fields calls this first."""

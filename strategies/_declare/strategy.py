@@ -5,7 +5,8 @@ The plan applies strategies from the user's objects outwards:
 
 - ``MODULE`` rewrites parts of the user's module (sync_batch_norm, recompute): data parallel and sharding must see
   the final modules, because they register hooks on them.
-- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, pipeline).
+- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, pipeline). What it puts around the
+  optimizer stands outside the UPDATE stage: the update rules then see the parameters of this worker only.
 - ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
 - ``COMPILE`` hands the result to the compiler, which must see the exchange to overlap it.
 - ``UPDATE`` replaces the update rule (lars, lamb; a_sync, where servers update) or corrects its result (asp): the
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from fleet.strategies._declare.fields import Config, Rule
 
@@ -125,43 +126,31 @@ class Strategy:
     """One option of ``DistributedStrategy``; a subclass states everything about it as data and wraps objects.
 
     A subclass sets ``name`` (the switch users turn on), ``meaning``, ``stage``, and where it applies ``Config`` (the
-    ``<name>_configs`` dictionary), ``Settings`` (further top-level options it reads), ``after`` (finer order inside
-    the stage), ``conflicts`` (other switch -> reason shown to the user; each pair is written once, in either file),
-    ``replaces`` (strategies it stands in for), ``reads`` (top-level options of those, or in a parameter-server job of
-    the collective side, that it honours), the jobs it takes part in, and ``refused`` (why the option cannot be
-    honoured). Reasons are phrases without a full stop.
-    ``model_effect`` and ``optimizer_effect`` are what ``fleet.explain`` says it does.
+    ``<name>_configs`` dictionary), ``after`` (finer order inside the stage), ``conflicts`` (other switch -> reason
+    shown to the user; each pair is written once, in either file) and ``refused`` (why the option cannot be honoured).
+    Reasons are phrases without a full stop. ``model_effect`` and ``optimizer_effect`` are what ``fleet.explain`` says
+    it does. A group of further top-level options names the strategy as its ``owner``, see :func:`top_level`.
     """
 
     name: ClassVar[str]
     meaning: ClassVar[str]
     stage: ClassVar[Stage]
     Config: ClassVar[ConfigType | None] = None
-    Settings: ClassVar[ConfigType | None] = None
-    default: ClassVar[bool] = False
-    switch: ClassVar[bool] = True  # a boolean option has its name; False: other options choose it
-    always: ClassVar[bool] = False  # on in every collective job of more than one worker; not a switch
+    default: ClassVar[bool | None] = False  # of the boolean option of its name; None: other options choose it
     after: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
-    replaces: ClassVar[tuple[str, ...]] = ()
-    reads: ClassVar[tuple[str, ...]] = ()
-    in_collective_job: ClassVar[bool] = True
-    in_ps_job: ClassVar[bool] = False
+    in_ps_job: ClassVar[bool] = False  # takes part in a parameter-server job too
     steps_together: ClassVar[bool] = False  # needs every worker in every step: no join() for uneven batches
     in_place: ClassVar[bool] = False  # wrap_model changes the module itself, outside the MODULE stage too
-    also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # assigning the switch resets these keys
     refused: ClassVar[str | None] = None
     model_effect: ClassVar[str] = ""
     optimizer_effect: ClassVar[str] = ""
     guide: ClassVar[Guide | None] = None
-    optimizer_stage: ClassVar[Stage | None] = None  # wrap_optimizer comes at the end of this stage, not at `stage`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if REGISTRY.setdefault(cls.name, cls) is not cls:
+        if hasattr(cls, "name") and REGISTRY.setdefault(cls.name, cls) is not cls:
             raise TypeError(f"option {cls.name!r} is defined by both {REGISTRY[cls.name]} and {cls}")
-        if cls.Settings is not None:
-            GROUPS.append(cls.Settings)
 
     def __init__(self, config: Any, session: Workers) -> None:
         """Keeps ``config`` (an instance of ``Config``, or ``None``) and the session it works in."""
@@ -173,21 +162,19 @@ class Strategy:
     @classmethod
     def chosen(cls, options: Values) -> bool:
         """Returns whether the options switch this strategy on."""
-        return bool(cls.switch and not cls.always and options[cls.name])
+        return bool(cls.default is not None and options[cls.name])
 
     @classmethod
-    def refusal(cls) -> str | None:
-        """Returns why the option cannot be honoured in this installation, or ``None``."""
-        return cls.refused
-
-    @classmethod
-    def stands_for(cls, options: Values) -> tuple[str, ...]:
-        """Returns the names of the strategies that are left out of a plan with this one."""
-        return cls.replaces
+    def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
+        """Returns the strategies that are left out of a plan with this one, and which of their options it honours."""
+        return {}
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns, in whole sentences, why it cannot run with these options on ``world_size`` workers, or ``None``."""
+        """Returns, in whole sentences, why it cannot run with these options on ``world_size`` workers, or ``None``.
+
+        Raises UnsupportedOptionError where this installation cannot honour the option.
+        """
         return None
 
     @classmethod
@@ -220,10 +207,6 @@ class Strategy:
         """Returns ``optimizer``, or an optimizer of the same interface around it."""
         return optimizer
 
-    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns ``optimizer``, or one around it that stands outside all, where the user's steps are counted."""
-        return optimizer
-
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Takes note, before a forward, that parameters of the wrapped ``model`` came, went, were frozen or thawed.
 
@@ -233,18 +216,35 @@ class Strategy:
     def note_clear(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes note that the gradients of ``parameters`` were cleared through their model."""
 
-    def before_load(self) -> None:
-        """Comes before the model takes a state over; warns where the state would not last."""
-
-    def before_save(self) -> None:
-        """Brings up to date what the user's module shows; its state is about to be handed out."""
-
     def close(self) -> None:
         """Lets go of what the strategy holds outside the model and the optimizer; the session calls it at its end."""
 
 
+class JobKind(Strategy):
+    """What every job of one kind trains with: ``data_parallel`` a collective job, ``a_sync`` one with servers.
+
+    No switch turns it on; another strategy may replace it. With ``in_ps_job`` it takes part in parameter-server jobs
+    only, without it in collective jobs only. ``reads`` names the top-level options of the other kind that it honours.
+    Where it has an option, assigning that resets the keys in ``also_sets``.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+
+@runtime_checkable
+class StepCounter(Protocol):
+    """A strategy that counts the user's steps outside all other strategies, beside what it does to the optimizer."""
+
+    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns ``optimizer``, or one around it that stands outside all."""
+
+
 def top_level(group: type[Config]) -> type[Config]:
-    """Registers a group of top-level options that belong to no strategy; usable as a class decorator."""
+    """Registers a group of top-level options; usable as a class decorator.
+
+    ``class Sizes(Config, owner="extra")`` belongs to the strategy ``extra``; without an owner it belongs to none.
+    """
     GROUPS.append(group)
     return group
 

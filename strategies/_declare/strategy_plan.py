@@ -12,7 +12,7 @@ from graphlib import TopologicalSorter
 
 from fleet.errors import ConfigError, StrategyConflictError, UnsupportedOptionError
 from fleet.strategies._declare.fields import Config
-from fleet.strategies._declare.strategy import GROUPS, REGISTRY, Strategy, Values
+from fleet.strategies._declare.strategy import GROUPS, REGISTRY, JobKind, Strategy, Values
 
 _IN_PS_JOB = "this is a parameter-server job, and the option belongs to collective training"
 
@@ -54,7 +54,7 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
     names = [step.name for step in steps]
     found = [note for step in steps for note in step.notes(options, world_size)]
     if not collective:
-        read = {key for step in steps for key in step.reads}  # and the step says what such an option does
+        read = {key for step in steps if issubclass(step, JobKind) for key in step.reads}  # it says what they do here
         unread = [
             key
             for group in GROUPS
@@ -67,15 +67,15 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
         if name in names:
             continue
         unused = [key for key in settings_of(strategy) if options.is_set(key)]
-        elsewhere = foreign(strategy, collective=collective)
+        elsewhere, is_kind = foreign(strategy, collective=collective), issubclass(strategy, JobKind)
         if elsewhere is not None:
-            switched = not strategy.always and options.is_set(name) and (_is_on(strategy, options) or strategy.default)
+            switched = (strategy.default or not is_kind and _is_on(strategy, options)) and options.is_set(name)
             unused = [name, *unused] if switched else unused
             why = elsewhere
-        elif strategy.always:
+        elif is_kind:
             # With one worker there is nothing to exchange, and every script that runs alone would be told so.
-            standing_in = [step for step in steps if name in step.stands_for(options)]
-            honoured = [key for step in standing_in for key in step.reads]
+            standing_in = [step for step in steps if name in step.replaces(options)]
+            honoured = [key for step in standing_in for key in step.replaces(options)[name]]
             unused = [key for key in unused if standing_in and key not in honoured]
             why = f"'{standing_in[0].name}' takes the place of {name}" if standing_in else ""
         else:
@@ -86,19 +86,19 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
 
 def _is_on(strategy: type[Strategy], options: Values) -> bool:
     """Returns whether the user turned ``strategy`` on by what has its name."""
-    return bool(options[strategy.name] if strategy.switch else strategy.chosen(options))
+    return bool(strategy.chosen(options) if strategy.default is None else options[strategy.name])
 
 
 def settings_of(strategy: type[Strategy]) -> list[str]:
     """Returns the top-level options that only ``strategy`` reads, apart from its switch and those without meaning."""
     keys = [f"{strategy.name}_configs"] if strategy.Config is not None else []
-    group = strategy.Settings
-    return keys + [key for key in (group.key_names() if group else ()) if group and not group.rule(key).no_meaning]
+    groups = [group for group in GROUPS if group.owner == strategy.name]
+    return keys + [key for group in groups for key in group.key_names() if not group.rule(key).no_meaning]
 
 
 def foreign(strategy: type[Strategy], *, collective: bool) -> str | None:
     """Returns why ``strategy`` takes no part in this kind of job, or ``None`` when it does."""
-    if collective and not strategy.in_collective_job:
+    if collective and strategy.in_ps_job and issubclass(strategy, JobKind):
         return "this is a collective job, and the option belongs to the parameter server"
     if not collective and not strategy.in_ps_job:
         return _IN_PS_JOB
@@ -106,12 +106,15 @@ def foreign(strategy: type[Strategy], *, collective: bool) -> str | None:
 
 
 def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> list[type[Strategy]]:
-    """Returns the strategies that the options switch on, and those that are always on, by stage and name."""
+    """Returns the strategies that the options switch on, and that of this kind of job, by stage and name.
+
+    A collective job of one worker exchanges with nobody and has none of its kind.
+    """
     able = [s for s in REGISTRY.values() if foreign(s, collective=collective) is None]
-    chosen = [strategy for strategy in able if not strategy.always and strategy.chosen(options)]
-    replaced = {name for strategy in chosen for name in strategy.stands_for(options)}
-    if world_size > 1:
-        chosen += [s for s in able if s.always and s.name not in replaced]
+    chosen = [strategy for strategy in able if not issubclass(strategy, JobKind) and strategy.chosen(options)]
+    replaced = {name for strategy in chosen for name in strategy.replaces(options)}
+    if world_size > 1 or not collective:
+        chosen += [s for s in able if issubclass(s, JobKind) and s.name not in replaced]
     return sorted(chosen, key=lambda s: (s.stage, s.name))
 
 
@@ -124,13 +127,15 @@ def problems(options: Values, world_size: int, *, collective: bool = True) -> li
     found: list[ConfigError] = [*conflicts_among(chosen)]
     rules: list[type[Strategy] | type[Config]] = [*chosen, *(GROUPS if collective else ())]
     for rule in rules:
-        reason = rule.problem(options, world_size)
-        if reason is not None:
-            found.append(ConfigError(reason))
+        try:
+            reason = rule.problem(options, world_size)
+        except UnsupportedOptionError as error:
+            found.append(error)
+        else:
+            found += [] if reason is None else [ConfigError(reason)]
     for strategy in chosen:
-        refusal = strategy.refusal()
-        if refusal is not None:
-            found.append(UnsupportedOptionError(f"'{strategy.name}' cannot be honoured: {refusal}."))
+        if strategy.refused is not None:
+            found.append(UnsupportedOptionError(f"'{strategy.name}' cannot be honoured: {strategy.refused}."))
     return found + refused_settings(options, chosen)
 
 

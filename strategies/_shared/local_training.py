@@ -6,15 +6,15 @@ the same number without the snapshot's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fleet.strategies._declare.optimizer_kinds import check_sgd
-from fleet.strategies._declare.strategy import Values, Workers
+from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
 from fleet.strategies._shared.flat import average, broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
@@ -36,11 +36,23 @@ def start_from_rank_0(model: nn.Module, session: Workers) -> None:
         broadcast_from_rank_0([*model.parameters(), *model.buffers()], session.process_group)
 
 
-class TrainsLocally:
-    """What both strategies do in the same way: a mixin of ``Strategy``, which registers each of its subclasses."""
+class TrainsLocally(Strategy):
+    """What both strategies do in the same way."""
 
-    name: ClassVar[str]
-    session: Workers
+    stage = Stage.STEP
+    steps_together = True
+    after = ("amp",)
+    conflicts = {
+        "gradient_merge": "both decide which of the user's steps count, and no definition says which one counts first",
+        "lars": "workers that train by themselves need torch.optim.SGD, and lars puts its own rule in its place",
+        "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
+    }
+    model_effect = "starts from rank 0's parameters and exchanges no gradients"
+
+    @classmethod
+    def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
+        """Returns data_parallel, whose exchange of gradients does not happen."""
+        return {"data_parallel": ()}
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
@@ -75,6 +87,9 @@ class LocalOptimizer(OptimizerWrapper):
         k_steps: steps between two averages after that.
     """
 
+    trains_locally = True
+    has_own_state = True  # at an average too: momentum stays local
+
     def __init__(self, optimizer: Optimizer, option: str, session: Workers, begin_step: int, k_steps: int) -> None:
         super().__init__(optimizer)
         self._option, self._session, self._begin_step = option, session, begin_step
@@ -94,6 +109,11 @@ class LocalOptimizer(OptimizerWrapper):
         if self._session.process_group is not None:
             average([p for p in self.parameters() if p.requires_grad], self._session.process_group)
         self.averaged_at = self.steps
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether the workers have stepped by themselves since the last average."""
+        return self.steps != self.averaged_at or super().is_out_of_step
 
     def saving_note(self) -> str | None:
         """Returns what a user who saves now should know: between averages each worker has its own parameters."""

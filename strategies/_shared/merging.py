@@ -314,6 +314,11 @@ class MergingOptimizer(OptimizerWrapper):
         """Returns whether the next ``step()`` ends a batch and updates nothing."""
         return not self._window.is_last
 
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether the window is open: its sums are this worker's own."""
+        return bool(self._window.batch) or super().is_out_of_step
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose gradients are merged too."""
         super().add_param_group(param_group)

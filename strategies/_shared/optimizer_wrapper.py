@@ -107,6 +107,22 @@ class OptimizerWrapper(Optimizer):
         """Returns what a user who saves a checkpoint at this moment should know, or ``None``."""
         return self.optimizer.saving_note() if isinstance(self.optimizer, OptimizerWrapper) else None
 
+    @property
+    def trains_locally(self) -> bool:
+        """Whether gradients stay on their worker, so that the workers' parameters differ."""
+        return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.trains_locally
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether the workers have gone apart since their last exchange, so that no agreed stop may happen here."""
+        return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.is_out_of_step
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether a checkpoint of this moment needs the state of every worker, because they differ."""
+        inner = isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.has_own_state
+        return inner or self.is_out_of_step or self.saving_note() is not None
+
     def note_step(self) -> None:
         """Lets a scheduler that was made on the optimizer inside know of a step that did not call it."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -84,11 +84,8 @@ class Sharding(Strategy):
     name = "sharding"
     meaning = "Divide optimizer state, gradients and parameters among workers (ZeRO stages 1, 2 and 3)."
     stage = Stage.SHARD
-    optimizer_stage = Stage.UPDATE
     Config = ShardingConfig
     after = ("pipeline", "data_parallel")
-    replaces = ("data_parallel",)
-    reads = ("gradient_scale_configs", "find_unused_parameters")
     conflicts = {
         "gradient_merge": "sharding adds up batches by itself; set sharding_configs['gradient_merge_acc_step'] instead",
         "localsgd": "localsgd averages whole models, and a sharded worker holds a part of one",
@@ -124,9 +121,10 @@ class Sharding(Strategy):
         return bool(options["sharding"] or options["hybrid_configs"].sharding_degree > 1)
 
     @classmethod
-    def stands_for(cls, options: Values) -> tuple[str, ...]:
+    def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
         """Returns data_parallel in stages 2 and 3; stage 1 needs it to exchange the gradients."""
-        return cls.replaces if stage_of(options) > 1 else ()
+        honoured = ("gradient_scale_configs", "find_unused_parameters")
+        return {"data_parallel": honoured} if stage_of(options) > 1 else {}
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 from fleet.options import DistributedStrategy, schema
 from fleet.strategies import REGISTRY, plan
+from fleet.strategies._declare.strategy_plan import foreign
 
 CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "resnet" / "configs").glob("*.yaml"))
 
@@ -25,6 +26,6 @@ def test_every_strategy_has_a_file() -> None:
     """Issue 3: one file for each strategy that the example's network can use."""
     switched = {name for path in CONFIGS for name in DistributedStrategy.load(str(path)).to_dict()}
     options = schema()
-    collective = {n: s for n, s in REGISTRY.items() if s.refused is None and s.in_collective_job}
+    collective = {n: s for n, s in REGISTRY.items() if s.refused is None and foreign(s, collective=True) is None}
     offered = {n for n in collective if n in options and options[n].kind is bool}
     assert offered - switched <= {"asp", "check_nan_inf", "qat"}

@@ -73,9 +73,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 COMPILED, COMPILED_EVERY = "to_static", 1000  # the compiler takes half a minute
 COMPILED_WITH = [("recompute", "sharding"), ("amp",), ("gradient_merge",), ("sync_batch_norm",), ("recompute",)]
-SWITCHES = sorted(n for n, s in REGISTRY.items() if s.switch and not s.always and s.in_collective_job and n != COMPILED)
+SWITCHES = sorted(n for n, s in REGISTRY.items() if s.default is False and n != COMPILED)
 NAMES = [*SWITCHES, *SETTINGS]
-OFFERED = [name for name in NAMES if name in SETTINGS or REGISTRY[name].refusal() is None]
+OFFERED = [name for name in NAMES if name in SETTINGS or REGISTRY[name].refused is None]
 
 
 @dataclass(frozen=True)

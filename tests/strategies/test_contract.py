@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
 from fleet.strategies import GROUPS, REGISTRY, Stage, Strategy
 from fleet.strategies._declare.fields import Config, value_types
+from fleet.strategies._declare.strategy import JobKind
+from fleet.strategies._declare.strategy_plan import foreign
 
 STRATEGIES = [pytest.param(strategy, id=name) for name, strategy in REGISTRY.items()]
 
@@ -96,7 +99,7 @@ def test_strategy_describes_itself(strategy: type[Strategy]) -> None:
     assert strategy.model_effect or strategy.optimizer_effect
     assert not strategy.model_effect.endswith(".")
     assert not strategy.optimizer_effect.endswith(".")
-    assert strategy.in_collective_job or strategy.in_ps_job
+    assert foreign(strategy, collective=True) is None or foreign(strategy, collective=False) is None
     if strategy.Config is not None:
         assert strategy.Config.option == f"{strategy.name}_configs"
     if strategy.refused is not None:
@@ -106,22 +109,27 @@ def test_strategy_describes_itself(strategy: type[Strategy]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_names_of_others_are_registered(strategy: type[Strategy]) -> None:
     """A name in after, conflicts, replaces or reads exists, and each conflict has a reason."""
-    assert strategy.name not in strategy.after + strategy.replaces + tuple(strategy.conflicts)
+    divided = DistributedStrategy()
+    divided.sharding_configs = {"stage": 2}
+    replaced = strategy.replaces(divided)
+    assert strategy.name not in (*strategy.after, *replaced, *strategy.conflicts)
     for other in strategy.after:
         assert other in REGISTRY
         assert REGISTRY[other].stage == strategy.stage, "after orders inside a stage only"
-    for other in strategy.replaces:
-        assert REGISTRY[other].always
+    for other in replaced:
+        assert issubclass(REGISTRY[other], JobKind)
     for other, reason in strategy.conflicts.items():
         assert other in REGISTRY
-        assert not REGISTRY[other].always
+        assert not issubclass(REGISTRY[other], JobKind)
         assert strategy.name not in REGISTRY[other].conflicts, "each pair is written once"
         assert len(reason) > 15
         assert not reason.endswith(".")
     known = set(DistributedStrategy())
-    assert set(strategy.reads) <= known
-    for option, changes in strategy.also_sets.items():
-        assert DistributedStrategy()[option].updated(changes)
+    assert {option for options in replaced.values() for option in options} <= known
+    if issubclass(strategy, JobKind):
+        assert set(strategy.reads) <= known
+        for option, changes in strategy.also_sets.items():
+            assert DistributedStrategy()[option].updated(changes)
 
 
 def test_after_has_no_cycle() -> None:
@@ -134,10 +142,16 @@ def test_after_has_no_cycle() -> None:
 def test_every_public_module_declares_an_option() -> None:
     """One public file or folder, one option or one group of options."""
     folder = Path(fleet.strategies.__file__).parent
-    public = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py") and not path.stem.startswith("_")}
+    public = {name for _, name, _ in pkgutil.iter_modules([str(folder)]) if not name.startswith("_")}
     declared = {strategy.__module__ for strategy in REGISTRY.values()} | {group.__module__ for group in GROUPS}
-    parts = [name.split(".") for name in declared]
-    assert public == {name[2] for name in parts if name[:2] == ["fleet", "strategies"]}
+    assert public == {name.split(".")[2] for name in declared if "fleet." in name}
+
+
+def test_what_one_file_alone_uses_is_no_member_of_strategy() -> None:
+    """Attributes, methods and properties of the class body, those of its bases included."""
+    bases = [base for base in Strategy.__mro__ if base is not object]
+    members = {name for base in bases for name in (*vars(base), *base.__annotations__) if not name.startswith("__")}
+    assert len(members) <= 28, sorted(members)
 
 
 def test_an_option_cannot_be_defined_twice() -> None:
@@ -151,6 +165,6 @@ def test_an_option_cannot_be_defined_twice() -> None:
 def test_no_option_is_declared_by_two_groups() -> None:
     """A top-level name has one owner."""
     names = [key for group in GROUPS for key in group.key_names()]
-    names += [name for name, strategy in REGISTRY.items() if strategy.switch and not strategy.always]
+    names += [name for name, strategy in REGISTRY.items() if strategy.default is not None]
     names += [f"{name}_configs" for name, strategy in REGISTRY.items() if strategy.Config is not None]
     assert sorted(names) == sorted(set(names))

@@ -84,7 +84,7 @@ ALLOWED = [
     ("sharding", "asp"),
     ("sharding", "pipeline"),
 ]
-SWITCHES = sorted(name for name, s in REGISTRY.items() if s.switch and not s.always and s.in_collective_job)
+SWITCHES = sorted(name for name, s in REGISTRY.items() if s.default is False)
 PAIRS = list(itertools.combinations(SWITCHES, 2))
 
 
@@ -118,7 +118,7 @@ def test_pair(first: str, second: str) -> None:
             plan(strategy, 2)
         return
     assert conflicts == []
-    refused = [name for name in (first, second) if REGISTRY[name].refusal() is not None]
+    refused = [name for name in (first, second) if REGISTRY[name].refused is not None]
     assert [str(error) for error in found if not isinstance(error, UnsupportedOptionError)] == []
     assert len(found) == len(refused)
     if refused:

@@ -18,11 +18,13 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies import REGISTRY
+from fleet.strategies._declare.strategy import JobKind
+from fleet.strategies._declare.strategy_plan import foreign
 from tests.helpers.workers import run_workers
 
-EXPLAINED = [name for name, s in REGISTRY.items() if s.refusal() is None and s.guide]
+EXPLAINED = [name for name, s in REGISTRY.items() if s.refused is None and s.guide]
 # The jobs here are collective; those with servers are in test_a_sync.py and tests/fleet/test_server_job*.py.
-IMPLEMENTED = [name for name in EXPLAINED if REGISTRY[name].in_collective_job]
+IMPLEMENTED = [name for name in EXPLAINED if foreign(REGISTRY[name], collective=True) is None]
 # The compiler takes half a minute for each job, and has tests of its own.
 SLOW = {"to_static"}
 # What a worker keeps to itself while it trains alone (A.8), or draws from other rows (batch norm without sync).
@@ -131,7 +133,7 @@ def test_every_strategy_has_a_guide() -> None:
         assert guide is not None, name
         assert guide.when, name
         assert guide.cost, name
-        assert REGISTRY[name].always or not REGISTRY[name].switch or guide.example[name] is True, name
+        assert REGISTRY[name].default is None or guide.example[name] is True, name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -150,7 +152,7 @@ def test_promises(world_size: int) -> None:
 
 def pairs() -> Iterator[tuple[str, str]]:
     """Yields every pair of switches that are implemented and quick."""
-    yield from combinations([n for n in IMPLEMENTED if n not in SLOW and not REGISTRY[n].always], 2)
+    yield from combinations([n for n in IMPLEMENTED if n not in SLOW and not issubclass(REGISTRY[n], JobKind)], 2)
 
 
 def train_pairs(rank: int, world_size: int, chosen: list[tuple[str, str]]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from fleet.options import ALIASES, DistributedStrategy, schema
 from fleet.strategies import REGISTRY, plan
 from fleet.strategies._declare.fields import Config
 from fleet.strategies._declare.strategy import NOT_YET
-from fleet.strategies._declare.strategy_plan import problems
+from fleet.strategies._declare.strategy_plan import foreign, problems
 from tests.strategies.option_oracle import KEYS, NCCL, OWN, SWITCHES, TOP_LEVEL
 
 ALL_KEYS = [(option, *row) for option, rows in KEYS.items() for row in rows]
@@ -84,10 +84,10 @@ def test_switch(name: str, default: bool) -> None:
     assert getattr(strategy, name) is default
     assert assign(strategy, name, True) == []
     assert getattr(strategy, name) is True
-    collective = REGISTRY[name].in_collective_job
+    collective = foreign(REGISTRY[name], collective=True) is None
     mentioned = [str(error) for error in problems(strategy, 2, collective=collective)]
-    if REGISTRY[name].refusal() is not None:
-        assert f"'{name}' cannot be honoured: {REGISTRY[name].refusal()}." in mentioned
+    if REGISTRY[name].refused is not None:
+        assert f"'{name}' cannot be honoured: {REGISTRY[name].refused}." in mentioned
     elif not mentioned:
         assert name in [step.name for step in plan(strategy, 2, collective=collective).steps]
     else:
@@ -131,8 +131,8 @@ def test_key(option: str, key: str, default: object, value: object, outcome: str
         assert key.split(".")[-1] in str(caught[0].message)
         assert len(str(caught[0].message).split(": ", 1)[1]) > 20  # a reason
     switch = option.removesuffix("_configs")
-    collective = switch not in REGISTRY or REGISTRY[switch].in_collective_job
-    if switch in REGISTRY and REGISTRY[switch].switch:
+    collective = switch not in REGISTRY or foreign(REGISTRY[switch], collective=True) is None
+    if switch in REGISTRY and REGISTRY[switch].default is not None:
         assign(strategy, switch, True)  # the keys of a switch that is off decide nothing
         assign(strategy, option, nested(key, value))
     mentioned = [text for text in refusals(strategy, collective) if f"[{key.split('.')[-1]!r}]" in text]

@@ -62,7 +62,7 @@ def test_refused_combination_is_shown() -> None:
     assert "dp_degree=3 is 3, but 2 processes" in refused
     assert "DistributedStrategy.semi_auto = True cannot be honoured: there is no planner" in refused
     for name in ("lars", "lamb", "recompute"):
-        assert (f"'{name}' cannot be honoured: {NOT_YET}" in refused) == (REGISTRY[name].refusal() is not None)
+        assert (f"'{name}' cannot be honoured: {NOT_YET}" in refused) == (REGISTRY[name].refused is not None)
 
 
 def test_what_changes_nothing_is_listed() -> None:

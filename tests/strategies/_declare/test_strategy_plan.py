@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +11,7 @@ from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
 from fleet.strategies import GROUPS, REGISTRY, Stage, Strategy, plan
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Values
+from fleet.strategies._declare.strategy import Values, top_level
 from fleet.strategies._declare.strategy_plan import problems
 
 
@@ -24,8 +24,9 @@ def extra() -> Iterator[type[Strategy]]:
         level: int = setting(1, "a level", at_least=1)
         old: bool = setting(False, "an old key", refused="nothing reads it any more")
 
+    @top_level
     @dataclass(frozen=True, kw_only=True)
-    class ExtraSettings(Config):
+    class ExtraSettings(Config, owner="extra"):
         extra_size: int = setting(1, "a size", at_least=1)
 
     class Extra(Strategy):
@@ -33,10 +34,11 @@ def extra() -> Iterator[type[Strategy]]:
         meaning = "An extra option."
         stage = Stage.STEP
         Config = ExtraConfig
-        Settings = ExtraSettings
-        replaces = ("data_parallel",)
-        reads = ("fuse_grad_size_in_MB",)
         model_effect = "does something extra"
+
+        @classmethod
+        def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
+            return {"data_parallel": ("fuse_grad_size_in_MB",)}
 
         @classmethod
         def problem(cls, options: Values, world_size: int) -> str | None:
