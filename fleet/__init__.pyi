@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,9 +38,10 @@ from fleet import regularizer as regularizer
 from fleet import role_maker as role_maker
 from fleet import strategies as strategies
 from fleet import utils as utils
-from fleet._fleet_model import FleetModel
-from fleet._fleet_optimizer import FleetOptimizer
+from fleet._fleet_model import FleetModel as FleetModel
+from fleet._fleet_optimizer import FleetOptimizer as FleetOptimizer
 from fleet._session import Session
+from fleet._util import HostArray
 from fleet._util import UtilBase as UtilBase
 from fleet.clip import ClipGradByGlobalNorm as ClipGradByGlobalNorm
 from fleet.clip import ClipGradByNorm as ClipGradByNorm
@@ -91,6 +91,8 @@ __all__ = [
     "DistributedStrategy",
     "ExecutionStrategy",
     "Fleet",
+    "FleetModel",
+    "FleetOptimizer",
     "HybridCommunicateGroup",
     "InMemoryDataset",
     "MultiSlotDataGenerator",
@@ -196,7 +198,7 @@ __all__ = [
 ]
 __version__: str
 
-def all_reduce(input: Any, mode: str = "sum") -> np.ndarray | np.generic:
+def all_reduce(input: Any, mode: str = "sum") -> HostArray:
     """Returns the sum, minimum or maximum of ``input`` (number or array) over all workers."""
 
 def amp_init(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from fleet._log import LOGGER, set_log_level
 from fleet._running import Running
 from fleet._session import Session
 from fleet._start import start_session
-from fleet._util import UtilBase
+from fleet._util import HostArray, UtilBase
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.options import DistributedStrategy, mark_copied
 from fleet.paddle import group_sharded
@@ -211,7 +210,7 @@ class Fleet:
         """Returns when every worker has called it."""
         self.util.barrier("worker")
 
-    def all_reduce(self, input: Any, mode: str = "sum") -> np.ndarray | np.generic:
+    def all_reduce(self, input: Any, mode: str = "sum") -> HostArray:
         """Returns the sum, minimum or maximum of ``input`` (number or array) over all workers."""
         return self.util.all_reduce(input, mode)
 
