@@ -450,7 +450,7 @@ ENGLISH: Mapping[str, Any] = {
 }
 
 
-def words_of(language: str, folder: Path = Path(__file__).parents[2] / "docs") -> Mapping[str, Any]:
+def words_of(language: str, folder: Path = Path(__file__).resolve().parents[2] / "docs") -> Mapping[str, Any]:
     """Returns the words of ``language``; ``folder`` holds ``options.LANGUAGE.yaml``, English needs no file."""
     if language == "en":
         return ENGLISH
