@@ -1,7 +1,7 @@
 """Rewrites what is made from the code: ``make docs``.
 
-In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; the stubs of the package are
-whole files. tests/test_readme.py fails when one is out of date.
+In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; docs/api.md and the
+stubs of the package are whole files. tests/test_readme.py fails when one is out of date.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from generate_api import api_markdown
 from generate_stubs import stubs
 
 from fleet.env import VARIABLES
@@ -72,7 +73,10 @@ def current(text: str) -> str:
 
 def files() -> dict[str, str]:
     """Returns every file that is made from the code, whole or in part, by its path: what it should say."""
-    return {name: current((ROOT / name).read_text(encoding="utf-8")) for name in TEXTS} | stubs()
+    return {name: current((ROOT / name).read_text(encoding="utf-8")) for name in TEXTS} | {
+        "docs/api.md": api_markdown(),
+        **stubs(),
+    }
 
 
 def main() -> None:

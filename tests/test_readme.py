@@ -39,6 +39,12 @@ def generator() -> ModuleType:
         sys.path.remove(str(ROOT / "docs"))
 
 
+def api() -> ModuleType:
+    """Returns docs/generate_api.py as a module."""
+    generator()
+    return sys.modules["generate_api"]
+
+
 def found_in(name: str, pattern: str) -> str:
     """Returns the first group (or the whole match) of a pattern that a text must contain."""
     found = re.search(pattern, read(name), re.MULTILINE | re.DOTALL)

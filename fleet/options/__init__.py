@@ -450,7 +450,11 @@ ENGLISH: Mapping[str, Any] = {
 }
 
 
-def words_of(language: str, folder: Path = Path(__file__).resolve().parents[2] / "docs") -> Mapping[str, Any]:
+# Where the words of another language are, in a checkout.
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def words_of(language: str, folder: Path = DOCS) -> Mapping[str, Any]:
     """Returns the words of ``language``; ``folder`` holds ``options.LANGUAGE.yaml``, English needs no file."""
     if language == "en":
         return ENGLISH
