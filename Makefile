@@ -3,6 +3,7 @@
 #   make demo-ps     train the wide & deep example with a parameter server and two workers, and plot its curves
 #   make test        the quick tests            make test-slow   the slow ones
 #   make lint        style and types            make docs        rewrite the generated parts of the documentation
+#   make site        the documentation in site/
 #   make bench       the benchmarks             make dist        source archive and wheel in dist/
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ READY := $(VENV)/ready
 unexport PYTHONPATH PYTHONHOME
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps test test-slow test-long lint docs bench dist clean
+.PHONY: install demo demo-ps test test-slow test-long lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -59,6 +60,10 @@ lint: $(READY)
 docs: $(READY)
 	$(PY) docs/generate.py
 
+site: $(READY)
+	@$(PIP) --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: $(READY)
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script"; done
 
@@ -66,5 +71,5 @@ dist: $(READY)
 	$(PY) -m build
 
 clean:
-	rm -rf build dist output *.egg-info
+	rm -rf build dist output site *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Rewrites the parts of the documentation that are made from the code: ``make docs``.
+"""Rewrites what is made from the code: ``make docs``.
 
-In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. tests/test_readme.py fails
-when one is out of date.
+In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; docs/api.md and the
+stubs of the package are whole files. tests/test_readme.py fails when one is out of date.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+
+from generate_api import api_markdown
+from generate_stubs import stubs
 
 from fleet.env import VARIABLES
 from fleet.options import option_listing_markdown, option_table_markdown
@@ -78,18 +81,24 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def current(text: str) -> str:
-    """Returns ``text`` with every generated part made anew; raises KeyError for a part of an unknown name."""
+    """Returns ``text`` with every generated part made again; raises KeyError for a part of an unknown name."""
     return _PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", text)
 
 
+def files() -> dict[str, str]:
+    """Returns every file that is made from the code, whole or in part, by its path: what it should say."""
+    return {name: current((ROOT / name).read_text(encoding="utf-8")) for name in TEXTS} | {
+        "docs/api.md": api_markdown(),
+        **stubs(),
+    }
+
+
 def main() -> None:
-    """Rewrites the texts that are out of date and prints their names."""
-    for name in TEXTS:
+    """Rewrites the files that are out of date and prints their names."""
+    for name, text in files().items():
         path = ROOT / name
-        before = path.read_text(encoding="utf-8")
-        after = current(before)
-        if after != before:
-            path.write_text(after, encoding="utf-8")
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
             print(f"{name}: rewritten")
 
 

@@ -35,6 +35,8 @@ _HOMES = {
     "DistributedStrategy": "fleet.options",
     "ExecutionStrategy": "fleet.options",
     "Fleet": "fleet.facade",
+    "FleetModel": "fleet.runtime.fleet_model",
+    "FleetOptimizer": "fleet.runtime.fleet_optimizer",
     "HybridCommunicateGroup": "fleet.topology",
     "InMemoryDataset": "fleet.dataset._in_memory",
     "MultiSlotDataGenerator": "fleet.data_generator",

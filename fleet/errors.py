@@ -26,6 +26,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "FleetError",
+    "LaunchError",
+    "NanInfError",
+    "NotInitializedError",
+    "OptionWarning",
+    "PSError",
+    "RendezvousError",
+    "StrategyConflictError",
+    "UnknownOptionError",
+    "UnsupportedOptionError",
+    "WorkerFailedError",
+]
+
 
 class FleetError(Exception):
     """The base of every exception this project raises on purpose."""

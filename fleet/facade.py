@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.running import Running
 from fleet.runtime.session import Session
 from fleet.runtime.start import start_session
-from fleet.runtime.util import UtilBase
+from fleet.runtime.util import HostArray, UtilBase
 from fleet.strategies.amp.amp import Amp
 from fleet.strategies.amp.explicit_scaler import share_scaler
 from fleet.topology import HybridCommunicateGroup, communicate_group
@@ -211,7 +210,7 @@ class Fleet:
         """Returns when every worker has called it."""
         self.util.barrier("worker")
 
-    def all_reduce(self, input: Any, mode: str = "sum") -> np.ndarray | np.generic:
+    def all_reduce(self, input: Any, mode: str = "sum") -> HostArray:
         """Returns the sum, minimum or maximum of ``input`` (number or array) over all workers."""
         return self.util.all_reduce(input, mode)
 

@@ -106,11 +106,11 @@ def test_there_is_something_to_look_at() -> None:
     assert len(python_files("fleet", "strategies", "launch")) > 30
 
 
-@pytest.mark.parametrize("folder", ["strategies", "launch"])
-def test_the_folders_on_top_are_reached_through_links(folder: str) -> None:
-    link = ROOT / "fleet" / folder
+@pytest.mark.parametrize("name", ["fleet/strategies", "fleet/launch", ".editable/fleet"])
+def test_the_folders_on_top_are_reached_through_links(name: str) -> None:
+    link = ROOT / name
     assert link.is_symlink()
-    assert link.readlink() == Path("..", folder)
+    assert link.readlink() == Path("..", link.name)
 
 
 def test_files_are_short() -> None:

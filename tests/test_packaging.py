@@ -24,8 +24,10 @@ pytestmark = pytest.mark.slow
 PACKAGE_FILES = {
     path.as_posix() if path.parts[0] == "fleet" else f"fleet/{path.as_posix()}"
     for path in project_files()
-    if path.parts[0] in ("fleet", "strategies", "launch") and (path.suffix == ".py" or path.name == "py.typed")
+    if path.parts[0] in ("fleet", "strategies", "launch") and path.suffix in (".py", ".pyi", ".typed")
 }
+
+EXTRAS = {"dev", "docs", "elastic", "examples", "k8s", "metrics", "qat"}
 
 # The user's own modules, named like our top folders.
 TRAIN = """
@@ -138,7 +140,7 @@ def test_the_wheel_says_what_it_needs(archives: Path) -> None:
     assert metadata["Version"] == fleet.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "elastic", "examples", "k8s", "metrics", "qat"}
+    assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
     core = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {line.partition(">")[0] for line in core} >= {"torch", "numpy", "pyyaml"}
 
@@ -168,7 +170,25 @@ def test_the_editable_install_works_beside_modules_of_the_same_names(
 ) -> None:
     *files, launch, strategies = run(editable, "-c", SHOW, cwd=user_folder).split()
     assert (launch, strategies) == ("launch", "strategies")
-    assert [file for file in files if not Path(file).is_relative_to(checkout / "fleet")] == []
+    assert [file for file in files if not Path(file).is_relative_to(checkout / ".editable" / "fleet")] == []
+
+
+CHECKERS = ("mypy --strict --ignore-missing-imports --python-executable", "pyright --pythonpath")
+
+
+@pytest.mark.parametrize("kind", ["installed", "editable"])
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_type_checkers_find_the_package(
+    kind: str, checker: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    python: Path = request.getfixturevalue(kind)
+    script = tmp_path / "wrong.py"
+    script.write_text("from fleet import fleet\nfleet.init(is_collective=True)\nfleet.init(is_colective=True)\n")
+    command = (sys.executable, "-m", *checker.split(), python, script)
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    (error,) = (line for line in found.splitlines() if "error:" in line or " - error" in line)
+    assert "wrong.py:3:" in error
+    assert "is_colective" in error
 
 
 @pytest.mark.parametrize("kind", ["installed", "editable"])

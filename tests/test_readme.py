@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -32,12 +32,17 @@ def read(name: str | Path) -> str:
 @cache
 def generator() -> ModuleType:
     """Returns docs/generate.py as a module."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module("generate")
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+
+
+def api() -> ModuleType:
+    """Returns docs/generate_api.py as a module."""
+    generator()
+    return sys.modules["generate_api"]
 
 
 def found_in(name: str, pattern: str) -> str:
@@ -75,6 +80,12 @@ def test_generated_parts_are_current(name: str) -> None:
     text = read(name)
     assert "<!-- generated: " in text
     assert text == generator().current(text), "run `make docs`"
+
+
+def test_generated_files_are_current() -> None:
+    made = generator().files()
+    assert {name for name, text in made.items() if not (ROOT / name).exists() or read(name) != text} == set()
+    assert {name for name in made if name.endswith(".pyi")} == {str(p) for p in project_files() if p.suffix == ".pyi"}
 
 
 def test_a_stale_part_is_noticed() -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ def open_digits(image_size: int, seed: int) -> ImageData:
     """Returns the 1,797 handwritten 8x8 digits that come with scikit-learn, scaled to ``image_size``."""
     from sklearn.datasets import load_digits
 
-    raw = load_digits()
+    raw: Any = load_digits()
     images = torch.from_numpy(raw.images).float().unsqueeze(1)
     images = functional.interpolate(images, (image_size, image_size), mode="bilinear", align_corners=False)
     labels: NDArray[np.int64] = raw.target

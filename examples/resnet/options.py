@@ -33,7 +33,7 @@ def shown_default(name: str) -> str:
     return f"(default: {DIGITS_DEFAULTS[name]} for digits, {FOLDER_DEFAULTS[name]} as published for a folder)"
 
 
-def training_options(description: str, optimizers: Sequence[str] = ("sgd", "adam")) -> argparse.ArgumentParser:
+def training_options(description: str | None, optimizers: Sequence[str] = ("sgd", "adam")) -> argparse.ArgumentParser:
     """Returns the parser of the shared options; ``optimizers`` are those that the script can train with."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(

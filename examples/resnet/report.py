@@ -9,15 +9,13 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from evaluation import hits_at
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-Batch = TypeVar("Batch")
 
 
 class Report:
@@ -26,7 +24,7 @@ class Report:
     Args:
         args: the options; ``log_every``, ``max_batches``, ``epochs`` and ``history`` are used.
         active: whether this process prints and writes. The sums are kept either way.
-        resume: append to the history file and do not start it anew.
+        resume: append to the history file instead of starting a new one.
     """
 
     def __init__(self, args: argparse.Namespace, *, active: bool = True, resume: bool = False) -> None:
@@ -49,11 +47,11 @@ class Report:
             )
         return found
 
-    def batches(self, loader: DataLoader[Batch], epoch: int) -> Iterator[tuple[int, Batch]]:
+    def batches(self, loader: DataLoader[Any], epoch: int) -> Iterator[tuple[int, list[Tensor]]]:
         """Starts an epoch and yields (index, batch); a terminal shows a progress bar."""
         self.epoch, self.started_s = epoch, time.monotonic()
         self.sums = np.zeros(4)
-        found: Iterable[Batch] = islice(loader, self.num_batches(loader))
+        found: Iterable[list[Tensor]] = islice(loader, self.num_batches(loader))
         if self._on_terminal():
             from tqdm import tqdm
 

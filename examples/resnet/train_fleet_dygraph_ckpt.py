@@ -11,13 +11,13 @@ import os
 from functools import partial
 
 import torch
-from data import open_data
+from data import Sample, open_data
 from evaluation import find_hits
 from model import ResNet
 from options import make_optimizer, parse, training_options
 from report import Report
 from schedule import warmup_cosine
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
@@ -37,7 +37,7 @@ def main() -> None:
 
     train, test, class_names = open_data(args.data, args.image_size, args.seed)
     loading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
-    sampler = DistributedSampler(train, world_size, rank, seed=args.seed)
+    sampler: DistributedSampler[int] = DistributedSampler(train, world_size, rank, seed=args.seed)
     train_loader = DataLoader(train, **loading, drop_last=True, sampler=sampler)
     test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
 
@@ -55,6 +55,7 @@ def main() -> None:
     for group in optimizer.param_groups:
         group["initial_lr"] = args.lr  # what a scheduler asks for when it does not start at step 0
     scheduler = LambdaLR(optimizer, factor, last_epoch=start_epoch * steps_per_epoch - 1)
+    accuracy = 0.0
     for epoch in range(start_epoch, args.epochs):
         torch.manual_seed(args.seed + epoch)  # the same random shifts, whether the run was interrupted or not
         sampler.set_epoch(epoch)
@@ -69,10 +70,10 @@ def main() -> None:
 
 def train_epoch(
     epoch: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: fleet.FleetModel,
+    optimizer: fleet.FleetOptimizer,
     scheduler: LambdaLR,
-    loader: DataLoader[tuple[Tensor, Tensor]],
+    loader: DataLoader[Sample],
     device: torch.device,
     report: Report,
 ) -> None:

@@ -9,13 +9,13 @@ import os
 from functools import partial
 
 import torch
-from data import open_data
+from data import Sample, open_data
 from evaluation import find_hits
 from model import ResNet
 from options import make_optimizer, parse, training_options
 from report import Report
 from schedule import warmup_cosine
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
@@ -37,7 +37,7 @@ def main() -> None:
 
     train, test, class_names = open_data(args.data, args.image_size, args.seed)
     loading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
-    sampler = DistributedSampler(train, world_size, rank, seed=args.seed)
+    sampler: DistributedSampler[int] = DistributedSampler(train, world_size, rank, seed=args.seed)
     train_loader = DataLoader(train, **loading, drop_last=True, sampler=sampler)
     test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
 
@@ -49,6 +49,7 @@ def main() -> None:
     report = Report(args, active=fleet.is_first_worker())
     num_steps = args.epochs * report.num_batches(train_loader)
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, num_steps=num_steps))
+    accuracy = 0.0
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         train_epoch(epoch, model, optimizer, scheduler, train_loader, device, report)
@@ -61,9 +62,9 @@ def main() -> None:
 def train_epoch(
     epoch: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: fleet.FleetOptimizer,
     scheduler: LambdaLR,
-    loader: DataLoader[tuple[Tensor, Tensor]],
+    loader: DataLoader[Sample],
     device: torch.device,
     report: Report,
 ) -> None:

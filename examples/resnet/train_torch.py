@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from data import open_data
+from data import Sample, open_data
 from evaluation import find_hits
 from model import ResNet
 from options import make_optimizer, parse, training_options
 from report import Report
 from schedule import warmup_cosine
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -35,6 +35,7 @@ def main() -> None:
     report = Report(args)
     num_steps = args.epochs * report.num_batches(train_loader)
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, num_steps=num_steps))
+    accuracy = 0.0
     for epoch in range(args.epochs):
         train_epoch(epoch, model, optimizer, scheduler, train_loader, device, report)
         hits = find_hits(model, test_loader, device)
@@ -48,7 +49,7 @@ def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: LambdaLR,
-    loader: DataLoader[tuple[Tensor, Tensor]],
+    loader: DataLoader[Sample],
     device: torch.device,
     report: Report,
 ) -> None:

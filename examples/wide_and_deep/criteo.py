@@ -1,4 +1,4 @@
-"""Files in Criteo's format: label, 13 whole numbers, 26 categories of 8 hexadecimal digits, separated by tabs.
+"""Files in Criteo's format: label, 13 integers, 26 categories of 8 hexadecimal digits, separated by tabs.
 
 Empty fields are missing values: 0 for a number, no id for a category. The last tenth of the lines is the test, as the
 lines are in the order of time.
@@ -44,7 +44,7 @@ def read_criteo(path: Path) -> tuple[Samples, Samples]:
         raise ValueError(f"--data {str(path)!r} holds {len(labels)} lines; at least 2 are needed.")
     samples = Samples(np.array(ids, np.int64), np.array(dense, np.float32), np.array(labels, np.float32))
     first = len(labels) - max(1, int(len(labels) * TEST_SHARE))
-    return samples[:first], samples[first:]
+    return samples.part(slice(first)), samples.part(slice(first, None))
 
 
 def split_line(line: str) -> tuple[float, list[str], list[str]]:

@@ -22,7 +22,7 @@ PADDING = 0
 ID_MASK = (1 << 62) - 1
 
 Ids = NDArray[np.int64]
-Batch = tuple[Tensor, Tensor, Tensor]
+Batch = tuple[Tensor, ...]  # ids, dense numbers, labels
 
 
 class Samples(NamedTuple):
@@ -38,7 +38,7 @@ class Samples(NamedTuple):
     dense: NDArray[np.float32]
     labels: NDArray[np.float32]
 
-    def __getitem__(self, rows: slice) -> Samples:  # type: ignore[override]
+    def part(self, rows: slice | NDArray[np.bool_]) -> Samples:
         """Returns some of the samples."""
         return Samples(self.ids[rows], self.dense[rows], self.labels[rows])
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from data import PADDING, Ids, Samples, hash_values
@@ -72,7 +72,7 @@ CONDITIONS: dict[str, Callable[[float], str]] = {
     "visib": lambda value: "" if value >= 10 else f"sight {round(value)}",
 }
 
-Array = NDArray[np.generic]
+Table = NDArray[np.void]  # one row per flight
 
 
 class Column(NamedTuple):
@@ -103,7 +103,7 @@ def read_flights(folder: Path | None = None) -> tuple[Samples, Samples]:
     labels = (flights["arr_delay"].astype(np.int32) > LATE_MIN).astype(np.float32)
     samples = Samples(ids, np.column_stack([calendar(flights), conditions.numbers[rows]]), labels)
     test = flights["month"] >= FIRST_TEST_MONTH
-    return Samples(*(a[~test] for a in samples.arrays())), Samples(*(a[test] for a in samples.arrays()))
+    return samples.part(~test), samples.part(test)
 
 
 def find_package() -> Path:
@@ -114,7 +114,7 @@ def find_package() -> Path:
     return Path(found.submodule_search_locations[0]) / "data"
 
 
-def read_table(path: Path) -> Array:
+def read_table(path: Path) -> Table:
     """Returns the columns that are used, as a structured array."""
     with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as file:
         lines = TextIOWrapper(file, encoding="utf-8")
@@ -123,7 +123,7 @@ def read_table(path: Path) -> Array:
         return np.loadtxt(lines, dtype=list(FLIGHT_COLUMNS.items()), delimiter=",", usecols=places)
 
 
-def single_ids(flights: Array) -> list[Ids]:
+def single_ids(flights: Table) -> list[Ids]:
     """Returns one column of ids for each slot that holds one id."""
     names = ("carrier", "tailnum", "flight", "origin", "dest", "month", "hour")
     columns = {name: column(flights[name]) for name in names}
@@ -138,7 +138,7 @@ def single_ids(flights: Array) -> list[Ids]:
     return [columns[slot].ids(slot) for slot, width in SLOTS.items() if width == 1]
 
 
-def column(values: Array) -> Column:
+def column(values: NDArray[Any]) -> Column:
     """Returns a column of an array."""
     texts, rows = np.unique(values, return_inverse=True)
     return Column([str(text) for text in texts], rows)
@@ -152,18 +152,19 @@ def cross(left: Column, right: Column) -> Column:
     return Column([f"{a}|{b}" if a and b else "" for a, b in sides], rows)
 
 
-def weekdays(flights: Array) -> NDArray[np.int64]:
+def weekdays(flights: Table) -> NDArray[np.int64]:
     """Returns 0 for Monday to 6 for Sunday."""
     return (days(flights) + 3) % 7  # 1970-01-01 was a Thursday
 
 
-def days(flights: Array) -> NDArray[np.int64]:
+def days(flights: Table) -> NDArray[np.int64]:
     """Returns the days since 1970-01-01."""
     months = np.datetime64("2013-01", "M") + (flights["month"].astype(np.int64) - 1)
-    return months.astype("M8[D]").astype(np.int64) + flights["day"] - 1
+    found: NDArray[np.int64] = months.astype("M8[D]").astype(np.int64) + flights["day"] - 1
+    return found
 
 
-def calendar(flights: Array) -> NDArray[np.float32]:
+def calendar(flights: Table) -> NDArray[np.float32]:
     """Returns season and time of day as points on circles, and the distance."""
     season = 2 * np.pi * (days(flights) - days(flights).min()) / 365
     time = 2 * np.pi * flights["hour"] / 24

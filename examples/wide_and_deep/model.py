@@ -31,9 +31,9 @@ class HashedEmbedding(nn.Embedding):
         with torch.no_grad():
             self.weight[0] = 0
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the rows of int64 ``ids`` (...), float32 (..., dim); gradients are sparse."""
-        buckets = torch.where(ids == 0, 0, ids % (self.num_embeddings - 1) + 1)
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows of int64 ids (...), float32 (..., dim); gradients are sparse."""
+        buckets = torch.where(input == 0, 0, input % (self.num_embeddings - 1) + 1)
         return super().forward(buckets)
 
 
@@ -100,7 +100,8 @@ class WideDeep(nn.Module):
         """Returns the logits (batch,)."""
         weights, embeddings = self.rows(ids)
         deep = self.deep(torch.cat([embeddings.flatten(1), dense], dim=1))
-        return (self.wide(dense) + deep).squeeze(1) + weights.sum(1)
+        logits: Tensor = (self.wide(dense) + deep).squeeze(1) + weights.sum(1)
+        return logits
 
 
 class DeepFM(nn.Module):
@@ -135,7 +136,8 @@ class DeepFM(nn.Module):
         # Twice the sum over all pairs is the square of the sum, less the sum of the squares.
         pairs = 0.5 * (embeddings.sum(1).square() - embeddings.square().sum(1)).sum(1)
         deep = self.deep(torch.cat([embeddings.flatten(1), dense], dim=1))
-        return (self.linear(dense) + deep).squeeze(1) + weights.sum(1) + pairs
+        logits: Tensor = (self.linear(dense) + deep).squeeze(1) + weights.sum(1) + pairs
+        return logits
 
 
 MODELS = {"wide_deep": WideDeep, "deepfm": DeepFM}

@@ -21,7 +21,7 @@ def positive_int(text: str) -> int:
     return value
 
 
-def training_options(description: str) -> argparse.ArgumentParser:
+def training_options(description: str | None) -> argparse.ArgumentParser:
     """Returns the parser of the shared options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(

@@ -12,6 +12,7 @@ from fleet._log import LOGGER
 from fleet.dataset._batch import Batch
 from fleet.dataset._dump import Dump, host_array
 from fleet.errors import ConfigError
+from fleet.runtime.running import running_session
 
 if TYPE_CHECKING:
     from fleet.runtime.session import Session
@@ -83,7 +84,7 @@ def _run(step: Step, dataset: Iterable[Batch], fetch: Sequence[str], period: int
         raise ConfigError(f"{call}(print_period={period!r}) takes a whole number of at least 1.")
     if isinstance(fetch, str):
         raise ConfigError(f"{call}(fetch_list={fetch!r}) takes a list of names.")
-    session = _session()
+    session = running_session()
     stats: list[str] = list(session.options["trainer_desc_configs"].stat_var_names) if session else []
     sums: dict[str, Any] = {}
     with _dump_of(session) as dump:
@@ -118,14 +119,6 @@ def _agreed(value: Any, session: Session) -> Any:
         shape[1 : 1 + np.ndim(value)] = np.shape(value)
     known = np.asarray(session.util.all_reduce(shape, "max"))
     return value if value is not None else np.zeros(tuple(known[1 : 1 + max(int(known[0]), 0)]))
-
-
-def _session() -> Session | None:
-    """The running session of ``fleet``, or ``None`` before ``fleet.init``."""
-    import fleet
-
-    found: Session | None = fleet.init.__self__._session
-    return found
 
 
 def _dump_of(session: Session | None) -> Dump:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import yaml
 
@@ -25,6 +25,13 @@ from fleet.options.views import ConfigView, view_of
 from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
 from fleet.strategies._declare.fields import Config, Replacement, Rule, converted, plain, type_name, value_types
 from fleet.strategies._declare.strategy import NOT_YET, JobKind, switch_rule
+
+if TYPE_CHECKING:  # a stub: every option with its type, made from the registry
+    from fleet.options.typed import BuildStrategyConfigView, ExecutionStrategyConfigView, TypedOptions
+else:
+    BuildStrategyConfigView = ExecutionStrategyConfigView = TypedOptions = object
+
+__all__ = ["BuildStrategy", "DistributedStrategy", "ExecutionStrategy"]
 
 # Names of older releases -> what replaced them (requirements 003-12 to 003-15).
 RENAMED = {
@@ -101,7 +108,7 @@ class Job(Protocol):
     closed: bool
 
 
-class DistributedStrategy:
+class DistributedStrategy(TypedOptions):
     """Holds every option of a job; assign the ones you want, the rest keep their defaults.
 
     Assigning a ``*_configs`` option merges the given keys over the current values. Reading one returns a live
@@ -129,7 +136,7 @@ class DistributedStrategy:
     def __init__(self) -> None:
         self.__setstate__(({}, {}))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _assign(self, name: str, value: Any) -> None:
         option = _option(name)
         if isinstance(value, ConfigView):
             value = value.config  # warned of already
@@ -180,7 +187,7 @@ class DistributedStrategy:
                 f"effect any more. Set it before that call{other if 'init' in call else ''}."
             )
 
-    def __getattr__(self, name: str) -> Any:
+    def _read(self, name: str) -> Any:
         if name.startswith("__") or "_values" not in self.__dict__:
             raise AttributeError(name)
         option = _option(name)
@@ -191,6 +198,9 @@ class DistributedStrategy:
             kind = SettingsObject.kinds.get(option.name, ConfigView)
             self._views[option.name] = view_of(None, value, self, option.name, kind)
         return self._views[option.name]
+
+    if not TYPE_CHECKING:  # type checkers then refuse every name that is no option
+        __getattr__, __setattr__ = _read, _assign
 
     def __getitem__(self, name: str) -> Any:
         """Returns the stored value of an option: a scalar, a tuple, or a frozen Config."""
@@ -343,7 +353,7 @@ def _settings_object(kind: type[SettingsObject], config: Config) -> SettingsObje
     return made
 
 
-class BuildStrategy(SettingsObject, option="build_strategy"):
+class BuildStrategy(SettingsObject, BuildStrategyConfigView, option="build_strategy"):
     """The graph-pass switches of ``strategy.build_strategy``."""
 
     class ReduceStrategy(IntEnum):
@@ -360,7 +370,7 @@ class BuildStrategy(SettingsObject, option="build_strategy"):
         Customized = 2
 
 
-class ExecutionStrategy(SettingsObject, option="execution_strategy"):
+class ExecutionStrategy(SettingsObject, ExecutionStrategyConfigView, option="execution_strategy"):
     """The executor settings of ``strategy.execution_strategy``."""
 
 
@@ -441,7 +451,11 @@ ENGLISH: Mapping[str, Any] = {
 }
 
 
-def words_of(language: str, folder: Path = Path(__file__).parents[2] / "docs") -> Mapping[str, Any]:
+# Where the words of another language are, in a checkout.
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def words_of(language: str, folder: Path = DOCS) -> Mapping[str, Any]:
     """Returns the words of ``language``; ``folder`` holds ``options.LANGUAGE.yaml``, English needs no file."""
     if language == "en":
         return ENGLISH
@@ -538,9 +552,16 @@ def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, A
 
 def _row(name: str, kind: Any, default: Any, rule: Rule, words: Mapping[str, Any]) -> str:
     shown = "" if isinstance(default, Config) else f"`{plain(default)!r}`"
-    happens = f"{_meaning(name, rule, words)} {_outcome(rule, words)}".strip()
-    cells = [f"`{name}`", type_name(kind), shown, happens]
+    cells = [f"`{name}`", type_name(kind), shown, described(name, rule, words)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def described(name: str, rule: Rule, words: Mapping[str, Any] = ENGLISH) -> str:
+    """Returns what the option does, and whether it is refused or has no meaning."""
+    meaning, outcome = _meaning(name, rule, words), _outcome(rule, words)
+    if outcome and meaning[-1:].isalnum():
+        meaning += "."
+    return f"{meaning} {outcome}".strip()
 
 
 def _outcome(rule: Rule, words: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ date. Thus a view that was kept shows what was assigned later, and a change that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from yaml.representer import Representer, SafeRepresenter
 
@@ -118,16 +118,16 @@ class ConfigView(View, dict[str, Any]):
         """Brings the default of every key back."""
         self.update(type(self.config)().as_dict())
 
-    def __getattr__(self, name: str) -> Any:
+    def _read(self, name: str) -> Any:
         if name.startswith("__") or "config" not in self.__dict__:
             raise AttributeError(name)
         return self[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.write_view(name, value)
-
     def __delattr__(self, name: str) -> None:
         self.pop(name)
+
+    if not TYPE_CHECKING:  # type checkers then refuse every name that is no key
+        __getattr__, __setattr__ = _read, write_view
 
     def __dir__(self) -> Iterable[str]:
         return sorted({*object.__dir__(self), *self})

@@ -30,6 +30,9 @@ from fleet.strategies._shared.parts import (
 )
 from fleet.strategies._shared.passes import passes_of
 
+# Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
+UsersClass: Any = cast("Any", object)
+
 # Kept out of the module's own attributes: they belong to the wrapper.
 _OWN = frozenset(
     {
@@ -83,7 +86,7 @@ class ModelObserver(Protocol):
         """Called with an error of the wrapped module; raises what it means for the job."""
 
 
-class FleetModel(nn.Module):
+class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
 
     ``module`` is the user's module. Assigning an attribute assigns it there. A method that the user's class defines

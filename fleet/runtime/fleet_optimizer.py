@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +16,9 @@ from fleet.strategies._shared.parts import PART, has_parts, local_state, warn_of
 from fleet.strategies._shared.passes import forwards_behind
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.strategies.sharding.owners import PartitionedOptimizer
+
+# Stands in the place of the user's optimizer: `optimizer = fleet.distributed_optimizer(optimizer)` is right for an SGD.
+UsersClass: Any = cast("Any", object)
 
 
 class StepObserver(Protocol):
@@ -37,7 +40,7 @@ class StepObserver(Protocol):
         """Called with an error of the optimizer inside; raises what it means for the job."""
 
 
-class FleetOptimizer(OptimizerWrapper):
+class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     """Steps the optimizer inside, through whatever the strategies put around it.
 
     Everything of ``torch.optim.Optimizer`` works as before, and Fleet's calls as well: ``minimize``, ``clear_grad``,

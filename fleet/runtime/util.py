@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fleet.checks.roll_call import RollCall
     from fleet.role_maker import RoleMakerBase
 
-HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | np.generic"
+HostArray: TypeAlias = Any  # an array for an array, a number for a number
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _KINDS = "biufcSU"

@@ -1,0 +1,588 @@
+# Made by `make docs`; a change belongs into the code that it is made from.
+"""The ``paddle.distributed.fleet`` programming model on PyTorch.
+
+``import fleet`` and ``from fleet import fleet`` give the same object: this package, whose calls are those of one
+:class:`fleet.facade.Fleet`. Names are resolved at first use, so that the launcher, which lives in ``fleet.launch``,
+starts without torch.
+
+Example:
+    >>> from fleet import fleet
+    >>> fleet.init(is_collective=True)
+    >>> optimizer = fleet.distributed_optimizer(optimizer)
+    >>> model = fleet.distributed_model(model)
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fleet as fleet
+from fleet import base as base
+from fleet import clip as clip
+from fleet import data_generator as data_generator
+from fleet import dataset as dataset
+from fleet import elastic as elastic
+from fleet import env as env
+from fleet import errors as errors
+from fleet import launch as launch
+from fleet import metrics as metrics
+from fleet import optimizer as optimizer
+from fleet import options as options
+from fleet import parallel as parallel
+from fleet import ps as ps
+from fleet import regularizer as regularizer
+from fleet import role_maker as role_maker
+from fleet import strategies as strategies
+from fleet import utils as utils
+from fleet.clip import ClipGradByGlobalNorm as ClipGradByGlobalNorm
+from fleet.clip import ClipGradByNorm as ClipGradByNorm
+from fleet.clip import ClipGradByValue as ClipGradByValue
+from fleet.data_generator import MultiSlotDataGenerator as MultiSlotDataGenerator
+from fleet.data_generator import MultiSlotStringDataGenerator as MultiSlotStringDataGenerator
+from fleet.dataset._factory import DatasetFactory as DatasetFactory
+from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
+from fleet.dataset._queue import QueueDataset as QueueDataset
+from fleet.dataset._training import infer_from_dataset as infer_from_dataset
+from fleet.dataset._training import train_from_dataset as train_from_dataset
+from fleet.estimate.memory import estimate_memory as estimate_memory
+from fleet.facade import Fleet as Fleet
+from fleet.facade import Path
+from fleet.options import BuildStrategy as BuildStrategy
+from fleet.options import DistributedStrategy as DistributedStrategy
+from fleet.options import ExecutionStrategy as ExecutionStrategy
+from fleet.paddle.data_parallel_layer import DataParallel as DataParallel
+from fleet.paddle.strategy_factory import StrategyFactory as StrategyFactory
+from fleet.parallel import ParallelEnv as ParallelEnv
+from fleet.parallel import get_rank as get_rank
+from fleet.parallel import get_world_size as get_world_size
+from fleet.parallel import spawn as spawn
+from fleet.ps import CountFilterEntry as CountFilterEntry
+from fleet.ps import ProbabilityEntry as ProbabilityEntry
+from fleet.ps import ShowClickEntry as ShowClickEntry
+from fleet.ps import SparseEmbedding as SparseEmbedding
+from fleet.role_maker import PaddleCloudRoleMaker as PaddleCloudRoleMaker
+from fleet.role_maker import Role as Role
+from fleet.role_maker import RoleMakerBase
+from fleet.role_maker import UserDefinedRoleMaker as UserDefinedRoleMaker
+from fleet.runtime.fleet_model import FleetModel as FleetModel
+from fleet.runtime.fleet_optimizer import FleetOptimizer as FleetOptimizer
+from fleet.runtime.session import Session
+from fleet.runtime.util import HostArray
+from fleet.runtime.util import UtilBase as UtilBase
+from fleet.strategies._shared.segments import recompute as recompute
+from fleet.strategies._shared.segments import recompute_sequential as recompute_sequential
+from fleet.topology import CommunicateTopology as CommunicateTopology
+from fleet.topology import HybridCommunicateGroup as HybridCommunicateGroup
+from fleet.topology import ParallelMode as ParallelMode
+
+__all__ = [
+    "BuildStrategy",
+    "ClipGradByGlobalNorm",
+    "ClipGradByNorm",
+    "ClipGradByValue",
+    "CommunicateTopology",
+    "CountFilterEntry",
+    "DataParallel",
+    "DatasetFactory",
+    "DistributedStrategy",
+    "ExecutionStrategy",
+    "Fleet",
+    "FleetModel",
+    "FleetOptimizer",
+    "HybridCommunicateGroup",
+    "InMemoryDataset",
+    "MultiSlotDataGenerator",
+    "MultiSlotStringDataGenerator",
+    "PaddleCloudRoleMaker",
+    "ParallelEnv",
+    "ParallelMode",
+    "ProbabilityEntry",
+    "QueueDataset",
+    "Role",
+    "ShowClickEntry",
+    "SparseEmbedding",
+    "StrategyFactory",
+    "UserDefinedRoleMaker",
+    "UtilBase",
+    "all_reduce",
+    "amp_init",
+    "barrier_worker",
+    "base",
+    "clear_grad",
+    "clear_gradient",
+    "clear_gradients",
+    "clip",
+    "data_generator",
+    "dataset",
+    "distributed_model",
+    "distributed_optimizer",
+    "distributed_scaler",
+    "elastic",
+    "env",
+    "errors",
+    "estimate_memory",
+    "explain",
+    "fleet",
+    "fp16_guard",
+    "get_hybrid_communicate_group",
+    "get_log_level_code",
+    "get_log_level_name",
+    "get_loss_scaling",
+    "get_lr",
+    "get_rank",
+    "get_world_size",
+    "group_sharded_parallel",
+    "heartbeat",
+    "infer_from_dataset",
+    "init",
+    "init_parallel_env",
+    "init_server",
+    "init_worker",
+    "is_coordinator",
+    "is_first_worker",
+    "is_server",
+    "is_worker",
+    "launch",
+    "load",
+    "load_model",
+    "load_one_table",
+    "local_device_ids",
+    "local_rank",
+    "metrics",
+    "minimize",
+    "node_num",
+    "nranks",
+    "optimizer",
+    "options",
+    "parallel",
+    "preempted",
+    "prepare_context",
+    "print_table_stat",
+    "ps",
+    "rank",
+    "recompute",
+    "recompute_sequential",
+    "regularizer",
+    "role_maker",
+    "run_server",
+    "save",
+    "save_group_sharded_model",
+    "save_inference_model",
+    "save_one_table",
+    "save_persistables",
+    "server_endpoints",
+    "server_index",
+    "server_num",
+    "set_date",
+    "set_log_level",
+    "set_lr",
+    "set_state_dict",
+    "shrink",
+    "spawn",
+    "split_files",
+    "state_dict",
+    "step",
+    "stop_worker",
+    "strategies",
+    "train_from_dataset",
+    "utils",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+    "world_device_ids",
+    "world_size",
+]
+__version__: str
+
+def all_reduce(input: Any, mode: str = "sum") -> HostArray:
+    """Returns the sum, minimum or maximum of ``input`` (number or array) over all workers."""
+
+def amp_init(
+    place: object = None, scope: object = None, test_program: object = None, use_fp16_test: bool = False
+) -> None:
+    """Checks that mixed precision is ready in the last distributed optimizer; see ``FleetOptimizer.amp_init``."""
+
+def barrier_worker() -> None:
+    """Returns when every worker has called it."""
+
+def clear_grad() -> None:
+    """Clears the gradients of the last distributed optimizer."""
+
+def clear_gradient() -> None:
+    """Clears the gradients of the last distributed optimizer."""
+
+def clear_gradients() -> None:
+    """Clears the gradients of the last distributed optimizer."""
+
+def distributed_model(model: nn.Module) -> FleetModel:
+    """Returns ``model`` ready for distributed training; parameters then equal worker 0's everywhere.
+
+    Calls run the wrapped module, everything else (attributes, methods, ``state_dict`` names) is the user's. In
+    a single process the result behaves as the plain module.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``.
+        ConfigError: an option that is on cannot work with this model.
+    """
+
+def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> FleetOptimizer:
+    """Returns ``optimizer`` with the options applied; it stays a ``torch.optim.Optimizer``.
+
+    A ``strategy`` given here replaces the one given to ``fleet.init``, with a warning when both were given.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``.
+        ConfigError: an option that is on cannot work with this optimizer.
+    """
+
+def distributed_scaler(scaler: Any) -> Any:
+    """Returns ``scaler``, a ``torch.amp.GradScaler``, which then skips the same steps on all workers.
+
+    With ``strategy.amp`` on, amp leaves the scaling of the loss to it.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``.
+        ConfigError: ``scaler`` is no GradScaler, or gradient_merge is on without amp.
+
+    Example:
+        >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())
+        >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+    """
+
+def explain(strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
+    """Prints what ``strategy`` (or the one in force) does, in which order, what it warns of and refuses."""
+
+def fp16_guard() -> AbstractContextManager[Any]:
+    """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bit only inside.
+
+    It changes nothing before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
+    together with ``use_fp16_guard``.
+
+    Example:
+        >>> def forward(self, x):
+        ...     with fleet.fp16_guard():
+        ...         x = self.body(x)
+        ...     return self.head(x)
+    """
+
+def get_hybrid_communicate_group() -> HybridCommunicateGroup:
+    """Returns this worker's place along every axis of the mesh, and the process groups."""
+
+def get_log_level_code() -> int:
+    """Returns the level of the project's log as a number."""
+
+def get_log_level_name() -> str:
+    """Returns the level of the project's log by name."""
+
+def get_loss_scaling() -> float:
+    """Returns the loss scale of the last distributed optimizer."""
+
+def get_lr() -> float:
+    """Returns the learning rate of the last distributed optimizer."""
+
+def group_sharded_parallel(
+    model: nn.Module,
+    optimizer: Optimizer,
+    level: str,
+    scaler: Any = None,
+    group: dist.ProcessGroup | None = None,
+    offload: bool = False,
+    sync_buffers: bool = False,
+    buffer_max_size: int = 2**23,
+    segment_size: int = 2**20,
+    sync_comm: bool = False,
+    dp_group: dist.ProcessGroup | None = None,
+    exclude_layer: list[Any] | None = None,
+) -> tuple[FleetModel, FleetOptimizer, Any]:
+    """Returns model, optimizer and scaler with the state divided among workers, without a strategy.
+
+    Args:
+        model: the user's module; load a checkpoint before this call.
+        optimizer: the user's optimizer.
+        level: ``"os"`` divides the optimizer state, ``"os_g"`` the gradients too, ``"p_g_os"`` the parameters too.
+        scaler: a ``torch.amp.GradScaler`` or ``None``.
+        group: the workers that share one copy; ``None`` is all.
+        offload: keep the optimizer state in host memory (with "os_g" and "p_g_os" gradients and parts too).
+        sync_buffers: accepted; buffers are worker 0's before each training forward in any case.
+        buffer_max_size: bytes that are gathered or sent at once.
+        segment_size: accepted; it changes nothing.
+        sync_comm: accepted; it changes nothing.
+        dp_group: workers that hold copies of what ``group`` shares.
+        exclude_layer: must be empty.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``.
+        ConfigError: an argument is wrong, or options are on that need ``distributed_model``.
+
+    Example:
+        >>> model, optimizer, scaler = fleet.group_sharded_parallel(model, optimizer, "p_g_os")
+    """
+
+def heartbeat(pause: bool = False) -> None:
+    """Tells the launcher that this worker is alive; each step of a distributed optimizer does it as well.
+
+    Under ``--heartbeat_timeout`` a worker that is silent for so long is killed. Call it in what takes long between
+    two steps: in an evaluation for each batch, or once with ``pause=True`` before it, which allows silence until
+    the next step or call. It takes less than a microsecond, and does nothing where nobody listens.
+
+    Example:
+        >>> fleet.heartbeat(pause=True)
+    """
+
+def init(
+    role_maker: RoleMakerBase | None = None,
+    is_collective: bool = False,
+    strategy: DistributedStrategy | None = None,
+    log_level: int | str = "INFO",
+) -> Fleet:
+    """Joins the job: reads the role, orders the options or refuses them, and meets the other workers.
+
+    Works under this project's launcher, torchrun, srun, mpirun and Kubeflow, and in a single process. The
+    strategy is copied; later changes of the object have no effect.
+
+    Raises:
+        ConfigError: an argument, an option or the environment is wrong. Nothing was started.
+        RendezvousError: not every worker came in time; the message lists the absent ranks.
+
+    Example:
+        >>> fleet.init(is_collective=True)
+    """
+
+def init_parallel_env() -> dist.ProcessGroup | None:
+    """Meets the other workers and returns their process group; the basic form, without options.
+
+    A single process gets a warning and ``None``. A second call returns the existing group.
+    """
+
+def init_server(dirname: Path | None = None, var_names: Sequence[str] | None = None) -> None:
+    """Prepares this parameter server, with the rows and parameters of an earlier save where ``dirname`` is given.
+
+    Args:
+        dirname: a folder that ``save_persistables`` wrote, by any number of servers.
+        var_names: loads only these sparse tables; their names are those of the model's embeddings.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``, or ``dirname`` is given and the model is not known yet.
+        ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
+    """
+
+def init_worker(scopes: object = None) -> None:
+    """Connects this worker to the servers; training starts from worker 0's parameters, or the servers' own.
+
+    It waits for servers that are not there yet and says which, for at most FLAGS_stop_check_timeout seconds. A
+    single process without servers in its environment gets one inside itself.
+
+    Args:
+        scopes: accepted for Fleet's signature; torch has no scopes.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``, ``distributed_optimizer`` or ``distributed_model``.
+        ConfigError: the model cannot be served.
+        PSError: servers did not come in time; the message names them.
+    """
+
+def is_coordinator() -> bool:
+    """Returns False: this project has no coordinator role."""
+
+def is_first_worker() -> bool:
+    """Returns whether this process is worker 0."""
+
+def is_server() -> bool:
+    """Returns whether this process is a parameter server."""
+
+def is_worker() -> bool:
+    """Returns whether this process trains."""
+
+def load(path: str, **kwargs: Any) -> Any:
+    """Returns what :meth:`save` wrote; never runs code from the file."""
+
+def load_model(path: Path, mode: int = 0) -> None:
+    """Makes the servers read all tables from a save; every worker calls it and goes on with what was read.
+
+    Args:
+        path: a folder that ``save_persistables`` wrote.
+        mode: accepted; a save says itself what it holds.
+    """
+
+def load_one_table(table_id: int, path: Path, mode: int = 0) -> None:
+    """Makes the servers read one table, by its number, as :meth:`load_model` does."""
+
+def local_device_ids() -> list[int]:
+    """Returns the device ids of this worker."""
+
+def local_rank() -> int:
+    """Returns the rank of this worker on its node; 0 in a single process."""
+
+def minimize(
+    loss: Tensor, startup_program: object = None, parameter_list: Any = None, no_grad_set: Any = None
+) -> tuple[list[None], list[tuple[nn.Parameter, Tensor]]]:
+    """Updates the parameters of the last distributed optimizer; see ``FleetOptimizer.minimize``."""
+
+def node_num() -> int:
+    """Returns the number of hosts the workers run on."""
+
+def nranks() -> int:
+    """Returns the number of workers; ``nranks`` and ``world_size`` are the same."""
+
+def preempted() -> bool:
+    """Returns whether the job was asked to stop and all workers have agreed that this is the last step.
+
+    The answer is the same on every worker after the same step, so that all may save now. It stays False without
+    ``--preempt_grace``. With a ``fleet.elastic.Checkpoint`` it need not be asked: where the loop begins its next
+    batch, the checkpoint is written and the process exits with ``fleet.elastic.PREEMPTED``.
+
+    Example:
+        >>> fleet.preempted()
+        False
+    """
+
+def prepare_context(strategy: object = None) -> dist.ProcessGroup | None:
+    """Does what :meth:`init_parallel_env` does; the name of older releases."""
+
+def print_table_stat(table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
+    """Prints how many rows and bytes a table has on all servers together.
+
+    Args:
+        table_id: number of the table.
+        pass_id: a number that stands in the line.
+        threshold: refused above 0: servers do not count rows by their score.
+    """
+
+def rank() -> int:
+    """Returns the rank of this worker in the job; ``rank`` is the same."""
+
+def run_server() -> None:
+    """Serves, and returns when every worker has called ``stop_worker`` (or has been silent too long)."""
+
+def save(obj: Any, path: str) -> None:
+    """Writes ``obj`` to exactly ``path``, whole or not at all; see ``fleet.load``."""
+
+def save_group_sharded_model(model: FleetModel, output: str, optimizer: FleetOptimizer | None = None) -> None:
+    """Writes the whole states to ``output``/model.pdmodel and model.pdopt; every worker must call it.
+
+    Worker 0 writes, and all return when the files are there.
+
+    Raises:
+        ConfigError: model or optimizer are not those that were returned by Fleet.
+        CheckpointError: ``output`` is a file, or cannot be written.
+    """
+
+def save_inference_model(
+    executor: object = None,
+    dirname: Path | None = None,
+    feeded_var_names: object = None,
+    target_vars: object = None,
+    main_program: object = None,
+    export_for_deployment: bool = True,
+    mode: int = 0,
+) -> None:
+    """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
+
+    Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
+    ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding of unbounded ids.
+
+    Args:
+        executor: accepted for Fleet's signature; the folder may stand in its place.
+        dirname: a folder that all servers reach.
+        feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
+            model is the module that was given to ``distributed_model``.
+        mode: as in :meth:`save_persistables`.
+    """
+
+def save_one_table(table_id: int, path: Path, mode: int = 0) -> None:
+    """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
+
+def save_persistables(
+    executor: object = None,
+    dirname: Path | None = None,
+    main_program: object = None,
+    mode: int = 0,
+    *,
+    text: bool = False,
+) -> None:
+    """Makes the servers write all tables to ``dirname``; every worker calls it and returns when it is written.
+
+    Args:
+        executor: accepted for Fleet's signature; the folder may stand in its place.
+        dirname: a folder that all servers reach.
+        main_program: accepted for Fleet's signature.
+        mode: 0 every row; 1 the rows that changed enough since the last save; 2 the rows with a score high
+            enough; 3 every row, and a day passes. 1 and 2 need an accessor on each table.
+        text: writes rows as lines of text, which other programs read and ``load_model`` too; with mode 0.
+    """
+
+def server_endpoints(to_string: bool = False) -> list[str] | str:
+    """Returns the address of every parameter server, as a list or joined by commas."""
+
+def server_index() -> int:
+    """Returns the index of this parameter server; raises ConfigError on a worker."""
+
+def server_num() -> int:
+    """Returns the number of parameter servers."""
+
+session: Session
+"""What ``fleet.init`` set up."""
+
+def set_date(table_id: int, day_id: str | int) -> None:
+    """Lets a day pass for the rows of a table, for tables that forget rows unseen for long; worker 0 triggers it.
+
+    Args:
+        table_id: number of the table.
+        day_id: the new day. One that the servers have been told last changes nothing, so that a worker 0 which is
+            started again may repeat its call.
+    """
+
+def set_log_level(level: int | str) -> None:
+    """Sets the level of the project's log."""
+
+def set_lr(value: float) -> None:
+    """Sets the learning rate of the last distributed optimizer."""
+
+def set_state_dict(state_dict: dict[str, Any]) -> None:
+    """Loads a state into the last distributed optimizer."""
+
+def shrink(threshold: float | None = None) -> int:
+    """Deletes rows that are not worth keeping; every worker calls it. Worker 0 gets the number of rows deleted.
+
+    Args:
+        threshold: the least score of a row that stays (of tables without accessor: the least number of pushes);
+            ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor, and
+            leaves tables without one alone. The rows of ``nn.Embedding`` stay unless their table has an accessor.
+
+    Raises:
+        ConfigError: no table has rows to delete in this way; said on every worker, and nothing is deleted.
+    """
+
+def split_files(files: list[str]) -> list[str]:
+    """Returns this worker's part of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
+
+def state_dict() -> dict[str, Any]:
+    """Returns the state of the last distributed optimizer."""
+
+def step() -> None:
+    """Steps the last distributed optimizer."""
+
+def stop_worker() -> None:
+    """Sends what is still waiting and leaves the job; the servers end when all workers have left."""
+
+util: UtilBase
+"""Collective operations on host arrays, file shards, printing on one rank; a script may assign its own."""
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """Returns the address of every worker, as a list or joined by commas."""
+
+def worker_index() -> int:
+    """Returns the rank of this worker in the job; ``rank`` is the same."""
+
+def worker_num() -> int:
+    """Returns the number of workers; ``nranks`` and ``world_size`` are the same."""
+
+def world_device_ids() -> list[int]:
+    """Returns the device ids of every worker, in rank order."""
+
+def world_size() -> int:
+    """Returns the number of workers; ``nranks`` and ``world_size`` are the same."""

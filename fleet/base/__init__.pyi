@@ -1,0 +1,6 @@
+# Made by `make docs`; a change belongs into the code that it is made from.
+"""The path under which older scripts find the role makers: ``fleet.base.role_maker``."""
+
+from fleet.base import role_maker as role_maker
+
+__all__ = ["role_maker"]

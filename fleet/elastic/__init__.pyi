@@ -1,0 +1,19 @@
+# Made by `make docs`; a change belongs into the code that it is made from.
+"""Training that goes on: checkpoints that are whole, data that is not seen twice, changes of the number of workers.
+
+Names are resolved at first use, so that ``python -m fleet.elastic`` starts without torch.
+
+Example:
+    >>> sampler = fleet.elastic.ElasticSampler(range(12), seed=1)
+    >>> checkpoint = fleet.elastic.Checkpoint("checkpoints", model, optimizer, data=sampler)
+    >>> checkpoint.resume()
+    False
+"""
+
+from fleet.elastic._checkpoint import Checkpoint as Checkpoint
+from fleet.elastic._resize import keep_global_batch as keep_global_batch
+from fleet.elastic._resize import scale_lr as scale_lr
+from fleet.elastic._sampler import ElasticSampler as ElasticSampler
+from fleet.launch.processes.worker_file import PREEMPTED as PREEMPTED
+
+__all__ = ["Checkpoint", "ElasticSampler", "PREEMPTED", "keep_global_batch", "scale_lr"]

@@ -1,0 +1,79 @@
+# Made by `make docs`; a change belongs into the code that it is made from.
+"""The CPU parameter server: tables for ids without bound, their files, and the wire to them.
+
+Names are resolved at first use: importing this package loads neither numpy nor numba.
+"""
+
+from fleet.ps.client.client import Client as Client
+from fleet.ps.client.link import ClientConfig as ClientConfig
+from fleet.ps.client.shards import Gradient as Gradient
+from fleet.ps.files.table_files import load_dense as load_dense
+from fleet.ps.files.table_files import load_table as load_table
+from fleet.ps.files.table_files import save_dense as save_dense
+from fleet.ps.files.table_files import save_table as save_table
+from fleet.ps.files.text_format import export_text as export_text
+from fleet.ps.files.text_format import import_text as import_text
+from fleet.ps.server.server import Server as Server
+from fleet.ps.server.server import run_server as run_server
+from fleet.ps.server.server_config import ServerConfig as ServerConfig
+from fleet.ps.table.accessor import Accessor as Accessor
+from fleet.ps.table.accessor import documented_accessor as documented_accessor
+from fleet.ps.table.dense_table import DenseTable as DenseTable
+from fleet.ps.table.dense_table import DenseTableConfig as DenseTableConfig
+from fleet.ps.table.entry import CountFilterEntry as CountFilterEntry
+from fleet.ps.table.entry import ProbabilityEntry as ProbabilityEntry
+from fleet.ps.table.entry import ShowClickEntry as ShowClickEntry
+from fleet.ps.table.ids import UniqueKeys as UniqueKeys
+from fleet.ps.table.ids import sum_rows as sum_rows
+from fleet.ps.table.initializers import Initializer as Initializer
+from fleet.ps.table.layout import SparseTableConfig as SparseTableConfig
+from fleet.ps.table.partition import plan_dense_blocks as plan_dense_blocks
+from fleet.ps.table.partition import servers_of_keys as servers_of_keys
+from fleet.ps.table.rows import RowBlock as RowBlock
+from fleet.ps.table.rules import Rule as Rule
+from fleet.ps.table.rules import rule_from_paddle as rule_from_paddle
+from fleet.ps.table.sparse_table import SparseTable as SparseTable
+from fleet.ps.wire.transport import SocketTransport as SocketTransport
+from fleet.ps.worker.embedding import SparseEmbedding as SparseEmbedding
+from fleet.ps.worker.geo import GeoCommunicator as GeoCommunicator
+from fleet.ps.worker.sender import AsyncSender as AsyncSender
+from fleet.ps.worker.sender import HalfAsyncSender as HalfAsyncSender
+from fleet.ps.worker.sender import SenderConfig as SenderConfig
+
+__all__ = [
+    "Accessor",
+    "AsyncSender",
+    "Client",
+    "ClientConfig",
+    "CountFilterEntry",
+    "DenseTable",
+    "DenseTableConfig",
+    "GeoCommunicator",
+    "Gradient",
+    "HalfAsyncSender",
+    "Initializer",
+    "ProbabilityEntry",
+    "RowBlock",
+    "Rule",
+    "SenderConfig",
+    "Server",
+    "ServerConfig",
+    "ShowClickEntry",
+    "SocketTransport",
+    "SparseEmbedding",
+    "SparseTable",
+    "SparseTableConfig",
+    "UniqueKeys",
+    "documented_accessor",
+    "export_text",
+    "import_text",
+    "load_dense",
+    "load_table",
+    "plan_dense_blocks",
+    "rule_from_paddle",
+    "run_server",
+    "save_dense",
+    "save_table",
+    "servers_of_keys",
+    "sum_rows",
+]

@@ -1,0 +1,152 @@
+"""What type checkers say of scripts: nothing of those that are right, one error for each mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sources import ROOT
+from tests.test_readme import fenced
+
+MISTAKES = """\
+import torch
+import fleet as whole
+from fleet import fleet
+
+strategy = fleet.DistributedStrategy()
+strategy.ampp = True  # mistake
+strategy.amp = "yes"  # mistake
+strategy.fuse_grad_size_in_MB = "16"  # mistake
+strategy.amp_configs = {"init_loss_scalin": 1024.0}  # mistake
+strategy.sharding_configs["stages"] = 2  # mistake
+fleet.init(is_colective=True)  # mistake
+whole.innit()  # mistake
+fleet.distributed_model(3)  # mistake
+fleet.distributed_optimizer(torch.nn.Linear(1, 1))  # mistake
+fleet.elastic.Checkpiont  # mistake
+"""
+RIGHT = """\
+import torch
+
+import fleet
+import fleet.base.role_maker as role_maker
+from fleet import DistributedStrategy, get_rank
+from fleet import fleet as same
+from fleet.elastic import Checkpoint
+
+strategy: DistributedStrategy = same.DistributedStrategy()
+strategy.amp = True
+strategy.amp_configs = {"init_loss_scaling": 1024, "custom_white_list": ["linear"]}
+strategy.amp_configs["incr_ratio"] = 4.0
+strategy.amp_configs.incr_ratio = strategy.amp_configs["incr_ratio"]
+strategy.recompute_configs["checkpoints"].append("layer1")
+strategy.hybrid_configs = {"dp_degree": 2, "pp_configs": {"sync_mode": "average"}}
+strategy.hybrid_configs.sharding_configs.accumulate_steps = 2
+strategy.localsgd_configs = strategy.localsgd_configs
+build = fleet.BuildStrategy()
+build.reduce_strategy = fleet.BuildStrategy.ReduceStrategy.Reduce
+strategy.build_strategy = build
+strategy.execution_strategy = {"num_threads": 2}
+fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True), strategy=strategy)
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = fleet.distributed_optimizer(optimizer)
+model = fleet.distributed_model(model)
+checkpoint = Checkpoint("checkpoints", model, optimizer)
+optimizer.minimize(model(torch.ones(1, 1)).sum())
+optimizer.clear_grad()
+total: float = fleet.util.all_reduce(1.0)
+place: int = get_rank() + same.worker_index()
+"""
+# A class of the user's, and what the guides' snippets leave out.
+BEFORE = """\
+import torch
+from torch import nn
+from fleet import fleet
+
+class WideDeep(nn.Module):
+    pass
+
+model: nn.Module = WideDeep()
+optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+EXAMPLES = [sorted(folder.glob("*.py")) for folder in sorted((ROOT / "examples").iterdir()) if folder.is_dir()]
+
+
+def run(*command: str | Path) -> str:
+    """Returns what a checker prints; it exits with 1 where it finds errors, and with another number where it fails."""
+    words = [sys.executable, "-m", *map(str, command)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
+def mypy_errors(*files: Path, settings: str = "") -> list[tuple[str, int]]:
+    """Returns file and line of each error that ``mypy --strict`` finds; none of the settings are the project's."""
+    rest = ("--untyped-calls-exclude=torch", *files)  # torch's backward() has no types
+    found = run(
+        "mypy", "--strict", f"--config-file={settings}", "--ignore-missing-imports", "--follow-imports=silent", *rest
+    )
+    assert re.search(r"Success: |Found \d+ error", found)
+    return [(Path(name).name, int(line)) for name, line in re.findall(r"^(.+?):(\d+): error: ", found, re.MULTILINE)]
+
+
+def pyright_errors(*files: Path) -> list[tuple[str, int]]:
+    """Returns file and line of each error that pyright finds in basic mode."""
+    found = json.loads(run("pyright", "--outputjson", "--level", "error", "--pythonpath", sys.executable, *files))
+    assert found["summary"]["filesAnalyzed"] == len(files)
+    errors = [(Path(error["file"]).name, error["range"]["start"]["line"] + 1) for error in found["generalDiagnostics"]]
+    return sorted(set(errors))
+
+
+Check = Callable[..., list[tuple[str, int]]]
+CHECKERS = [pytest.param(mypy_errors, id="mypy"), pytest.param(pyright_errors, id="pyright")]
+
+
+def written(path: Path, text: str) -> Path:
+    """Returns the file, which then holds ``text``."""
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_mistakes_that_need_no_torch_are_errors(tmp_path: Path) -> None:
+    """Reading torch takes mypy most of a minute, so this one goes without."""
+    settings = "[mypy]\n[mypy-torch.*,numpy.*,numba.*]\nfollow_imports = skip\n"
+    lines = [line for line in MISTAKES.splitlines() if "torch" not in line and "distributed_model" not in line]
+    file = written(tmp_path / "wrong.py", "\n".join(lines) + "\n")
+    wrong = [number for number, line in enumerate(lines, 1) if line.endswith("# mistake")]
+    assert mypy_errors(file, settings=str(written(tmp_path / "mypy.ini", settings))) == [("wrong.py", n) for n in wrong]
+    assert len(wrong) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("errors_of", CHECKERS)
+def test_each_mistake_is_an_error(errors_of: Check, tmp_path: Path) -> None:
+    wrong = [number for number, line in enumerate(MISTAKES.splitlines(), 1) if line.endswith("# mistake")]
+    files = written(tmp_path / "wrong.py", MISTAKES), written(tmp_path / "right.py", RIGHT)
+    assert errors_of(*files) == [("wrong.py", line) for line in wrong]
+    assert len(wrong) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("errors_of", CHECKERS)
+@pytest.mark.parametrize("files", EXAMPLES, ids=lambda files: files[0].parent.name)
+def test_the_examples_have_no_error(errors_of: Check, files: list[Path]) -> None:
+    assert len(files) > 8
+    assert errors_of(*files) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("errors_of", CHECKERS)
+def test_the_snippets_have_no_error(errors_of: Check, tmp_path: Path) -> None:
+    snippets = [code for name in ("README.md", "README.zh-CN.md") for code in fenced(name, "python")]
+    files = [written(tmp_path / f"snippet_{place}.py", BEFORE + code) for place, code in enumerate(snippets)]
+    assert len(files) == 4
+    assert errors_of(*files) == []
