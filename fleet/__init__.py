@@ -143,7 +143,7 @@ _CALLS = (
     "world_device_ids",
     "world_size",
 )
-# Names of older releases -> what to use instead.
+# Names from older releases -> what to use instead.
 _REMOVED = {
     "fluid": "the paddle.fluid packages of Fleet 1.x are gone; the calls are those of this package, fleet",
     "incubate": "the paddle.fluid.incubate.fleet packages of Fleet 1.x are gone; the calls are those of this package",
@@ -154,7 +154,7 @@ _REMOVED = {
     "Distributedstrategy": "write DistributedStrategy",
     **dict.fromkeys(
         ("DistributeTranspiler", "DistributeTranspilerConfig", "TrainerRuntimeConfig"),
-        "what it said of the mode is a_sync and a_sync_configs of DistributedStrategy (sync_mode: a_sync = False)",
+        "set the mode with a_sync and a_sync_configs of DistributedStrategy (sync_mode: a_sync = False)",
     ),
     "CollectiveOptimizer": "write fleet.distributed_optimizer(optimizer, strategy)",
     **{
@@ -163,7 +163,7 @@ _REMOVED = {
     },
     **dict.fromkeys(
         ("BoxPSDataset", "FileInstantDataset", "TreeIndex"),
-        "it is not offered, and fleet.dataset has the reason under this name; use InMemoryDataset or QueueDataset",
+        "it is not supported, and fleet.dataset gives the reason under this name; use InMemoryDataset or QueueDataset",
     ),
 }
 
@@ -192,7 +192,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _instance() -> Fleet:
-    """Returns the one Fleet of this process, made at the first use."""
+    """Returns the one Fleet of this process, created at first use."""
     if "_fleet" not in globals():
         from fleet._running import RUNNING
         from fleet.facade import Fleet

@@ -183,7 +183,7 @@ def test_two_checkpoints_of_one_program_do_not_save_in_one_folder(tmp_path: Path
     training = Training(tmp_path)
     other = fleet.elastic.Checkpoint(f"{tmp_path}/.", training.model)
     training.checkpoint.save()
-    with pytest.raises(ConfigError, match="another Checkpoint of this program has saved in .* since"):
+    with pytest.raises(ConfigError, match="another Checkpoint in this program has saved to .* since"):
         other.save()
     assert other.resume()
     training.step(torch.ones(2))
