@@ -141,7 +141,7 @@ class Restore:
             return positions[0]
         raise CheckpointError(
             f"Checkpoint.resume(): {len(positions)} workers saved a position in the data each, and there "
-            f"are {self._session.world_size} workers now. Use fleet.elastic.ElasticSampler, which any number can resume."
+            f"are {self._session.world_size} now. Use fleet.elastic.ElasticSampler, which any number can resume."
         )
 
     def put_random(self, rest: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def test_workers_in_different_exchanges_stop() -> None:
         run_workers(_two_exchanges, 2, backend=None, environment=SOON)
     said = f"{caught.value}"
     assert "RendezvousError: [rank " in said
-    assert re.search(r"cannot be finished:\n  rank 0: waits in|rank [01]: has ended", said)
+    assert re.search(r"cannot finish:\n  rank 0: waits in|rank [01]: has ended", said)
 
 
 def _ended(rank: int, world_size: int) -> str:

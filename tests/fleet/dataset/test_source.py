@@ -100,11 +100,11 @@ def test_what_fails_says_so(tmp_path: Path) -> None:
         read(path, Source((("false",), ("cat",))))
     with pytest.raises(ConfigError, match="'no-such-program -x' cannot be started for .*: No such file"):
         read(path, Source((("no-such-program", "-x"),)))
-    with pytest.raises(ConfigError, match="ended by signal 9"):
+    with pytest.raises(ConfigError, match="killed by signal 9"):
         read(path, Source(((sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"),)))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(tmp_path / "absent", Source())
-    with pytest.raises(ConfigError, match="'absent', which is no file here. Nor are 1 others"):
+    with pytest.raises(ConfigError, match="'absent', which is not a file here. 1 more are absent"):
         Source().check_files([str(path), "absent", "too"])
 
 

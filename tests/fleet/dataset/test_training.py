@@ -112,8 +112,8 @@ def test_fields_and_parameters_are_dumped(tmp_path: Path, running: Fleet) -> Non
 @pytest.mark.parametrize(
     ("trainer", "rule"),
     [
-        ({"dump_fields": ["x"]}, "go together"),
-        ({"dump_fields_path": "PATH"}, "go together"),
+        ({"dump_fields": ["x"]}, "vice versa"),
+        ({"dump_fields_path": "PATH"}, "vice versa"),
         ({"dump_fields_path": "PATH", "dump_param": ["weight"]}, "names 'weight'; the parameters are"),
         ({"dump_fields_path": "PATH", "dump_fields": ["y"]}, "names 'y'; the step returns"),
         ({"dump_fields_path": "PATH", "dump_fields": ["mean"]}, "0 rows in a batch of 2 samples"),

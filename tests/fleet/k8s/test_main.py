@@ -67,7 +67,7 @@ def test_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "job.yaml"
     path.write_bytes(b"kind: \xff")
     assert main(["check", str(path)]) == 2
-    assert "cannot be read: it is no text in UTF-8" in capsys.readouterr().err
+    assert "cannot be read: it is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_a_refusal_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["render", str(DEPLOY / "examples" / "wide_and_deep.yaml"), "--to", "trainjob"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "spec.ps is given" in printed.err
+    assert "spec.ps is set" in printed.err
 
 
 @pytest.mark.parametrize("text", ["8081", "10.0.0.1", "10.0.0.1:0", ":8081"])
