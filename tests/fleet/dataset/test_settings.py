@@ -69,7 +69,7 @@ def test_wrong_values_change_nothing(options: dict[str, Any], rule: str) -> None
 
 
 def test_unknown_options_get_the_nearest_name() -> None:
-    with pytest.raises(UnknownOptionError, match=r"init\(thread=\.\.\.\) is no option. Did you mean 'thread_num'"):
+    with pytest.raises(UnknownOptionError, match=r"init\(thread=\.\.\.\) is not an option. Did you mean 'thread_num'"):
         InMemoryDataset().init(thread=3)
     for name in set(MEMORY_OPTIONS) - set(BASE_OPTIONS):
         with pytest.raises(UnknownOptionError, match=name):

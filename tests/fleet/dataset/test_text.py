@@ -140,7 +140,7 @@ BAD = [
     (b"-1 2 1 1 1 0", "it has -1 values"),
     (b"two 7 8 2 1 1 1 0", "'two' is where the number of its values should"),
     (b"2 7", "2 values are announced and 1 follow"),
-    (b"1 7 3 1 1 1 1 0", "'prices' .field 2 of 3.: it has 3 values. Its shape wants 2"),
+    (b"1 7 3 1 1 1 1 0", "'prices' .field 2 of 3.: it has 3 values. Its shape requires 2"),
     (b"1 7 2 1E", "2 values are announced and 1 follow"),
     (b"1 7.5 2 1 1 1 0", "'7.5' is not an integer.*float32"),
     (b"1 x 2 1 1 1 0", "'x' is not an integer"),

@@ -98,7 +98,7 @@ def test_a_job_has_workers() -> None:
         (job_document(schedulingPolicy={}, **worker(template=pod(schedulerName="mine"))), "scheduled by Volcano"),
         (job_document(name="Demo"), "lower-case letters"),
         (job_document(name="a" * 60), "longer than the 63 characters"),
-        ({**job_document(), "apiVersion": "kubeflow.org/v1"}, "takes a PaddleJob of batch.paddlepaddle.org/v1"),
+        ({**job_document(), "apiVersion": "kubeflow.org/v1"}, "must be a PaddleJob of batch.paddlepaddle.org/v1"),
         ([], "the document is"),
     ],
 )

@@ -45,7 +45,7 @@ def test_several_jobs_of_one_file_and_standard_input(
     [
         ("a: [", "is not YAML"),
         ("", "holds no document"),
-        ("kind: Pod", "takes a PaddleJob of batch.paddlepaddle.org/v1"),
+        ("kind: Pod", "must be a PaddleJob of batch.paddlepaddle.org/v1"),
         ("!!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
