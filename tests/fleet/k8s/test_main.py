@@ -23,7 +23,7 @@ def test_render_prints_documents_and_says_notes_apart(capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     kinds = [document["kind"] for document in yaml.safe_load_all(printed.out)]
     assert kinds == ["Service", "Service", "ConfigMap", "Pod", "Pod"]
-    assert "note: Pods call each other by name" in printed.err
+    assert "note: Pods use names, not addresses" in printed.err
     assert "create secret generic resnet-key --from-literal=secret=$(" in printed.err
     assert "&id" not in printed.out
 
