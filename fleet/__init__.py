@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _instance() -> Fleet:
-    """Returns the one Fleet of this process, made at the first use."""
+    """Returns the one Fleet of this process, created at first use."""
     if "_fleet" not in globals():
         from fleet.facade import Fleet
         from fleet.runtime.running import RUNNING

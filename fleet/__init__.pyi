@@ -219,10 +219,10 @@ def clear_gradients() -> None:
     """Clears the gradients of the last distributed optimizer."""
 
 def distributed_model(model: nn.Module) -> FleetModel:
-    """Returns ``model`` ready for distributed training; parameters then equal worker 0's everywhere.
+    """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.
 
-    Calls run the wrapped module, everything else (attributes, methods, ``state_dict`` names) is the user's. In
-    a single process the result behaves as the plain module.
+    Calls run the wrapped module; everything else (attributes, methods, ``state_dict`` names) is the user's. In
+    a single process the result behaves like the plain module.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
@@ -240,13 +240,13 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     """
 
 def distributed_scaler(scaler: Any) -> Any:
-    """Returns ``scaler``, a ``torch.amp.GradScaler``, which then skips the same steps on all workers.
+    """Returns ``scaler``, a ``torch.amp.GradScaler``, which from then on skips the same steps on all workers.
 
     With ``strategy.amp`` on, amp leaves the scaling of the loss to it.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
-        ConfigError: ``scaler`` is no GradScaler, or gradient_merge is on without amp.
+        ConfigError: ``scaler`` is not a GradScaler, or gradient_merge is on without amp.
 
     Example:
         >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())
@@ -254,12 +254,12 @@ def distributed_scaler(scaler: Any) -> Any:
     """
 
 def explain(strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
-    """Prints what ``strategy`` (or the one in force) does, in which order, what it warns of and refuses."""
+    """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses."""
 
 def fp16_guard() -> AbstractContextManager[Any]:
-    """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bit only inside.
+    """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bits only inside it.
 
-    It changes nothing before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
+    It is a no-op before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
     together with ``use_fp16_guard``.
 
     Example:
@@ -270,7 +270,7 @@ def fp16_guard() -> AbstractContextManager[Any]:
     """
 
 def get_hybrid_communicate_group() -> HybridCommunicateGroup:
-    """Returns this worker's place along every axis of the mesh, and the process groups."""
+    """Returns this worker's coordinate along every axis of the mesh, and the process groups."""
 
 def get_log_level_code() -> int:
     """Returns the level of the project's log as a number."""
@@ -298,20 +298,20 @@ def group_sharded_parallel(
     dp_group: dist.ProcessGroup | None = None,
     exclude_layer: list[Any] | None = None,
 ) -> tuple[FleetModel, FleetOptimizer, Any]:
-    """Returns model, optimizer and scaler with the state divided among workers, without a strategy.
+    """Returns model, optimizer and scaler with the state sharded over the workers, without a strategy.
 
     Args:
         model: the user's module; load a checkpoint before this call.
         optimizer: the user's optimizer.
-        level: ``"os"`` divides the optimizer state, ``"os_g"`` the gradients too, ``"p_g_os"`` the parameters too.
+        level: ``"os"`` shards the optimizer state, ``"os_g"`` also the gradients, ``"p_g_os"`` also the parameters.
         scaler: a ``torch.amp.GradScaler`` or ``None``.
         group: the workers that share one copy; ``None`` is all.
-        offload: keep the optimizer state in host memory (with "os_g" and "p_g_os" gradients and parts too).
-        sync_buffers: accepted; buffers are worker 0's before each training forward in any case.
+        offload: keep the optimizer state in host memory (with "os_g" and "p_g_os" also gradients and shards).
+        sync_buffers: accepted; buffers always come from worker 0 before each training forward.
         buffer_max_size: bytes that are gathered or sent at once.
-        segment_size: accepted; it changes nothing.
-        sync_comm: accepted; it changes nothing.
-        dp_group: workers that hold copies of what ``group`` shares.
+        segment_size: accepted; it has no effect.
+        sync_comm: accepted; it has no effect.
+        dp_group: workers that hold replicas of what ``group`` shares.
         exclude_layer: must be empty.
 
     Raises:
@@ -323,11 +323,11 @@ def group_sharded_parallel(
     """
 
 def heartbeat(pause: bool = False) -> None:
-    """Tells the launcher that this worker is alive; each step of a distributed optimizer does it as well.
+    """Tells the launcher that this worker is alive; each step of a distributed optimizer does so, too.
 
-    Under ``--heartbeat_timeout`` a worker that is silent for so long is killed. Call it in what takes long between
-    two steps: in an evaluation for each batch, or once with ``pause=True`` before it, which allows silence until
-    the next step or call. It takes less than a microsecond, and does nothing where nobody listens.
+    With ``--heartbeat_timeout``, a worker that stays silent for that long is killed. Call this in long work between
+    two steps: for each batch of an evaluation, or once before it with ``pause=True``, which allows silence until
+    the next step or call. It takes less than a microsecond, and is a no-op where nothing listens.
 
     Example:
         >>> fleet.heartbeat(pause=True)
@@ -339,42 +339,42 @@ def init(
     strategy: DistributedStrategy | None = None,
     log_level: int | str = "INFO",
 ) -> Fleet:
-    """Joins the job: reads the role, orders the options or refuses them, and meets the other workers.
+    """Joins the job: reads the role, orders the options or refuses them, and runs the rendezvous.
 
     Works under this project's launcher, torchrun, srun, mpirun and Kubeflow, and in a single process. The
-    strategy is copied; later changes of the object have no effect.
+    strategy is copied; later changes to the object have no effect.
 
     Raises:
         ConfigError: an argument, an option or the environment is wrong. Nothing was started.
-        RendezvousError: not every worker came in time; the message lists the absent ranks.
+        RendezvousError: not every worker joined in time; the message lists the absent ranks.
 
     Example:
         >>> fleet.init(is_collective=True)
     """
 
 def init_parallel_env() -> dist.ProcessGroup | None:
-    """Meets the other workers and returns their process group; the basic form, without options.
+    """Runs the rendezvous and returns the process group of the workers; the basic form, without options.
 
     A single process gets a warning and ``None``. A second call returns the existing group.
     """
 
 def init_server(dirname: Path | None = None, var_names: Sequence[str] | None = None) -> None:
-    """Prepares this parameter server, with the rows and parameters of an earlier save where ``dirname`` is given.
+    """Prepares this parameter server; with ``dirname``, loads the rows and parameters of an earlier save.
 
     Args:
-        dirname: a folder that ``save_persistables`` wrote, by any number of servers.
-        var_names: loads only these sparse tables; their names are those of the model's embeddings.
+        dirname: a folder that ``save_persistables`` wrote, with any number of servers.
+        var_names: loads only these sparse tables, named after the model's embeddings.
 
     Raises:
         NotInitializedError: before ``fleet.init``, or ``dirname`` is given and the model is not known yet.
-        ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
+        ConfigError: ``dirname`` is not a folder, or a name is not a sparse table's.
     """
 
 def init_worker(scopes: object = None) -> None:
     """Connects this worker to the servers; training starts from worker 0's parameters, or the servers' own.
 
-    It waits for servers that are not there yet and says which, for at most FLAGS_stop_check_timeout seconds. A
-    single process without servers in its environment gets one inside itself.
+    It waits at most FLAGS_stop_check_timeout seconds for servers that have not started, and names them. A single
+    process without servers in its environment runs one itself.
 
     Args:
         scopes: accepted for Fleet's signature; torch has no scopes.
@@ -382,7 +382,7 @@ def init_worker(scopes: object = None) -> None:
     Raises:
         NotInitializedError: before ``fleet.init``, ``distributed_optimizer`` or ``distributed_model``.
         ConfigError: the model cannot be served.
-        PSError: servers did not come in time; the message names them.
+        PSError: servers did not start in time; the message names them.
     """
 
 def is_coordinator() -> bool:
@@ -401,15 +401,15 @@ def load(path: str, **kwargs: Any) -> Any:
     """Returns what :meth:`save` wrote; never runs code from the file."""
 
 def load_model(path: Path, mode: int = 0) -> None:
-    """Makes the servers read all tables from a save; every worker calls it and goes on with what was read.
+    """Makes the servers load all tables from a save; every worker calls it and continues with the loaded tables.
 
     Args:
         path: a folder that ``save_persistables`` wrote.
-        mode: accepted; a save says itself what it holds.
+        mode: accepted; a save records what it holds.
     """
 
 def load_one_table(table_id: int, path: Path, mode: int = 0) -> None:
-    """Makes the servers read one table, by its number, as :meth:`load_model` does."""
+    """Makes the servers load one table, by its number, as :meth:`load_model` does."""
 
 def local_device_ids() -> list[int]:
     """Returns the device ids of this worker."""
@@ -431,9 +431,9 @@ def nranks() -> int:
 def preempted() -> bool:
     """Returns whether the job was asked to stop and all workers have agreed that this is the last step.
 
-    The answer is the same on every worker after the same step, so that all may save now. It stays False without
-    ``--preempt_grace``. With a ``fleet.elastic.Checkpoint`` it need not be asked: where the loop begins its next
-    batch, the checkpoint is written and the process exits with ``fleet.elastic.PREEMPTED``.
+    The result is the same on every worker after the same step, so that all can save now. It stays False without
+    ``--preempt_grace``. With a ``fleet.elastic.Checkpoint`` there is no need to call it: where the loop begins its
+    next batch, the checkpoint is written and the process exits with ``fleet.elastic.PREEMPTED``.
 
     Example:
         >>> fleet.preempted()
@@ -441,14 +441,14 @@ def preempted() -> bool:
     """
 
 def prepare_context(strategy: object = None) -> dist.ProcessGroup | None:
-    """Does what :meth:`init_parallel_env` does; the name of older releases."""
+    """Does what :meth:`init_parallel_env` does; the name in older releases."""
 
 def print_table_stat(table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
-    """Prints how many rows and bytes a table has on all servers together.
+    """Prints how many rows and bytes a table has over all servers.
 
     Args:
         table_id: number of the table.
-        pass_id: a number that stands in the line.
+        pass_id: a number that the line shows.
         threshold: refused above 0: servers do not count rows by their score.
     """
 
@@ -456,18 +456,18 @@ def rank() -> int:
     """Returns the rank of this worker in the job; ``rank`` is the same."""
 
 def run_server() -> None:
-    """Serves, and returns when every worker has called ``stop_worker`` (or has been silent too long)."""
+    """Serves until every worker has called ``stop_worker`` (or has been silent too long)."""
 
 def save(obj: Any, path: str) -> None:
-    """Writes ``obj`` to exactly ``path``, whole or not at all; see ``fleet.load``."""
+    """Writes ``obj`` to exactly ``path``, atomically; see ``fleet.load``."""
 
 def save_group_sharded_model(model: FleetModel, output: str, optimizer: FleetOptimizer | None = None) -> None:
-    """Writes the whole states to ``output``/model.pdmodel and model.pdopt; every worker must call it.
+    """Writes the full states to ``output``/model.pdmodel and model.pdopt; every worker must call it.
 
-    Worker 0 writes, and all return when the files are there.
+    Worker 0 writes; every call returns once the files exist.
 
     Raises:
-        ConfigError: model or optimizer are not those that were returned by Fleet.
+        ConfigError: model or optimizer is not one that Fleet returned.
         CheckpointError: ``output`` is a file, or cannot be written.
     """
 
@@ -483,7 +483,7 @@ def save_inference_model(
     """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
 
     Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
-    ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding of unbounded ids.
+    ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding with unbounded ids.
 
     Args:
         executor: accepted for Fleet's signature; the folder may stand in its place.
@@ -504,7 +504,7 @@ def save_persistables(
     *,
     text: bool = False,
 ) -> None:
-    """Makes the servers write all tables to ``dirname``; every worker calls it and returns when it is written.
+    """Makes the servers write all tables to ``dirname``; every worker calls it and returns when they are written.
 
     Args:
         executor: accepted for Fleet's signature; the folder may stand in its place.
@@ -512,7 +512,7 @@ def save_persistables(
         main_program: accepted for Fleet's signature.
         mode: 0 every row; 1 the rows that changed enough since the last save; 2 the rows with a score high
             enough; 3 every row, and a day passes. 1 and 2 need an accessor on each table.
-        text: writes rows as lines of text, which other programs read and ``load_model`` too; with mode 0.
+        text: writes rows as lines of text, which other programs and ``load_model`` can read; mode 0 only.
     """
 
 def server_endpoints(to_string: bool = False) -> list[str] | str:
@@ -528,12 +528,12 @@ session: Session
 """What ``fleet.init`` set up."""
 
 def set_date(table_id: int, day_id: str | int) -> None:
-    """Lets a day pass for the rows of a table, for tables that forget rows unseen for long; worker 0 triggers it.
+    """Advances a table by one day, for tables that delete rows unseen for long; worker 0 triggers it.
 
     Args:
         table_id: number of the table.
-        day_id: the new day. One that the servers have been told last changes nothing, so that a worker 0 which is
-            started again may repeat its call.
+        day_id: the new day. The servers ignore the day they were told last, so that a worker 0 that restarts may
+            repeat its call.
     """
 
 def set_log_level(level: int | str) -> None:
@@ -549,16 +549,16 @@ def shrink(threshold: float | None = None) -> int:
     """Deletes rows that are not worth keeping; every worker calls it. Worker 0 gets the number of rows deleted.
 
     Args:
-        threshold: the least score of a row that stays (of tables without accessor: the least number of pushes);
-            ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor, and
-            leaves tables without one alone. The rows of ``nn.Embedding`` stay unless their table has an accessor.
+        threshold: the least score of a row that is kept (for tables without accessor: the least number of
+            pushes). ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor,
+            and skips tables without one. Rows of ``nn.Embedding`` are kept unless their table has an accessor.
 
     Raises:
-        ConfigError: no table has rows to delete in this way; said on every worker, and nothing is deleted.
+        ConfigError: no table has rows to delete in this way; raised on every worker, and nothing is deleted.
     """
 
 def split_files(files: list[str]) -> list[str]:
-    """Returns this worker's part of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
+    """Returns this worker's shard of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
 
 def state_dict() -> dict[str, Any]:
     """Returns the state of the last distributed optimizer."""
@@ -567,7 +567,7 @@ def step() -> None:
     """Steps the last distributed optimizer."""
 
 def stop_worker() -> None:
-    """Sends what is still waiting and leaves the job; the servers end when all workers have left."""
+    """Sends the pending updates and leaves the job; the servers exit when all workers have left."""
 
 util: UtilBase
 """Collective operations on host arrays, file shards, printing on one rank; a script may assign its own."""

@@ -11,8 +11,8 @@ from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
     "env": ("fleet.utils._env_report", "print what to paste into a bug report"),
-    "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module takes, without taking it"),
-    "explain": ("fleet.options.explain_command", "print what a strategy file does, warns of and refuses"),
+    "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module will take"),
+    "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
     "run_check": ("fleet.utils._run_check", "train two small layers on every device of this machine"),
 }

@@ -1,4 +1,4 @@
-"""YAML whose reading takes as much time and memory as its text: no billion laughs, endless digits or deep towers."""
+"""YAML that takes time and memory in proportion to its text: no billion laughs, endless digits or deep nesting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_TEXT, MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 1 << 22, 100_000, 64, 100
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """Reads plain data; raises ``yaml.YAMLError`` at what is larger than any file that is meant.
+    """Reads plain data; raises ``yaml.YAMLError`` for anything larger than a sensible file.
 
     Example:
         >>> yaml.load("amp: true", LimitedLoader)
@@ -24,23 +24,23 @@ class LimitedLoader(yaml.SafeLoader):
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Returns the next node; nesting is bounded before Python's own limit is met."""
+        """Returns the next node; nesting ends before Python's own limit."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())  # type: ignore[no-untyped-call]
+            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())  # type: ignore
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
     def compose_document(self) -> yaml.Node | None:
-        """Returns the next document, of which every alias is counted as what it stands for."""
+        """Returns the next document; every alias counts as the values it refers to."""
         node = super().compose_document()
         if node is not None:
             _measure(node, 1, {})
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Returns a whole number of 64 bits."""
+        """Returns a 64-bit integer."""
         if len(node.value) <= MAX_DIGITS:
             try:
                 value = int(super().construct_yaml_int(node))
@@ -55,10 +55,10 @@ LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_y
 
 
 def _measure(node: yaml.Node, depth: int, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Returns how many values ``node`` stands for, and how deep they are."""
+    """Returns how many values ``node`` expands to, and how deep they are."""
     found = known.get(id(node), (0, 0))
     if found is None:
-        raise _error("a value holds itself by an alias", node)
+        raise _error("a value contains itself through an alias", node)
     count, height = found
     if not count:
         known[id(node)], count = None, 1

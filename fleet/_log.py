@@ -1,4 +1,4 @@
-"""The project's logger, named FLEET: silent levels and handlers are the user's business until ``fleet.init``."""
+"""The project's logger, named FLEET; levels and handlers are left to the user until ``fleet.init``."""
 
 from __future__ import annotations
 

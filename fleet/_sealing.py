@@ -1,8 +1,8 @@
-"""Proof of a shared secret, and seals on what follows it; the launcher's wire and the parameter server's use both.
+"""Proof of a shared secret, and seals on the messages after it; the launcher and the parameter server use both.
 
-Each end proves the secret over the nonces of both, and both derive a key of this connection alone from the same. A
-seal is HMAC-SHA256 under that key over the direction, the number of the message and its content. So one who relays
-the handshake of two others has no key: it can pass their messages on unchanged and in order, or end the connection.
+Each end proves the secret over both nonces, and both derive from them a key for this connection only. A seal is
+HMAC-SHA256 under that key over the direction, the message number and the content. So a relay of the handshake has
+no key: it can forward the messages unchanged and in order, or end the connection.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 def prove(secret: bytes, text: bytes) -> bytes:
-    """Returns what only one who knows ``secret`` can compute for ``text``."""
+    """Returns the proof for ``text`` that only a holder of ``secret`` can compute."""
     return hmac.digest(secret, text, "sha256")
 
 
 def same(one: Buffer, other: Buffer) -> bool:
-    """Compares in a time that tells nothing about where the two differ."""
+    """Compares in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -33,12 +33,12 @@ class MessageSeals:
     """Numbers and seals the messages that one end of a connection sends, and those that it receives.
 
     Args:
-        key: of this connection alone.
-        is_server: which end this is; a message does not pass for one of the other direction.
+        key: used by this connection only.
+        is_server: which end this is; a message in one direction is invalid in the other.
     """
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:
-        # HMAC by its definition: copies of the two states cost half of hmac.digest(), which is felt by small messages.
+        # HMAC by its definition: copying the two states costs half of hmac.digest(), which matters for small messages.
         block = key.ljust(_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))

@@ -21,10 +21,10 @@ class GradientClip:
 
 
 class ClipGradByGlobalNorm(GradientClip):
-    """Scales all gradients by ``clip_norm / max(norm, clip_norm)``, ``norm`` being that of all of them together.
+    """Scales all gradients by ``clip_norm / max(norm, clip_norm)``, where ``norm`` is their joint norm.
 
     Args:
-        clip_norm: the largest norm that is left alone; greater than 0.
+        clip_norm: the largest norm that is not scaled; greater than 0.
     """
 
     def __init__(self, clip_norm: float = 1.0) -> None:
@@ -42,7 +42,7 @@ class ClipGradByGlobalNorm(GradientClip):
 
 
 class ClipGradByNorm(GradientClip):
-    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, ``norm`` being its own."""
+    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, where ``norm`` is its own norm."""
 
     def __init__(self, clip_norm: float = 1.0) -> None:
         self.clip_norm = _positive("ClipGradByNorm(clip_norm=...)", clip_norm)
@@ -56,7 +56,7 @@ class ClipGradByNorm(GradientClip):
 
 
 class ClipGradByValue(GradientClip):
-    """Cuts every entry to the range ``min`` to ``max``; ``min`` is ``-max`` when it is not given."""
+    """Clamps every entry to the range ``min`` to ``max``; ``min`` defaults to ``-max``."""
 
     def __init__(self, max: float, min: float | None = None) -> None:
         low = -max if min is None else min
@@ -72,7 +72,7 @@ class ClipGradByValue(GradientClip):
 
 
 def whole(value: Tensor) -> Tensor:
-    """Returns ``value`` as a plain tensor; a number that is spread over workers is added up first."""
+    """Returns ``value`` as a plain tensor; a number that is spread over workers is summed first."""
     full = getattr(value, "full_tensor", None)
     return value if full is None else full()
 

@@ -1,6 +1,6 @@
 """Data generators: programs that turn raw lines into the MultiSlot text form that datasets read.
 
-A generator is a class of the user's; a script that runs it is the ``pipe_command`` of a dataset::
+The user writes a generator as a class; a script that runs it is the ``pipe_command`` of a dataset::
 
     from fleet.data_generator import MultiSlotDataGenerator
 
@@ -13,7 +13,7 @@ A generator is a class of the user's; a script that runs it is the ``pipe_comman
 
     Clicks().run_from_stdin()
 
-Standard library only, so such a script starts fast: one is started for each file.
+Standard library only, so that such a script starts fast: one process is started for each file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _EXAMPLE = "[('words', [1926, 8, 17]), ('label', [1])]"
 
 
 class DataGenerator:
-    """The frame of a generator: lines to samples, samples in batches, batches to text on standard output.
+    """The base of a generator: lines to samples, samples to batches, batches to text on standard output.
 
-    A subclass says with :meth:`generate_sample` what a line holds and with ``_gen_str`` how a sample is written.
+    A subclass defines in :meth:`generate_sample` what a line holds and in ``_gen_str`` how a sample is written.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class DataGenerator:
     def set_batch(self, batch_size: int) -> None:
         """Sets how many samples :meth:`generate_batch` gets at once; 32 by default."""
         if type(batch_size) is not int or batch_size < 1:
-            raise ConfigError(f"set_batch({batch_size!r}) takes a whole number of at least 1.")
+            raise ConfigError(f"set_batch({batch_size!r}) takes an integer of at least 1.")
         self.batch_size_ = batch_size
 
     def generate_sample(self, line: str | None) -> Callable[[], Iterable[Sample]]:
-        """Returns a function whose call yields the samples of a line; the user's class overrides it.
+        """Returns a function that yields the samples of a line; the user's class overrides it.
 
-        A sample is a list of (name, values), one for each slot. ``None`` is passed over. ``line`` still has its
-        newline; it is ``None`` in :meth:`run_from_memory`.
+        A sample is a list of (name, values), one for each slot. ``None`` is skipped. ``line`` keeps its newline; it
+        is ``None`` in :meth:`run_from_memory`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define generate_sample(line), which returns a function that yields samples "
@@ -58,7 +58,7 @@ class DataGenerator:
         )
 
     def generate_batch(self, samples: list[Sample]) -> Callable[[], Iterable[Sample]]:
-        """Returns a function whose call yields the samples of a batch to write; override it to pad them, say."""
+        """Returns a function that yields the samples of a batch to write; override it to pad them, for example."""
 
         def unchanged() -> Iterator[Sample]:
             yield from samples
@@ -69,7 +69,7 @@ class DataGenerator:
         """Writes to standard output the text form of the samples of every line on standard input.
 
         Raises:
-            ConfigError: a sample that the text form cannot hold; what came before it is written.
+            ConfigError: a sample that the text form cannot hold; the samples before it are written.
         """
         self._run(sys.stdin)
 
@@ -102,7 +102,7 @@ class DataGenerator:
 
 
 class MultiSlotStringDataGenerator(DataGenerator):
-    """Writes values that are text already, as they are; the fastest form.
+    """Writes values that are already strings, unchanged; the fastest form.
 
     Example:
         >>> class Words(MultiSlotStringDataGenerator):
@@ -122,9 +122,9 @@ class MultiSlotStringDataGenerator(DataGenerator):
 
 
 class MultiSlotDataGenerator(DataGenerator):
-    """Writes numbers: whole ones, or floats; every sample has the same slots in the same order.
+    """Writes numbers, integers or floats; every sample has the same slots in the same order.
 
-    A slot counts as ``"uint64"`` until a float appears in it, from then on as ``"float"``; ``_proto_info`` holds both.
+    A slot is ``"uint64"`` until a float appears in it, and ``"float"`` from then on; ``_proto_info`` has the types.
 
     Example:
         >>> class Words(MultiSlotDataGenerator):
@@ -141,14 +141,14 @@ class MultiSlotDataGenerator(DataGenerator):
         slots = _slots_of(self, line)
         for name, values in slots:
             if not isinstance(values, list) or not values:
-                raise _wrong(self, f"slot {name!r} holds {values!r}; it takes a list with at least one number, pad it")
+                raise _wrong(self, f"slot {name!r} holds {values!r}; it takes a list with at least one number; pad it")
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int | float):
                     raise _wrong(self, f"slot {name!r} holds {value!r}; values are int or float")
         names = [name for name, _ in slots]
         known = self._proto_info if self._proto_info is not None else [(name, "uint64") for name in names]
         if names != [name for name, _ in known]:
-            raise _wrong(self, f"its slots are {names}, those of the first sample are {[name for name, _ in known]}")
+            raise _wrong(self, f"its slots are {names}; those of the first sample are {[name for name, _ in known]}")
         self._proto_info = [
             (name, "float" if kind == "float" or any(isinstance(value, float) for value in values) else kind)
             for (name, values), (_, kind) in zip(slots, known, strict=True)
@@ -157,7 +157,7 @@ class MultiSlotDataGenerator(DataGenerator):
 
 
 def _called(generator: DataGenerator, method: str, made: object) -> Iterable[Sample]:
-    """Returns what the function yields that ``generate_sample`` or ``generate_batch`` has made."""
+    """Returns what the function made by ``generate_sample`` or ``generate_batch`` yields."""
     found = made() if callable(made) else made
     if not callable(made) or not isinstance(found, Iterable):
         what = f"the function returned {found!r}" if callable(made) else f"got {made!r}"
@@ -179,10 +179,10 @@ def _slots_of(generator: DataGenerator, line: Sample) -> Sequence[tuple[str, Any
 
 
 def _check_texts(generator: DataGenerator, name: str, values: Sequence[str]) -> None:
-    """A value with a space in it, or an empty one, would be read as another number of values."""
+    """A value that is empty or contains a space would change the number of values read."""
     for value in values:
         if not isinstance(value, str) or len(value.split()) != 1 or value != value.strip():
-            raise _wrong(generator, f"slot {name!r} holds {value!r}; values are texts without spaces, not empty")
+            raise _wrong(generator, f"slot {name!r} holds {value!r}; values are non-empty strings without spaces")
 
 
 def _wrong(generator: DataGenerator, what: str) -> ConfigError:

@@ -24,9 +24,9 @@ _FALSE = {"0", "false", "no", "off"}
 
 
 class Environment:
-    """A typed view of environment variables; every name asked for must stand in :data:`VARIABLES`.
+    """A typed view of environment variables; every name read must be in :data:`VARIABLES`.
 
-    Its methods are named after types; annotations below them therefore say ``builtins.str``.
+    Its methods are named after types, so annotations below them say ``builtins.str``.
 
     Args:
         values: the variables to read; ``None`` reads the live process environment at each call.
@@ -64,7 +64,7 @@ class Environment:
         return value if value is not None else _text(VARIABLES[name].default)
 
     def int(self, name: builtins.str) -> builtins.int:
-        """Returns ``name`` as a whole number, or its default; raises ConfigError for other text."""
+        """Returns ``name`` as an integer, or its default; raises ConfigError for other text."""
         value = self.raw(name)
         if value is None:
             default = VARIABLES[name].default
@@ -72,9 +72,9 @@ class Environment:
         try:
             number = int(value.strip())
         except ValueError:
-            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes a whole number.") from None
+            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes an integer.") from None
         if abs(number) >= 2**63:
-            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes a whole number of 64 bits.")
+            raise ConfigError(f"{name} is {value!r:.80} in the environment; it takes a 64-bit integer.")
         return number
 
     def float(self, name: builtins.str) -> builtins.float:
@@ -113,5 +113,5 @@ def _text(default: object) -> str:
 
 
 def export(values: Mapping[str, str]) -> None:
-    """Sets variables of this process and of those it starts; only for a process that was started to be a worker."""
+    """Sets variables of this process and its children; only for a process that was started to be a worker."""
     os.environ.update(values)

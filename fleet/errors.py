@@ -6,14 +6,14 @@
     |- ConfigError(ValueError, TypeError)   a value the user wrote is wrong
     |  |- UnknownOptionError(AttributeError, KeyError)  the option or key does not exist
     |  |- StrategyConflictError             two options cannot be on together
-    |  `- UnsupportedOptionError            the option is known and cannot be honoured; says why
+    |  `- UnsupportedOptionError            the option exists and cannot be honoured; says why
     |- NotInitializedError(RuntimeError)    a call came before fleet.init()
-    |- RendezvousError(TimeoutError)        a peer did not come; names the absent ranks
+    |- RendezvousError(TimeoutError)        a peer did not join; names the absent ranks
     |- CheckpointError(OSError)             a file is damaged, or does not fit what it is loaded into
-    |- LaunchError                          the launcher could not start or keep the job
-    |  `- WorkerFailedError                 a worker ended badly; carries rank, host, exit code, log path
+    |- LaunchError                          the launcher could not start the job or keep it running
+    |  `- WorkerFailedError                 a worker failed; carries rank, host, exit code, log path
     |- NanInfError(FloatingPointError)      check_nan_inf found a NaN or Inf; carries rank and step
-    `- PSError(ConnectionError)             the parameter server cannot be reached, refused or timed out
+    `- PSError(ConnectionError)             the parameter server was unreachable, refused or timed out
 
 Every message says, in this order: the option or call as the user typed it, the value received, the rule, the
 next step. ``ConfigError`` is a ``ValueError`` and a ``TypeError`` because Fleet scripts catch either.
@@ -52,7 +52,7 @@ class ConfigError(FleetError, ValueError, TypeError):
 
 
 class UnknownOptionError(ConfigError, AttributeError, KeyError, AssertionError):
-    """The named option or key does not exist; the message holds the nearest name.
+    """The named option or key does not exist; the message suggests the nearest name.
 
     It is an ``AssertionError`` too, because that is what Paddle raised for an unknown key.
     """
@@ -72,7 +72,7 @@ class StrategyConflictError(ConfigError):
 
 
 class UnsupportedOptionError(ConfigError):
-    """The option is known and cannot be honoured; the message gives the reason."""
+    """The option exists and cannot be honoured; the message gives the reason."""
 
 
 class NotInitializedError(FleetError, RuntimeError):
@@ -80,7 +80,7 @@ class NotInitializedError(FleetError, RuntimeError):
 
 
 class RendezvousError(FleetError, TimeoutError):
-    """A peer did not come within the timeout; the message names the absent ranks."""
+    """A peer did not join within the timeout; the message names the absent ranks."""
 
 
 class CheckpointError(FleetError, OSError):
@@ -88,7 +88,7 @@ class CheckpointError(FleetError, OSError):
 
 
 class LaunchError(FleetError):
-    """The launcher could not start or keep the job; ``exit_code`` is what the launcher exits with."""
+    """The launcher could not start the job or keep it running; it exits with ``exit_code``."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ class LaunchError(FleetError):
 
 
 class WorkerFailedError(LaunchError):
-    """A worker ended badly; carries its rank, host, exit code and log file."""
+    """A worker failed; carries its rank, host, exit code and log file."""
 
     def __init__(self, message: str, *, rank: int, host: str, exit_code: int, log_path: str) -> None:
         super().__init__(message, exit_code)
@@ -112,11 +112,11 @@ class NanInfError(FleetError, FloatingPointError):
 
 
 class PSError(FleetError, ConnectionError):
-    """The parameter server cannot be reached, refused the request, or timed out."""
+    """The parameter server was unreachable, refused the request, or timed out."""
 
 
 class OptionWarning(UserWarning):
-    """An option was accepted and changes nothing here; the text gives the reason."""
+    """An option was accepted and has no effect here; the text gives the reason."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Fleet: every public call, each a few lines that hand over to the session."""
+"""Fleet: every public call, each a few lines that delegate to the session."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Fleet:
         strategy: DistributedStrategy | None = None,
         log_level: int | str = "INFO",
     ) -> Fleet:
-        """Joins the job: reads the role, orders the options or refuses them, and meets the other workers.
+        """Joins the job: reads the role, orders the options or refuses them, and runs the rendezvous.
 
         Works under this project's launcher, torchrun, srun, mpirun and Kubeflow, and in a single process. The
-        strategy is copied; later changes of the object have no effect.
+        strategy is copied; later changes to the object have no effect.
 
         Raises:
             ConfigError: an argument, an option or the environment is wrong. Nothing was started.
-            RendezvousError: not every worker came in time; the message lists the absent ranks.
+            RendezvousError: not every worker joined in time; the message lists the absent ranks.
 
         Example:
             >>> fleet.init(is_collective=True)
@@ -102,7 +102,7 @@ class Fleet:
         return self
 
     def init_parallel_env(self) -> dist.ProcessGroup | None:
-        """Meets the other workers and returns their process group; the basic form, without options.
+        """Runs the rendezvous and returns the process group of the workers; the basic form, without options.
 
         A single process gets a warning and ``None``. A second call returns the existing group.
         """
@@ -119,7 +119,7 @@ class Fleet:
         return session.process_group
 
     def prepare_context(self, strategy: object = None) -> dist.ProcessGroup | None:
-        """Does what :meth:`init_parallel_env` does; the name of older releases."""
+        """Does what :meth:`init_parallel_env` does; the name in older releases."""
         return self.init_parallel_env()
 
     # ---- who am I ------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Fleet:
         self._util = util
 
     def split_files(self, files: list[str]) -> list[str]:
-        """Returns this worker's part of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
+        """Returns this worker's shard of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
         return self._need("split_files").util.get_file_shard(files)
 
     def barrier_worker(self) -> None:
@@ -217,10 +217,10 @@ class Fleet:
     # ---- wrapping ------------------------------------------------------------------------------------------------
 
     def distributed_model(self, model: nn.Module) -> FleetModel:
-        """Returns ``model`` ready for distributed training; parameters then equal worker 0's everywhere.
+        """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.
 
-        Calls run the wrapped module, everything else (attributes, methods, ``state_dict`` names) is the user's. In
-        a single process the result behaves as the plain module.
+        Calls run the wrapped module; everything else (attributes, methods, ``state_dict`` names) is the user's. In
+        a single process the result behaves like the plain module.
 
         Raises:
             NotInitializedError: before ``fleet.init``.
@@ -253,13 +253,13 @@ class Fleet:
         return session.wrap_optimizer(optimizer)
 
     def distributed_scaler(self, scaler: Any) -> Any:
-        """Returns ``scaler``, a ``torch.amp.GradScaler``, which then skips the same steps on all workers.
+        """Returns ``scaler``, a ``torch.amp.GradScaler``, which from then on skips the same steps on all workers.
 
         With ``strategy.amp`` on, amp leaves the scaling of the loss to it.
 
         Raises:
             NotInitializedError: before ``fleet.init``.
-            ConfigError: ``scaler`` is no GradScaler, or gradient_merge is on without amp.
+            ConfigError: ``scaler`` is not a GradScaler, or gradient_merge is on without amp.
 
         Example:
             >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())
@@ -272,9 +272,9 @@ class Fleet:
         return scaler
 
     def fp16_guard(self) -> AbstractContextManager[Any]:
-        """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bit only inside.
+        """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bits only inside it.
 
-        It changes nothing before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
+        It is a no-op before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
         together with ``use_fp16_guard``.
 
         Example:
@@ -322,20 +322,20 @@ class Fleet:
         dp_group: dist.ProcessGroup | None = None,
         exclude_layer: list[Any] | None = None,
     ) -> tuple[FleetModel, FleetOptimizer, Any]:
-        """Returns model, optimizer and scaler with the state divided among workers, without a strategy.
+        """Returns model, optimizer and scaler with the state sharded over the workers, without a strategy.
 
         Args:
             model: the user's module; load a checkpoint before this call.
             optimizer: the user's optimizer.
-            level: ``"os"`` divides the optimizer state, ``"os_g"`` the gradients too, ``"p_g_os"`` the parameters too.
+            level: ``"os"`` shards the optimizer state, ``"os_g"`` also the gradients, ``"p_g_os"`` also the parameters.
             scaler: a ``torch.amp.GradScaler`` or ``None``.
             group: the workers that share one copy; ``None`` is all.
-            offload: keep the optimizer state in host memory (with "os_g" and "p_g_os" gradients and parts too).
-            sync_buffers: accepted; buffers are worker 0's before each training forward in any case.
+            offload: keep the optimizer state in host memory (with "os_g" and "p_g_os" also gradients and shards).
+            sync_buffers: accepted; buffers always come from worker 0 before each training forward.
             buffer_max_size: bytes that are gathered or sent at once.
-            segment_size: accepted; it changes nothing.
-            sync_comm: accepted; it changes nothing.
-            dp_group: workers that hold copies of what ``group`` shares.
+            segment_size: accepted; it has no effect.
+            sync_comm: accepted; it has no effect.
+            dp_group: workers that hold replicas of what ``group`` shares.
             exclude_layer: must be empty.
 
         Raises:
@@ -354,12 +354,12 @@ class Fleet:
         return wrapped, stepped, None if scaler is None else self.distributed_scaler(scaler)
 
     def save_group_sharded_model(self, model: FleetModel, output: str, optimizer: FleetOptimizer | None = None) -> None:
-        """Writes the whole states to ``output``/model.pdmodel and model.pdopt; every worker must call it.
+        """Writes the full states to ``output``/model.pdmodel and model.pdopt; every worker must call it.
 
-        Worker 0 writes, and all return when the files are there.
+        Worker 0 writes; every call returns once the files exist.
 
         Raises:
-            ConfigError: model or optimizer are not those that were returned by Fleet.
+            ConfigError: model or optimizer is not one that Fleet returned.
             CheckpointError: ``output`` is a file, or cannot be written.
         """
         session = self._need("save_group_sharded_model")
@@ -367,7 +367,7 @@ class Fleet:
         self.barrier_worker()
 
     def get_hybrid_communicate_group(self) -> HybridCommunicateGroup:
-        """Returns this worker's place along every axis of the mesh, and the process groups."""
+        """Returns this worker's coordinate along every axis of the mesh, and the process groups."""
         return communicate_group(self._need("get_hybrid_communicate_group"))
 
     # ---- Fleet as the optimizer (its 2.0 form) ----------------------------------------------------------------------
@@ -401,11 +401,11 @@ class Fleet:
     # ---- health --------------------------------------------------------------------------------------------------
 
     def heartbeat(self, pause: bool = False) -> None:
-        """Tells the launcher that this worker is alive; each step of a distributed optimizer does it as well.
+        """Tells the launcher that this worker is alive; each step of a distributed optimizer does so, too.
 
-        Under ``--heartbeat_timeout`` a worker that is silent for so long is killed. Call it in what takes long between
-        two steps: in an evaluation for each batch, or once with ``pause=True`` before it, which allows silence until
-        the next step or call. It takes less than a microsecond, and does nothing where nobody listens.
+        With ``--heartbeat_timeout``, a worker that stays silent for that long is killed. Call this in long work between
+        two steps: for each batch of an evaluation, or once before it with ``pause=True``, which allows silence until
+        the next step or call. It takes less than a microsecond, and is a no-op where nothing listens.
 
         Example:
             >>> fleet.heartbeat(pause=True)
@@ -418,9 +418,9 @@ class Fleet:
     def preempted(self) -> bool:
         """Returns whether the job was asked to stop and all workers have agreed that this is the last step.
 
-        The answer is the same on every worker after the same step, so that all may save now. It stays False without
-        ``--preempt_grace``. With a ``fleet.elastic.Checkpoint`` it need not be asked: where the loop begins its next
-        batch, the checkpoint is written and the process exits with ``fleet.elastic.PREEMPTED``.
+        The result is the same on every worker after the same step, so that all can save now. It stays False without
+        ``--preempt_grace``. With a ``fleet.elastic.Checkpoint`` there is no need to call it: where the loop begins its
+        next batch, the checkpoint is written and the process exits with ``fleet.elastic.PREEMPTED``.
 
         Example:
             >>> fleet.preempted()
@@ -432,22 +432,22 @@ class Fleet:
     # ---- servers -------------------------------------------------------------------------------------------------
 
     def init_server(self, dirname: Path | None = None, var_names: Sequence[str] | None = None) -> None:
-        """Prepares this parameter server, with the rows and parameters of an earlier save where ``dirname`` is given.
+        """Prepares this parameter server; with ``dirname``, loads the rows and parameters of an earlier save.
 
         Args:
-            dirname: a folder that ``save_persistables`` wrote, by any number of servers.
-            var_names: loads only these sparse tables; their names are those of the model's embeddings.
+            dirname: a folder that ``save_persistables`` wrote, with any number of servers.
+            var_names: loads only these sparse tables, named after the model's embeddings.
 
         Raises:
             NotInitializedError: before ``fleet.init``, or ``dirname`` is given and the model is not known yet.
-            ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
+            ConfigError: ``dirname`` is not a folder, or a name is not a sparse table's.
         """
         job = self._job("init_server", "server")
         if job is not None:
             job.init_server(None if dirname is None else _path("init_server", "dirname", dirname), var_names)
 
     def run_server(self) -> None:
-        """Serves, and returns when every worker has called ``stop_worker`` (or has been silent too long)."""
+        """Serves until every worker has called ``stop_worker`` (or has been silent too long)."""
         job = self._job("run_server", "server")
         if job is not None:
             job.run_server()
@@ -457,8 +457,8 @@ class Fleet:
     def init_worker(self, scopes: object = None) -> None:
         """Connects this worker to the servers; training starts from worker 0's parameters, or the servers' own.
 
-        It waits for servers that are not there yet and says which, for at most FLAGS_stop_check_timeout seconds. A
-        single process without servers in its environment gets one inside itself.
+        It waits at most FLAGS_stop_check_timeout seconds for servers that have not started, and names them. A single
+        process without servers in its environment runs one itself.
 
         Args:
             scopes: accepted for Fleet's signature; torch has no scopes.
@@ -466,14 +466,14 @@ class Fleet:
         Raises:
             NotInitializedError: before ``fleet.init``, ``distributed_optimizer`` or ``distributed_model``.
             ConfigError: the model cannot be served.
-            PSError: servers did not come in time; the message names them.
+            PSError: servers did not start in time; the message names them.
         """
         job = self._job("init_worker", "worker")
         if job is not None:
             job.start_worker()
 
     def stop_worker(self) -> None:
-        """Sends what is still waiting and leaves the job; the servers end when all workers have left."""
+        """Sends the pending updates and leaves the job; the servers exit when all workers have left."""
         job = self._job("stop_worker", "worker")
         if job is not None:
             job.stop_worker()
@@ -489,7 +489,7 @@ class Fleet:
         *,
         text: bool = False,
     ) -> None:
-        """Makes the servers write all tables to ``dirname``; every worker calls it and returns when it is written.
+        """Makes the servers write all tables to ``dirname``; every worker calls it and returns when they are written.
 
         Args:
             executor: accepted for Fleet's signature; the folder may stand in its place.
@@ -497,13 +497,13 @@ class Fleet:
             main_program: accepted for Fleet's signature.
             mode: 0 every row; 1 the rows that changed enough since the last save; 2 the rows with a score high
                 enough; 3 every row, and a day passes. 1 and 2 need an accessor on each table.
-            text: writes rows as lines of text, which other programs read and ``load_model`` too; with mode 0.
+            text: writes rows as lines of text, which other programs and ``load_model`` can read; mode 0 only.
         """
         folder, number = _folder("save_persistables", executor, dirname), _check_mode(mode)
         if not isinstance(text, bool) or (text and number):
             raise ConfigError(
-                f"fleet.save_persistables(mode={mode!r}, text={text!r}): text is True or False, and True writes every "
-                "row: mode 0."
+                f"fleet.save_persistables(mode={mode!r}, text={text!r}): text is True or False, and True needs mode 0, "
+                "which writes every row."
             )
         job = self._job("save_persistables", "worker")
         if job is not None:
@@ -522,7 +522,7 @@ class Fleet:
         """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
 
         Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
-        ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding of unbounded ids.
+        ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding with unbounded ids.
 
         Args:
             executor: accepted for Fleet's signature; the folder may stand in its place.
@@ -550,11 +550,11 @@ class Fleet:
             trainer.save(folder, number, [_table(trainer.plan.configs, table_id)])
 
     def load_model(self, path: Path, mode: int = 0) -> None:
-        """Makes the servers read all tables from a save; every worker calls it and goes on with what was read.
+        """Makes the servers load all tables from a save; every worker calls it and continues with the loaded tables.
 
         Args:
             path: a folder that ``save_persistables`` wrote.
-            mode: accepted; a save says itself what it holds.
+            mode: accepted; a save records what it holds.
         """
         folder = _path("load_model", "path", path)
         _check_mode(mode)
@@ -563,7 +563,7 @@ class Fleet:
             job.running().load(folder)
 
     def load_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
-        """Makes the servers read one table, by its number, as :meth:`load_model` does."""
+        """Makes the servers load one table, by its number, as :meth:`load_model` does."""
         folder = _path("load_one_table", "path", path)
         _check_mode(mode)
         job = self._job("load_one_table", "worker")
@@ -577,32 +577,32 @@ class Fleet:
         """Deletes rows that are not worth keeping; every worker calls it. Worker 0 gets the number of rows deleted.
 
         Args:
-            threshold: the least score of a row that stays (of tables without accessor: the least number of pushes);
-                ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor, and
-                leaves tables without one alone. The rows of ``nn.Embedding`` stay unless their table has an accessor.
+            threshold: the least score of a row that is kept (for tables without accessor: the least number of
+                pushes). ``None`` takes ``delete_threshold`` and ``delete_after_unseen_days`` of each table's accessor,
+                and skips tables without one. Rows of ``nn.Embedding`` are kept unless their table has an accessor.
 
         Raises:
-            ConfigError: no table has rows to delete in this way; said on every worker, and nothing is deleted.
+            ConfigError: no table has rows to delete in this way; raised on every worker, and nothing is deleted.
         """
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
         if threshold is not None and not (number and math.isfinite(threshold) and threshold >= 0):
             raise ConfigError(
                 f"fleet.shrink(threshold={threshold!r}) takes a number of 0 or more, the least score of a row that "
-                "stays, or None for the settings of each table."
+                "is kept, or None for the settings of each table."
             )
         job = self._job("shrink", "worker")
         return 0 if job is None else job.running().shrink(threshold)
 
     def print_table_stat(self, table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
-        """Prints how many rows and bytes a table has on all servers together.
+        """Prints how many rows and bytes a table has over all servers.
 
         Args:
             table_id: number of the table.
-            pass_id: a number that stands in the line.
+            pass_id: a number that the line shows.
             threshold: refused above 0: servers do not count rows by their score.
         """
         if isinstance(pass_id, bool) or not isinstance(pass_id, int):
-            raise ConfigError(f"print_table_stat(pass_id={pass_id!r}) takes a whole number, for the line.")
+            raise ConfigError(f"print_table_stat(pass_id={pass_id!r}) takes an integer, which the line shows.")
         if threshold:
             raise ConfigError(
                 f"print_table_stat(threshold={threshold!r}): rows are counted without a threshold; use 0."
@@ -614,15 +614,15 @@ class Fleet:
             print(f"pass {pass_id}, table {table_id}: {facts['rows']} rows, {facts['bytes']} bytes", flush=True)
 
     def set_date(self, table_id: int, day_id: str | int) -> None:
-        """Lets a day pass for the rows of a table, for tables that forget rows unseen for long; worker 0 triggers it.
+        """Advances a table by one day, for tables that delete rows unseen for long; worker 0 triggers it.
 
         Args:
             table_id: number of the table.
-            day_id: the new day. One that the servers have been told last changes nothing, so that a worker 0 which is
-                started again may repeat its call.
+            day_id: the new day. The servers ignore the day they were told last, so that a worker 0 that restarts may
+                repeat its call.
         """
         if isinstance(day_id, bool) or not isinstance(day_id, str | int) or not str(day_id).strip():
-            raise ConfigError(f"fleet.set_date(day_id={day_id!r}) takes the day as text or number, such as '20260131'.")
+            raise ConfigError(f"fleet.set_date(day_id={day_id!r}) takes the day as str or int, such as '20260131'.")
         job = self._job("set_date", "worker")
         if job is not None:
             trainer = job.running()
@@ -631,7 +631,7 @@ class Fleet:
     # ---- files and logs ------------------------------------------------------------------------------------------
 
     def save(self, obj: Any, path: str) -> None:
-        """Writes ``obj`` to exactly ``path``, whole or not at all; see ``fleet.load``."""
+        """Writes ``obj`` to exactly ``path``, atomically; see ``fleet.load``."""
         save_load.save(obj, path)
 
     def load(self, path: str, **kwargs: Any) -> Any:
@@ -653,7 +653,7 @@ class Fleet:
         return logging.getLevelName(LOGGER.getEffectiveLevel())
 
     def explain(self, strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
-        """Prints what ``strategy`` (or the one in force) does, in which order, what it warns of and refuses."""
+        """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses."""
         from fleet.options.explain import explain
 
         check_strategy("fleet.explain(strategy)", strategy)
@@ -671,8 +671,8 @@ class Fleet:
     def _close(self) -> None:
         """Ends the process group at exit.
 
-        What holds the group goes first: its end joins the threads of gloo, and one that lets go of its last piece of
-        work while Python is already ending takes the process down.
+        The holders of the group go first: destroying it joins gloo's threads, and a thread that releases its last
+        piece of work while Python is already exiting crashes the process.
         """
         import torch.distributed as dist
 
@@ -686,7 +686,7 @@ class Fleet:
             self._session = None
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-        if had_group:  # with a large heap this takes a while, and without a group it is of no use
+        if had_group:  # with a large heap this takes a while, and without a group it is useless
             gc.collect()
 
     def _need(self, call: str) -> Session:
@@ -695,20 +695,20 @@ class Fleet:
         return self._session
 
     def _job(self, call: str, role: str) -> ServerJob | None:
-        """Returns this process's job; ``None`` with a warning where the call has nothing to act on."""
+        """Returns this process's job; warns and returns ``None`` where the call has nothing to act on."""
         session = self._need(call)
         job = session.server_job
         if job is None:
             warnings.warn(
-                f"fleet.{call}() changes nothing: this job has no parameter servers. They come with "
-                "fleet.init(is_collective=False) and PADDLE_PSERVERS_IP_PORT_LIST, or --server_num of the launcher.",
+                f"fleet.{call}() has no effect: this job has no parameter servers. Start them with "
+                "fleet.init(is_collective=False) and PADDLE_PSERVERS_IP_PORT_LIST, or the launcher's --server_num.",
                 OptionWarning,
                 stacklevel=3,
             )
             return None
         own = "server" if self.is_server() else "worker"
         if own != role:
-            raise ConfigError(f"fleet.{call}() is for {role}s; this process is a {own}. Ask fleet.is_{role}() first.")
+            raise ConfigError(f"fleet.{call}() is for {role}s; this process is a {own}. Check fleet.is_{role}() first.")
         return job
 
     def _last_optimizer(self, call: str) -> FleetOptimizer:
@@ -719,7 +719,7 @@ class Fleet:
 
 
 def _has_servers(session: Session | None, options: DistributedStrategy) -> bool:
-    """Returns whether the job has servers: that of the session, or without one the job that the options are for."""
+    """Returns whether the session's job has servers or, without a session, the job that the options are for."""
     meant = options.is_set("a_sync") or options.is_set("a_sync_configs")
     if session is None:
         return meant
@@ -730,13 +730,13 @@ def check_strategy(label: str, strategy: object) -> None:
     """Raises ConfigError unless ``strategy`` is a DistributedStrategy or ``None``."""
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise ConfigError(
-            f"{label} takes a fleet.DistributedStrategy, got {strategy!r}. Strategy classes of older releases are not "
-            "compatible; set the same options on fleet.DistributedStrategy()."
+            f"{label} takes a fleet.DistributedStrategy, got {strategy!r}. Strategy classes from older releases are "
+            "not compatible; set the same options on fleet.DistributedStrategy()."
         )
 
 
 def _folder(call: str, executor: object, dirname: Path | None) -> str:
-    """Returns the folder, which may stand where Fleet's signature has the executor."""
+    """Returns the folder, which may be passed in place of the executor of Fleet's signature."""
     return _path(call, "dirname", dirname if dirname is not None else executor)
 
 
@@ -744,7 +744,7 @@ def _path(call: str, name: str, value: object) -> str:
     """Returns the folder ``value`` as an absolute path; raises ConfigError when it cannot be one."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, as text or pathlib.Path.")
+        raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, as str or pathlib.Path.")
     if os.path.isfile(text):
         raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, and this is a file.")
     return os.path.abspath(text)
@@ -761,7 +761,7 @@ def _check_mode(mode: object) -> int:
     """Returns ``mode``; raises ConfigError unless it is 0 to 3."""
     if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 3:
         raise ConfigError(
-            f"mode is {mode!r}; it is 0 (every row), 1 (rows that changed), 2 (rows worth serving) or 3 (every row, "
-            "and a day passes)."
+            f"mode is {mode!r}; it must be 0 (every row), 1 (rows that changed), 2 (rows worth serving) or 3 (every "
+            "row, and a day passes)."
         )
     return mode

@@ -1,4 +1,4 @@
-"""``python -m fleet.launch_ps``: the oldest launcher's command, kept for scripts that use it."""
+"""``python -m fleet.launch_ps``: the command of the oldest launcher, kept for scripts that use it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Metrics over all workers: each worker passes its own sums, every worker gets the same result.
+"""Metrics over all workers: each worker passes its own sums, and every worker gets the same result.
 
-Importable on its own: without ``util`` the functions use that of the running ``fleet``.
+Without ``util``, the functions use that of the running ``fleet``.
 
 Example:
     >>> fleet.metrics.acc(correct=90, total=100)
@@ -42,7 +42,7 @@ def min(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArr
 
 
 def acc(correct: Any, total: Any, scope: None = None, util: UtilBase | None = None) -> float:
-    """Returns the share of correct answers: the sum of ``correct`` over that of ``total``; nan without any."""
+    """Returns the accuracy: the sum of ``correct`` over the sum of ``total``; nan without samples."""
     return _ratio(correct, total, "correct", "total", _util_of(util, scope))
 
 
@@ -64,15 +64,15 @@ def rmse(sqrerr: Any, total_ins_num: Any, scope: None = None, util: UtilBase | N
 def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None = None) -> float:
     """Returns the area under the ROC curve from histograms of the predictions of positive and negative samples.
 
-    Bucket ``i`` counts samples whose predicted probability lies in the i-th of equal parts of [0, 1]; within a bucket
-    the curve is straight (trapezoids), as ties are. 0.5 when the workers together have no positive or no negative.
+    Bucket ``i`` counts samples whose predicted probability lies in the i-th of equal parts of [0, 1]. Within a bucket
+    the curve is straight (trapezoids), as for ties. 0.5 when all workers together have no positive or no negative.
 
     Args:
         stat_pos: counts of positive samples, any shape, the same on every worker.
         stat_neg: counts of negative samples, as many.
 
     Raises:
-        ConfigError: different numbers of buckets, or a negative count.
+        ConfigError: the numbers of buckets differ, or a count is negative.
     """
     chosen = _util_of(util, scope)
     local_pos, local_neg = _flat(stat_pos, "stat_pos"), _flat(stat_neg, "stat_neg")
@@ -105,7 +105,7 @@ class StatAuc:
 
     def __init__(self, bins: int = 4096) -> None:
         if type(bins) is not int or bins < 1:
-            raise ConfigError(f"StatAuc(bins={bins!r}) takes a whole number of at least 1.")
+            raise ConfigError(f"StatAuc(bins={bins!r}) takes an integer of at least 1.")
         self.bins = bins
         self.stat_pos: Array = np.zeros(bins, np.int64)
         self.stat_neg: Array = np.zeros(bins, np.int64)
@@ -114,8 +114,8 @@ class StatAuc:
         """Counts one batch.
 
         Args:
-            pred: probability of the positive class, shape (N,) or (N, 1); or (N, 2), column 1 being the positive one.
-            label: 0 or 1, N of them.
+            pred: probability of the positive class, shape (N,) or (N, 1); or (N, 2), column 1 positive.
+            label: N labels, 0 or 1.
 
         Raises:
             ConfigError: shapes that do not match, a prediction outside [0, 1], a label other than 0 and 1.
@@ -139,7 +139,7 @@ class StatAuc:
         return auc(self.stat_pos, self.stat_neg, util=util)
 
     def reset(self) -> None:
-        """Forgets everything counted."""
+        """Resets all counts."""
         self.stat_pos[:] = 0
         self.stat_neg[:] = 0
 
@@ -148,7 +148,7 @@ class StatAuc:
         return {"stat_pos": torch.from_numpy(self.stat_pos.copy()), "stat_neg": torch.from_numpy(self.stat_neg.copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over counts; raises CheckpointError when they were made with another number of bins."""
+        """Loads counts; raises CheckpointError when they were made with a different number of bins."""
         pos, neg = (np.array(_host(state_dict[name]), np.int64) for name in ("stat_pos", "stat_neg"))
         if pos.shape != (self.bins,) or neg.shape != (self.bins,):
             raise CheckpointError(f"StatAuc(bins={self.bins}) cannot load counts of shape {pos.shape} and {neg.shape}.")
@@ -159,7 +159,7 @@ class StatAuc:
 
 def _util_of(util: UtilBase | None, scope: object) -> UtilBase:
     if scope is not None:
-        raise ConfigError(f"scope={scope!r}: torch has no scopes. Pass the value itself and leave scope out.")
+        raise ConfigError(f"scope={scope!r}: torch has no scopes. Pass the value itself and omit scope.")
     if util is not None:
         return util
     import fleet

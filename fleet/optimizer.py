@@ -1,11 +1,11 @@
-"""Optimizers with the constructors of Fleet scripts, for scripts that move over line by line.
+"""Optimizers with the constructors of Fleet scripts, for scripts that are ported line by line.
 
-Each computes Paddle's numbers. Where torch has the same rule, the constructor returns torch's optimizer. RMSProp,
-Adamax and ASGD have rules of their own in Paddle, and so they have here. ``grad_clip`` and
+Each computes Paddle's numbers. Where torch has the same rule, the constructor returns torch's optimizer. Paddle's
+rules for RMSProp, Adamax and ASGD differ from torch's; they are implemented here. ``grad_clip`` and
 ``weight_decay=L1Decay(...)`` act at each update, in Fleet's order: clip, then decay, then the rule.
 
-``parameters`` takes groups as Paddle's do: in ``{"params": [...], "learning_rate": 0.1, "weight_decay": 0.0}`` the
-learning rate multiplies the optimizer's, and the decay replaces it.
+``parameters`` takes groups in Paddle's form: in ``{"params": [...], "learning_rate": 0.1, "weight_decay": 0.0}`` the
+learning rate multiplies the optimizer's, and the decay replaces the optimizer's.
 
 Example:
     >>> momentum = fleet.optimizer.Momentum(0.1, 0.9, net.parameters(), weight_decay=fleet.regularizer.L2Decay(1e-4))
@@ -75,7 +75,7 @@ def Momentum(
     """Returns ``torch.optim.SGD`` with momentum: ``v = m v + g; p -= lr v`` (Nesterov: ``p -= lr (g + m v)``)."""
     if rescale_grad != 1.0:
         raise UnsupportedOptionError(
-            f"Momentum(rescale_grad={rescale_grad!r}) is not offered. Multiply the loss by it, before backward()."
+            f"Momentum(rescale_grad={rescale_grad!r}) is not supported. Multiply the loss by it before backward()."
         )
     groups = checked(learning_rate, parameters, weight_decay, grad_clip, multi_precision=multi_precision)
     made = torch.optim.SGD(groups, learning_rate, momentum, nesterov=use_nesterov, foreach=use_multi_tensor or None)
@@ -125,8 +125,8 @@ def AdamW(
     for label, value in (("lr_ratio", lr_ratio), ("apply_decay_param_fun", apply_decay_param_fun)):
         if value is not None:
             raise UnsupportedOptionError(
-                f"AdamW({label}=...) goes by Paddle's parameter names, which torch does not have. Give groups "
-                'with rates or decays of their own: parameters=[{"params": [...], "weight_decay": 0.0}, ...].'
+                f"AdamW({label}=...) uses Paddle's parameter names, which torch does not have. Pass groups "
+                'with separate rates or decays: parameters=[{"params": [...], "weight_decay": 0.0}, ...].'
             )
     if isinstance(weight_decay, L1Decay | L2Decay):
         raise ConfigError(
@@ -214,9 +214,7 @@ def Rprop(
     """Returns ``torch.optim.Rprop``; ``learning_rate_range`` bounds the step sizes."""
     groups = checked(learning_rate, parameters, None, grad_clip, multi_precision=multi_precision)
     if any(group.pop("weight_decay") or "l1_decay" in group for group in groups):
-        raise ConfigError(
-            "Rprop takes no weight_decay, in groups neither: it goes by the signs of the gradients alone."
-        )
+        raise ConfigError("Rprop takes no weight_decay, not in groups either: it uses only the signs of the gradients.")
     return with_steps_before(torch.optim.Rprop(groups, learning_rate, etas, learning_rate_range), grad_clip)
 
 
@@ -235,18 +233,18 @@ def LBFGS(
 ) -> Optimizer:
     """Returns ``torch.optim.LBFGS``; ``step(closure)`` runs the closure several times.
 
-    Raises UnsupportedOptionError for ``weight_decay`` and ``grad_clip``, which act once for each update elsewhere: put
-    the penalty into the closure's loss, and clip in the closure, after ``backward()``.
+    Raises UnsupportedOptionError for ``weight_decay`` and ``grad_clip``, which act once per update in the other
+    optimizers: put the penalty into the closure's loss, and clip in the closure, after ``backward()``.
     """
     for label, value in (("weight_decay", weight_decay), ("grad_clip", grad_clip)):
         if value is not None:
             raise UnsupportedOptionError(
-                f"LBFGS({label}={value!r}) is not offered: one step evaluates several gradients. Put it into the "
+                f"LBFGS({label}={value!r}) is not supported: one step evaluates several gradients. Put it into the "
                 "closure: add a penalty to the loss, or clip after backward()."
             )
     groups = checked(learning_rate, parameters, None, None)
     if len(groups) > 1 or groups[0]["weight_decay"] or "lr" in groups[0]:
-        raise ConfigError("LBFGS takes parameters as one list, without groups: its history is one over all of them.")
+        raise ConfigError("LBFGS takes parameters as one list, without groups: it keeps one history over all of them.")
     return torch.optim.LBFGS(
         groups[0]["params"],
         learning_rate,
@@ -276,13 +274,13 @@ def Lamb(
     if exclude_from_weight_decay_fn is not None:
         raise UnsupportedOptionError(
             "Lamb(exclude_from_weight_decay_fn=...) takes Paddle's parameters. Use torch.optim.Adam with "
-            "strategy.lamb = True and lamb_configs['exclude_from_weight_decay'], which goes by torch's names."
+            "strategy.lamb = True and lamb_configs['exclude_from_weight_decay'], which uses torch's names."
         )
     if always_adapt:
-        raise UnsupportedOptionError("Lamb(always_adapt=True) is not offered; leave it out.")
+        raise UnsupportedOptionError("Lamb(always_adapt=True) is not supported; omit it.")
     adam = Adam(learning_rate, beta1, beta2, epsilon, parameters, None, grad_clip, multi_precision=multi_precision)
     if any(group["weight_decay"] or "l1_decay" in group for group in adam.param_groups):
-        raise ConfigError("Lamb takes one decay, lamb_weight_decay; leave weight_decay out of the groups.")
+        raise ConfigError("Lamb takes one decay, lamb_weight_decay; omit weight_decay from the groups.")
     unused: Any = None
     return LambAdam(adam, "lamb", unused, None, decay=lamb_weight_decay)
 
@@ -291,7 +289,7 @@ def Lamb(
 
 
 class _Rule(Optimizer):
-    """Updates each parameter by itself; a subclass says how. ``weight_decay`` is added to the gradient."""
+    """Updates each parameter separately; a subclass defines how. ``weight_decay`` is added to the gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -306,7 +304,7 @@ class _Rule(Optimizer):
                     continue
                 if parameter.grad.is_sparse:
                     raise ConfigError(
-                        f"{type(self).__name__} takes dense gradients, got a sparse one. Use SGD or Adam."
+                        f"{type(self).__name__} takes dense gradients and got a sparse one. Use SGD or Adam."
                     )
                 decay = group["weight_decay"]
                 gradient = parameter.grad.add(parameter, alpha=decay) if decay else parameter.grad
@@ -319,7 +317,7 @@ class _Rule(Optimizer):
 
 
 class RMSProp(_Rule):
-    """Paddle's RMSProp, whose epsilon stands inside the root; torch's stands outside.
+    """Paddle's RMSProp, whose epsilon is inside the root; torch's is outside.
 
     ``r = rho r + (1 - rho) g^2``; centered: ``c = rho c + (1 - rho) g``, otherwise ``c = 0``;
     ``v = momentum v + lr g / sqrt(r - c^2 + epsilon)``; ``p -= v``.
@@ -403,7 +401,7 @@ class Adamax(_Rule):
 
 
 class ASGD(_Rule):
-    """Paddle's ASGD, the stochastic average gradient; torch's class of that name averages the parameters instead.
+    """Paddle's ASGD, the stochastic average gradient; torch's ASGD averages the parameters instead.
 
     With ``n = batch_num`` and step m = 0, 1, ...: ``i = m % n``; ``d = d - y_i + g``; ``y_i = g``;
     ``p -= lr d / min(m + 1, n)``. It keeps ``n`` gradients of each parameter.
@@ -438,7 +436,7 @@ class ASGD(_Rule):
 
 
 def _zeros(state: dict[str, Any], key: str, parameter: Tensor) -> Tensor:
-    """Returns the entry of a parameter's state, which begins with zeros."""
+    """Returns the entry of a parameter's state, initially zeros."""
     if key not in state:
         state[key] = torch.zeros_like(parameter)
     return cast(Tensor, state[key])
@@ -450,34 +448,34 @@ def _zeros(state: dict[str, Any], key: str, parameter: Tensor) -> Tensor:
 def checked(
     learning_rate: object, parameters: Parameters, weight_decay: Decay, grad_clip: object, **off: bool
 ) -> list[dict[str, Any]]:
-    """Returns groups as torch takes them: a rate and an L2 decay each, and under ``l1_decay`` an L1 decay.
+    """Returns groups in torch's form: a rate and an L2 decay each, and under ``l1_decay`` an L1 decay.
 
-    Raises ConfigError for arguments that torch does not take, or takes otherwise.
+    Raises ConfigError for arguments that torch does not take, or takes with a different meaning.
     """
     rate = _number("learning_rate", learning_rate)
     if parameters is None:
         raise ConfigError("parameters is None; pass model.parameters().")
     if grad_clip is not None and not isinstance(grad_clip, GradientClip):
-        raise ConfigError(f"grad_clip is {grad_clip!r}; it takes fleet.ClipGradByGlobalNorm(...) or one of its kind.")
+        raise ConfigError(f"grad_clip is {grad_clip!r}; it takes fleet.ClipGradByGlobalNorm(...) or its siblings.")
     for name, value in off.items():
         if value:
-            raise UnsupportedOptionError(f"{name}=True is not offered; master weights come with strategy.amp.")
+            raise UnsupportedOptionError(f"{name}=True is not supported; strategy.amp brings master weights.")
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not given:
-        raise ConfigError("parameters is empty; pass model.parameters() of a model that has some.")
+        raise ConfigError("parameters is empty; pass model.parameters() of a model that has parameters.")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     return [_group(group, rate, weight_decay) for group in groups]
 
 
 def _group(group: dict[str, Any], rate: float, weight_decay: Decay) -> dict[str, Any]:
-    """Returns one group of Paddle's form in torch's."""
+    """Converts one group from Paddle's form to torch's."""
     if unknown := set(group) - {"params", "learning_rate", "weight_decay"}:
         raise ConfigError(
-            f"A group of parameters holds {sorted(unknown)}; it takes 'params', 'learning_rate' (a factor on the "
-            "optimizer's) and 'weight_decay'. Make an optimizer of torch.optim for other settings by group."
+            f"A parameter group has {sorted(unknown)}; it takes 'params', 'learning_rate' (a factor on the "
+            "optimizer's) and 'weight_decay'. Use an optimizer from torch.optim for other settings by group."
         )
     if "params" not in group:
-        raise ConfigError(f"A group of parameters holds {sorted(group)} and no 'params'.")
+        raise ConfigError(f"A parameter group has {sorted(group)} and no 'params'.")
     decay = group.get("weight_decay", weight_decay)
     if decay is not None and not isinstance(decay, L1Decay | L2Decay):
         decay = L2Decay(_number("weight_decay", decay, "a number, L1Decay or L2Decay"))
@@ -493,7 +491,7 @@ def _group(group: dict[str, Any], rate: float, weight_decay: Decay) -> dict[str,
 def _number(name: str, value: object, takes: str = "a number") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         schedule = (
-            " A schedule is made around the optimizer: torch.optim.lr_scheduler.StepLR(optimizer, ...)."
+            " A schedule wraps the optimizer: torch.optim.lr_scheduler.StepLR(optimizer, ...)."
             if name == "learning_rate"
             else ""
         )
@@ -502,7 +500,7 @@ def _number(name: str, value: object, takes: str = "a number") -> float:
 
 
 def with_steps_before(optimizer: Optimizer, grad_clip: GradientClip | None) -> Optimizer:
-    """Returns ``optimizer``, which clips and adds L1 decay before each of its updates."""
+    """Returns ``optimizer``, which now clips and adds L1 decay before each update."""
     if grad_clip is None and not any(group.get("l1_decay") for group in optimizer.param_groups):
         return optimizer
 

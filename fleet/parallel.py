@@ -1,4 +1,4 @@
-"""The basic form: rank and size, ParallelEnv, and spawn. Thin over the role record and torch."""
+"""The basic form: rank and size, ParallelEnv, and spawn. A thin layer over the role record and torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPAWN_OPTIONS = ("start_method", "gpus", "ips", "backend")
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Returns the rank of this process: in ``group``, in the running job, or as the starter of the process says.
+    """Returns the rank of this process in ``group``, in the running job, or as set by the starter of the process.
 
     Raises:
         NotInitializedError: ``group`` is given and no process group runs.
@@ -40,7 +40,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Returns the number of processes: of ``group``, of the running job, or as the starter of the process says.
+    """Returns the number of processes in ``group``, in the running job, or as set by the starter of the process.
 
     Raises:
         NotInitializedError: ``group`` is given and no process group runs.
@@ -59,7 +59,7 @@ def _group_runs(call: str, group: dist.ProcessGroup | None) -> bool:
 class ParallelEnv:
     """What the starter of this process says about it, under the names of ``paddle.distributed.ParallelEnv``.
 
-    As in Paddle ``local_rank`` is another name of ``rank``, the rank in the whole job; the rank on the node is
+    As in Paddle, ``local_rank`` is another name for ``rank``, the rank in the whole job. The rank on the node is
     ``fleet.local_rank()``.
 
     Raises:
@@ -95,7 +95,7 @@ class ParallelEnv:
 
     @property
     def device_id(self) -> int:
-        """Index of the device among those this process sees; 0 on a CPU."""
+        """Index of the device among those that this process sees; 0 on a CPU."""
         selected = read_device_ids(self._environment, "FLAGS_selected_gpus")
         if selected:
             return selected[0]
@@ -114,7 +114,7 @@ class ParallelEnv:
 
     @property
     def nrings(self) -> int:
-        """The value of FLAGS_nccl_nrings; NCCL decides by itself, so it changes nothing."""
+        """The value of FLAGS_nccl_nrings; it has no effect, because NCCL decides."""
         return self._nrings
 
     @property
@@ -135,15 +135,15 @@ def spawn(
     daemon: bool = False,
     **options: Any,
 ) -> Any:
-    """Runs ``func(*args)`` in ``nprocs`` new processes of this machine, each set up as a worker of one job.
+    """Runs ``func(*args)`` in ``nprocs`` new processes on this machine, each set up as a worker of one job.
 
     ``func`` calls ``fleet.init(is_collective=True)`` or ``fleet.init_parallel_env()`` itself.
 
     Args:
         func: a function that the new processes can import.
         args: its arguments.
-        nprocs: number of processes; -1 is one for each GPU (of ``gpus``, or visible). A machine without a GPU needs
-            a number.
+        nprocs: number of processes; -1 means one for each GPU (in ``gpus``, or visible). A machine without a GPU
+            needs a number.
         join: wait for the processes.
         daemon: end the processes when this one ends.
         options: ``start_method`` ("spawn", "forkserver", "fork"), ``gpus`` ("0,1": indices among the visible
@@ -154,7 +154,7 @@ def spawn(
 
     Raises:
         ConfigError: an argument or option is wrong. Nothing was started.
-        torch.multiprocessing.ProcessRaisedException: a process raised; carries its traceback.
+        torch.multiprocessing.ProcessRaisedException: a process raised; it carries the traceback.
 
     Example:
         >>> fleet.spawn(train, args=("data",), nprocs=2)
@@ -174,7 +174,7 @@ def spawn(
         gpus = list(range(torch.cuda.device_count()))
         if count > len(gpus):
             raise ConfigError(
-                f"spawn(nprocs={nprocs!r}): {len(gpus)} GPU(s) are visible, and each process takes one. "
+                f"spawn(nprocs={nprocs!r}): {len(gpus)} GPU(s) are visible, and each process needs one. "
                 "Use fewer processes, or backend='gloo' to run on the CPU."
             )
     environments = _environments(count, gpus if on_gpu else None, "nccl" if on_gpu else "gloo")
@@ -189,17 +189,15 @@ def spawn(
 
 
 def _check_importable(func: Callable[..., Any]) -> None:
-    """Raises ConfigError for a function that a new process cannot import by its name."""
+    """Raises ConfigError for a function that a new process cannot import by name."""
     while isinstance(func, functools.partial):
         func = func.func
     name = getattr(func, "__qualname__", "")
     problem = ""
     if "<lambda>" in name:
-        problem = "is a lambda, and new processes import the function by its name. Write it as a def in a .py file."
+        problem = "is a lambda, and new processes import the function by name. Write it as a def in a .py file."
     elif "<locals>" in name:
-        problem = (
-            "is defined inside another function, and new processes import it by its name. Move it to the top level."
-        )
+        problem = "is defined inside another function, and new processes import it by name. Move it to the top level."
     elif getattr(func, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         problem = (
             "is defined in a notebook or at the prompt, where new processes cannot import it. Put it in a .py file."
@@ -214,7 +212,7 @@ def _run_worker(
     export(environments[index])
     if not Environment().has("OMP_NUM_THREADS"):
         torch.set_num_threads(max((os.cpu_count() or 1) // len(environments), 1))
-    # A process of multiprocessing runs no exit functions, and the others must hear that this worker has ended.
+    # A multiprocessing process runs no exit functions, and the others must learn that this worker has ended.
     atexit._clear()  # those of a parent that forked
     try:
         func(*args)
@@ -265,7 +263,7 @@ def _checked_count(nprocs: int, gpus: list[int] | None) -> int:
         raise ConfigError("spawn(nprocs=-1) starts one process for each GPU, and there is none. Give a number.")
     count = visible if nprocs == -1 else nprocs
     if gpus is not None and count != len(gpus):
-        raise ConfigError(f"spawn(nprocs={nprocs!r}, gpus=...) names {len(gpus)} GPUs; each process takes one.")
+        raise ConfigError(f"spawn(nprocs={nprocs!r}, gpus=...) names {len(gpus)} GPUs; each process needs one.")
     return count
 
 
@@ -300,6 +298,6 @@ def _environments(count: int, gpus: list[int] | None, backend: str) -> list[dict
         if gpus is not None:
             values["FLAGS_selected_gpus"] = gpus[rank]
         if backend == "gloo" and os.path.isdir("/sys/class/net/lo"):
-            values["GLOO_SOCKET_IFNAME"] = "lo"  # the workers are all here; nothing is to be reached from outside
+            values["GLOO_SOCKET_IFNAME"] = "lo"  # all workers run here; nothing needs to be reachable from outside
         environments.append({name: str(value) for name, value in values.items()})
     return environments

@@ -3,11 +3,11 @@
 ::
 
     RoleMakerBase
-    |- PaddleCloudRoleMaker              asks the environment, at the first question
-    `- UserDefinedRoleMaker              is told
-       `- UserDefinedCollectiveRoleMaker its 1.x form
+    |- PaddleCloudRoleMaker              reads the environment, at the first query
+    `- UserDefinedRoleMaker              takes its arguments
+    `- UserDefinedCollectiveRoleMaker its 1.x form
 
-Every question exists under its 1.x name (``worker_num``) and with a leading underscore (``_worker_num``), as Fleet's
+Every query exists under its 1.x name (``worker_num``) and with a leading underscore (``_worker_num``): Fleet's
 scripts use both.
 """
 
@@ -46,9 +46,9 @@ __all__ = [
 
 
 class RoleMakerBase:
-    """Who this process is, who the others are, and collective operations on host arrays among the workers.
+    """The role of this process, its peers, and collective operations on host arrays among the workers.
 
-    A subclass overrides :meth:`_generate_role`, which returns the record; it is asked once.
+    A subclass overrides :meth:`_generate_role`, which returns the record; it is called once.
     """
 
     def __init__(self, is_collective: bool = False) -> None:
@@ -62,12 +62,12 @@ class RoleMakerBase:
         raise NotImplementedError(f"{type(self).__name__} does not say how to find its role")
 
     def generate_role(self) -> None:
-        """Finds the role now rather than at the first question."""
+        """Finds the role now rather than at the first query."""
         self.record  # noqa: B018
 
     @property
     def record(self) -> RoleRecord:
-        """The role as one immutable value; found at the first use."""
+        """The role as one immutable value, found at first use."""
         if self._record is None:
             self._record = self._generate_role()
         return self._record
@@ -165,7 +165,7 @@ class RoleMakerBase:
     # ---- among the workers ---------------------------------------------------------------------------------------
 
     def set_util(self, util: UtilBase) -> None:
-        """Hands the role maker what it exchanges arrays with; ``fleet.init`` does so."""
+        """Sets the object that exchanges arrays; ``fleet.init`` calls this."""
         self._util = util
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
@@ -190,12 +190,12 @@ class RoleMakerBase:
 
     def _need_util(self) -> UtilBase:
         if self._util is None:
-            raise NotInitializedError("The role maker exchanges data only after fleet.init(role_maker).")
+            raise NotInitializedError("The role maker can exchange data only after fleet.init(role_maker).")
         return self._util
 
 
 def _add_private_names() -> None:
-    """Fleet 2.x spells every question with a leading underscore; those call whatever a subclass overrides."""
+    """Fleet 2.x spells every query with a leading underscore; those names call what a subclass overrides."""
     names = [
         "is_worker", "is_server", "is_first_worker", "is_coordinator", "is_heter_worker", "is_non_distributed",
         "worker_index", "server_index", "role_id", "local_rank", "worker_num", "server_num", "node_num",
@@ -222,18 +222,18 @@ _add_private_names()
 
 
 class PaddleCloudRoleMaker(RoleMakerBase):
-    """The role that the starter of this process put into the environment, read at the first question.
+    """The role that the starter of this process put into the environment, read at the first query.
 
-    Collective: Fleet's launcher, torchrun, Kubeflow, srun and mpirun are understood; without any of them the process
-    is alone. Otherwise PADDLE_PSERVERS_IP_PORT_LIST makes it a parameter-server job.
+    Collective: Fleet's launcher, torchrun, Kubeflow, srun and mpirun are supported; without any of them the job is
+    this process alone. Otherwise PADDLE_PSERVERS_IP_PORT_LIST makes it a parameter-server job.
 
     Args:
         is_collective: workers only, no parameter server.
         environment: the variables to read; ``None`` reads the process environment.
-        kwargs: ``init_gloo`` and ``path`` of older scripts; they give a warning, since the environment decides.
+        kwargs: ``init_gloo`` and ``path`` from older scripts; they warn, because the environment decides.
 
     Raises:
-        ConfigError: at the first question, when variables are missing or contradict each other.
+        ConfigError: at the first query, when variables are missing or contradict each other.
 
     Example:
         >>> PaddleCloudRoleMaker(is_collective=True, environment=Environment({})).worker_num()
@@ -246,7 +246,7 @@ class PaddleCloudRoleMaker(RoleMakerBase):
         given = [name for name, value in kwargs.items() if value]
         if given:
             warnings.warn(
-                f"PaddleCloudRoleMaker({', '.join(given)}) changes nothing: PADDLE_WITH_GLOO and PADDLE_GLOO_* say "
+                f"PaddleCloudRoleMaker({', '.join(given)}) has no effect: PADDLE_WITH_GLOO and PADDLE_GLOO_* set "
                 "whether and where host arrays are exchanged.",
                 OptionWarning,
                 stacklevel=2,
@@ -260,20 +260,20 @@ class PaddleCloudRoleMaker(RoleMakerBase):
 
 
 class UserDefinedRoleMaker(RoleMakerBase):
-    """A role given in code; the environment is not asked.
+    """A role given in code; the environment is not read.
 
     Args:
         is_collective: workers only, no parameter server.
-        init_gloo: let the processes of a parameter-server job exchange host arrays; they meet in the folder ``path``.
+        init_gloo: let the processes of a parameter-server job exchange host arrays; ``path`` is their rendezvous.
         current_id: rank of this worker, or index of this server.
         role: ``Role.WORKER`` or ``Role.SERVER``.
-        worker_num: number of workers; may be left out where ``worker_endpoints`` is given.
-        worker_endpoints: host:port of every worker, in rank order; the first is where they meet.
+        worker_num: number of workers; optional where ``worker_endpoints`` is given.
+        worker_endpoints: host:port of every worker, in rank order; the first serves the rendezvous.
         server_endpoints: host:port of every parameter server.
         path: shared folder for ``init_gloo``.
 
     Raises:
-        ConfigError: a value is wrong or missing. Unlike in Fleet this is said at once, not at the first question.
+        ConfigError: a value is wrong or missing. Unlike Fleet, which raises at the first query, this raises at once.
 
     Example:
         >>> role = UserDefinedRoleMaker(current_id=0, role=Role.SERVER, worker_num=2,
@@ -304,8 +304,8 @@ class UserDefinedRoleMaker(RoleMakerBase):
         rank = _number(self, "current_id", self._given.get("current_id", 0))
         if workers and len(workers) != worker_num:
             raise ConfigError(
-                f"{type(self).__name__}(worker_num={worker_num!r}) and worker_endpoints with {len(workers)} addresses; "
-                "there is one address for each worker."
+                f"{type(self).__name__}(worker_num={worker_num!r}) got worker_endpoints with {len(workers)} addresses; "
+                "each worker needs one address."
             )
         if kind is Role.SERVER:
             check_rank(rank, len(servers), "current_id", "the number of server_endpoints")
@@ -315,7 +315,7 @@ class UserDefinedRoleMaker(RoleMakerBase):
         if self._is_collective and worker_num > 1 and not workers:
             raise ConfigError(
                 f"{type(self).__name__}(is_collective=True, worker_num={worker_num!r}) needs worker_endpoints: the "
-                "workers meet at the first one."
+                "first one serves the rendezvous."
             )
         record = RoleRecord(
             kind=kind,
@@ -370,8 +370,8 @@ class MPISymetricRoleMaker(RoleMakerBase):
 
 def _refuse(name: str) -> NoReturn:
     raise UnsupportedOptionError(
-        f"{name} belonged to Fleet 1.x and does not exist any more. Use PaddleCloudRoleMaker(is_collective=...), which "
-        "also understands mpirun, or UserDefinedRoleMaker."
+        f"{name} belonged to Fleet 1.x and no longer exists. Use PaddleCloudRoleMaker(is_collective=...), which "
+        "also supports mpirun, or UserDefinedRoleMaker."
     )
 
 
@@ -386,7 +386,7 @@ def _check_names(maker: RoleMakerBase, given: dict[str, Any], known: tuple[str, 
 
 def _number(maker: RoleMakerBase, name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{type(maker).__name__}({name}={value!r}) takes a whole number.")
+        raise ConfigError(f"{type(maker).__name__}({name}={value!r}) takes an integer.")
     return value
 
 
@@ -395,7 +395,7 @@ def _endpoints(maker: RoleMakerBase, name: str, value: object) -> tuple[str, ...
         return ()
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise ConfigError(f"{type(maker).__name__}({name}={value!r}) takes a list of host:port texts.")
+        raise ConfigError(f"{type(maker).__name__}({name}={value!r}) takes a list of host:port strings.")
     endpoints = tuple(part.strip() for part in parts)
     check_endpoints(endpoints, name)
     return endpoints

@@ -1,4 +1,4 @@
-"""Who stands where in the mesh: CommunicateTopology (arithmetic on ranks) and HybridCommunicateGroup (the groups)."""
+"""The layout of the mesh: CommunicateTopology (arithmetic on ranks) and HybridCommunicateGroup (the groups)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DEFAULT_NAMES = ("data", "pipe", "sharding", "sep", "context", "model")
 
 
 class CommunicateTopology:
-    """The ranks of a job as a grid with one dimension for each axis; ranks are neighbours along the last axis.
+    """The ranks of a job as a grid with one dimension for each axis; ranks are consecutive along the last axis.
 
     Args:
-        hybrid_group_names: the axes, the outermost first.
+        hybrid_group_names: the axes, outermost first.
         dims: the number of workers along each.
 
     Raises:
-        ConfigError: the two do not fit together.
+        ConfigError: the two do not match.
 
     Example:
         >>> CommunicateTopology(["data", "sharding"], [2, 2]).get_comm_list("data")
@@ -45,7 +45,7 @@ class CommunicateTopology:
                 "number of at least 1 for each."
             )
         self._dims = dict(zip(names, sizes, strict=True))
-        self.coordinate = namedtuple("Coordinate", names)  # type: ignore[misc]  # the names are known here only
+        self.coordinate = namedtuple("Coordinate", names)  # type: ignore[misc]  # the names are known only here
         self._coordinates = list(itertools.starmap(self.coordinate, itertools.product(*(range(s) for s in sizes))))
 
     def get_hybrid_group_names(self) -> list[str]:
@@ -63,27 +63,27 @@ class CommunicateTopology:
         return len(self._coordinates)
 
     def get_rank(self, **coordinate: int) -> int:
-        """Returns the rank at a place, given for every axis by name."""
+        """Returns the rank at a coordinate, given for every axis by name."""
         if set(coordinate) != set(self._dims):
-            raise ConfigError(f"get_rank() takes a place along each of {', '.join(self._dims)}, got {coordinate!r}.")
+            raise ConfigError(f"get_rank() takes a coordinate for each of {', '.join(self._dims)}, got {coordinate!r}.")
         for axis, place in coordinate.items():
             self._check_place(axis, place)
         return self._coordinates.index(tuple(coordinate[axis] for axis in self._dims))
 
     def get_coord(self, rank: int) -> Any:
-        """Returns the place of ``rank`` along each axis, as a named tuple."""
+        """Returns the coordinate of ``rank`` along each axis, as a named tuple."""
         if not 0 <= rank < self.world_size():
             raise ConfigError(f"get_coord(rank={rank!r}): ranks are 0 to {self.world_size() - 1}.")
         return self._coordinates[rank]
 
     def get_axis_list(self, axis_name: str, index: int) -> list[int]:
-        """Returns the ranks whose place along the axis is ``index``, in order."""
+        """Returns the ranks whose coordinate along the axis is ``index``, in order."""
         place = list(self._dims).index(self._known(axis_name))
         self._check_place(axis_name, index)
         return [rank for rank, coordinate in enumerate(self._coordinates) if coordinate[place] == index]
 
     def get_comm_list(self, axis_name: str) -> list[list[int]]:
-        """Returns the groups along an axis: ranks that differ in their place along it only, by place.
+        """Returns the groups along an axis: ranks that differ only in their coordinate along it, in that order.
 
         The groups come in the order of their first ranks.
         """
@@ -103,7 +103,7 @@ class CommunicateTopology:
         return self.get_fused_comm_list(fused_axis)
 
     def get_rank_from_stage(self, global_rank: int, **places: int) -> int:
-        """Returns the rank that stands as ``global_rank`` does, except for the axes named in ``places``."""
+        """Returns the rank with the coordinates of ``global_rank``, except for the axes named in ``places``."""
         return self.get_rank(**{**self.get_coord(global_rank)._asdict(), **places})
 
     def _known(self, axis_name: str) -> str:
@@ -115,7 +115,7 @@ class CommunicateTopology:
     def _check_place(self, axis_name: str, index: int) -> None:
         size = self._dims[self._known(axis_name)]
         if not 0 <= index < size:
-            raise ConfigError(f"The axis {axis_name!r} has places 0 to {size - 1}, got {index!r}.")
+            raise ConfigError(f"The axis {axis_name!r} has coordinates 0 to {size - 1}, got {index!r}.")
 
 
 class ParallelMode:
@@ -129,7 +129,7 @@ class ParallelMode:
 
 
 class _CallableNumber(int):
-    """A rank as Paddle has it, ``group.rank``, which torch calls: ``group.rank()``."""
+    """A rank that works both as Paddle's attribute ``group.rank`` and as torch's call ``group.rank()``."""
 
     def __call__(self) -> int:
         return int(self)
@@ -138,8 +138,8 @@ class _CallableNumber(int):
 class CommunicateGroup:
     """A process group with Paddle's attributes; the calls of ``torch.distributed`` take it as a group.
 
-    What wants torch's own object (``DistributedDataParallel``, collectives of Python objects) takes ``process_group``,
-    which is ``None`` in a single process.
+    For code that needs torch's own object (``DistributedDataParallel``, collectives of Python objects), pass
+    ``process_group``, which is ``None`` in a single process.
     """
 
     def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
@@ -148,11 +148,11 @@ class CommunicateGroup:
         self.rank = _CallableNumber(self.get_group_rank(global_rank))
 
     def get_group_rank(self, rank: int) -> int:
-        """Returns the place of a rank of the job in this group; -1 when it is outside."""
+        """Returns the index in this group of a rank of the job; -1 when it is outside."""
         return self.ranks.index(rank) if rank in self.ranks else -1
 
     def is_member(self) -> bool:
-        """Returns True: a worker is given the groups that it belongs to."""
+        """Returns True: a worker only gets the groups that it belongs to."""
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -172,16 +172,16 @@ class CommunicateGroup:
 
 
 class HybridCommunicateGroup:
-    """This worker's place along every axis of the mesh, and the process groups; ``fleet`` makes it.
+    """This worker's coordinate along every axis of the mesh, and the process groups; ``fleet`` creates it.
 
     For each axis ``data``, ``model``, ``pipe`` (its group and rank: ``stage``), ``sharding``, ``sep`` and ``context``
     there is ``get_<axis>_parallel_rank()``, ``get_<axis>_parallel_world_size()``, ``get_<axis>_parallel_group()`` and
-    ``get_<axis>_parallel_group_src_rank()``. An axis of degree 1 has a group of this worker alone. A group has
+    ``get_<axis>_parallel_group_src_rank()``. The group of an axis with degree 1 is this worker alone. A group has
     ``nranks``, ``ranks`` and ``rank``, and the calls of ``torch.distributed`` take it.
 
     Args:
         topology: the layout.
-        session: knows the mesh, whose groups are used.
+        session: has the mesh, whose groups are used.
 
     Example:
         >>> group = fleet.get_hybrid_communicate_group()
@@ -206,7 +206,7 @@ class HybridCommunicateGroup:
         return self.global_rank
 
     def get_parallel_mode(self) -> int:
-        """Returns a number of :class:`ParallelMode`: of the innermost way to divide the model that is in use."""
+        """Returns the :class:`ParallelMode` number of the innermost way of dividing the model that is in use."""
         size = self._topology.get_dim
         if size("pipe") > 1:
             return ParallelMode.PIPELINE_PARALLEL
@@ -223,7 +223,7 @@ class HybridCommunicateGroup:
     check_parallel_group = get_check_parallel_group
 
     def get_stage_id(self) -> int:
-        """Returns the stage of the pipeline that this worker is."""
+        """Returns this worker's stage of the pipeline."""
         return self.rank("pipe")
 
     def get_num_stages(self) -> int:
@@ -241,7 +241,7 @@ class HybridCommunicateGroup:
         return self.get_stage_id() == self.get_num_stages() - 1
 
     def get_p2p_groups(self) -> None:
-        """Returns ``None``: torch's point-to-point operations need no groups of two."""
+        """Returns ``None``: torch's point-to-point operations need no two-rank groups."""
         return
 
     def get_rank_from_stage(self, stage_id: int, **places: int) -> int:
@@ -257,7 +257,7 @@ class HybridCommunicateGroup:
         return self.communicate_group("model")
 
     def rank(self, axis: str) -> int:
-        """Returns the place of this worker along ``axis``."""
+        """Returns the coordinate of this worker along ``axis``."""
         self._topology.get_dim(axis)
         return int(getattr(self._topology.get_coord(self.global_rank), axis))
 
@@ -272,7 +272,7 @@ class HybridCommunicateGroup:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Returns this worker's process group along ``axis``; ``None`` in a single process.
 
-        It can be asked for by one worker alone: every group of several workers was made when the job started.
+        One worker may call it alone: every group of several workers was created when the job started.
         """
         everyone = self._session.process_group
         degree = self._topology.get_dim(axis)
@@ -316,7 +316,7 @@ _add_getters()
 
 
 def communicate_group(session: Session) -> HybridCommunicateGroup:
-    """Returns the place of this worker in the mesh of ``session``.
+    """Returns the coordinates of this worker in the mesh of ``session``.
 
     Raises NotInitializedError in a parameter-server job, which has no mesh.
     """

@@ -1,7 +1,7 @@
 """Image classification data: scikit-learn's handwritten digits, or a folder with one sub-folder of images per class.
 
-Both are split into a training and a test part, stratified and seeded: every process that asks with the same seed
-gets the same split. Nothing here knows about ranks; the training script decides which process sees which images.
+Both are split into training and test data, stratified and seeded: every process with the same seed gets the same
+split. Nothing here depends on ranks; the training script decides which process sees which images.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_data(source: str, image_size: int, seed: int = 0) -> ImageData:
 
 
 def split_indices(labels: NDArray[np.int64], seed: int) -> tuple[list[int], list[int]]:
-    """Returns the positions of training and test samples, one fifth of every class (at least one) for the test.
+    """Returns the indices of training and test samples; one fifth of every class (at least one) is for the test.
 
     Example:
         >>> train, test = split_indices(np.array([0] * 5 + [1] * 10), seed=0)
@@ -68,7 +68,7 @@ def split_indices(labels: NDArray[np.int64], seed: int) -> tuple[list[int], list
 
 
 class Digits(Dataset[Sample]):
-    """Handwritten digits in memory; in training each image is moved by up to an eighth of its size."""
+    """Handwritten digits in memory; training shifts each image by up to an eighth of its size."""
 
     def __init__(self, images: Tensor, labels: list[int], *, training: bool) -> None:
         self.images, self.labels, self.training = images, labels, training
@@ -106,7 +106,7 @@ def open_digits(image_size: int, seed: int) -> ImageData:
 
 
 class ImageFolder(Dataset[Sample]):
-    """JPEG and PNG files, opened when asked for, so that decoding happens in the DataLoader's workers."""
+    """JPEG and PNG files, opened on access, so that the DataLoader's workers decode them."""
 
     def __init__(self, files: list[tuple[Path, int]], view: Callable[[Image.Image], Image.Image]) -> None:
         self.files, self.view = files, view
@@ -144,12 +144,12 @@ def open_folder(root: Path, image_size: int, seed: int) -> ImageData:
 
 
 def read_image(path: Path) -> Image.Image:
-    """Returns the decoded file in RGB; raises ValueError that names a file which cannot be decoded."""
+    """Returns the decoded file in RGB; raises ValueError that names a file that cannot be decoded."""
     try:
         with Image.open(path) as file:
             image: Image.Image = file.convert("RGB")
             return image
-    except Exception as error:  # each decoder raises kinds of its own: OSError, SyntaxError, struct.error and others
+    except Exception as error:  # each decoder raises its own kinds: OSError, SyntaxError, struct.error and others
         message = f"{str(path)!r} cannot be decoded as an image ({error}). Repair or remove the file."
         raise ValueError(message) from error
 
@@ -177,7 +177,7 @@ def centre_view(image: Image.Image, size: int) -> Image.Image:
 
 
 def normalised(image: Image.Image) -> Tensor:
-    """Returns the image as float (3, height, width) with ImageNet's mean and deviation taken out."""
+    """Returns the image as float (3, height, width), normalised with ImageNet's mean and deviation."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CHANNEL_MEAN, CHANNEL_STD))
     return (pixels - mean) / std

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-# What suits the data, where an option is not given. Digits are 8x8 images: at 16 pixels the deepest feature map is
-# still 2x2, and half the published width learns them in about a minute on two CPU cores.
+# Defaults that suit the data. Digits are 8x8 images: at 16 pixels the deepest feature map is still 2x2, and half the
+# published width learns them in about a minute on two CPU cores.
 DIGITS_DEFAULTS = {"image_size": 16, "width": 32}
 FOLDER_DEFAULTS = {"image_size": 224, "width": 64}
-# Up to this size the published stem, which divides by 4, would leave too little of the image.
+# Up to this size, the published stem, which divides by 4, would leave too little of the image.
 LARGEST_SMALL_IMAGE = 64
 
 
 def positive_int(text: str) -> int:
-    """Returns ``text`` as a whole number of at least 1; argparse turns the error into a usage message."""
+    """Returns ``text`` as an integer of at least 1; argparse turns the error into a usage message."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is below 1")
@@ -29,7 +29,7 @@ def positive_int(text: str) -> int:
 
 
 def shown_default(name: str) -> str:
-    """Returns the part of the help text that says what ``name`` is when it is not given."""
+    """Returns the part of the help text that gives the default of ``name``."""
     return f"(default: {DIGITS_DEFAULTS[name]} for digits, {FOLDER_DEFAULTS[name]} as published for a folder)"
 
 
@@ -75,9 +75,9 @@ def training_options(description: str | None, optimizers: Sequence[str] = ("sgd"
         "--num-workers", type=int, default=0, help="processes that decode images, per process (default: %(default)s)"
     )
     parser.add_argument(
-        "--log-every", type=positive_int, default=5, help="print every so many batches (default: %(default)s)"
+        "--log-every", type=positive_int, default=5, help="batches between printed lines (default: %(default)s)"
     )
-    parser.add_argument("--max-batches", type=positive_int, help="end each epoch after so many batches; a quick check")
+    parser.add_argument("--max-batches", type=positive_int, help="end each epoch after this many batches")
     parser.add_argument("--history", metavar="FILE", help="write one JSON line per epoch here, for plot.py")
     return parser
 
@@ -92,7 +92,7 @@ def make_optimizer(args: argparse.Namespace, parameters: Iterable[Parameter]) ->
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the parsed options; ``image_size`` and ``width`` suit the data, ``stem`` suits the image size."""
+    """Returns the parsed options, with ``image_size`` and ``width`` for the data and ``stem`` for the image size."""
     args = parser.parse_args(arguments)
     for name, value in (DIGITS_DEFAULTS if args.data == "digits" else FOLDER_DEFAULTS).items():
         if getattr(args, name) is None:

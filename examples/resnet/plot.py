@@ -20,7 +20,7 @@ BLUE, ORANGE = "#1f5fa8", "#d1621c"
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a history file in the order of their epochs.
 
-    A run that was killed may have written an epoch that it then trained again; the later record counts.
+    A run that was killed may have written an epoch that it then trained again; the later record wins.
 
     Raises:
         ValueError: a line is not a record, or there is none; the message names file and line.

@@ -24,7 +24,7 @@ class Report:
     Args:
         args: the options; ``log_every``, ``max_batches``, ``epochs`` and ``history`` are used.
         active: whether this process prints and writes. The sums are kept either way.
-        resume: append to the history file instead of starting a new one.
+        resume: append to the history file instead of overwriting it.
     """
 
     def __init__(self, args: argparse.Namespace, *, active: bool = True, resume: bool = False) -> None:

@@ -10,7 +10,7 @@ WARMUP_SHARE = 0.2
 def warmup_cosine(step: int, num_steps: int) -> float:
     """Returns the factor of the learning rate at ``step``: a linear rise over the first fifth, then a half cosine.
 
-    It depends on nothing but the step, so that a resumed run goes on exactly where it stopped.
+    It depends only on the step, so that a resumed run continues exactly where it stopped.
 
     Example:
         >>> [round(warmup_cosine(step, 10), 2) for step in range(0, 10, 3)]

@@ -1,8 +1,8 @@
-"""Trains a ResNet with Fleet and continues after a crash: start it again, and it goes on at the next epoch.
+"""Trains a ResNet with Fleet and survives a crash: after a restart it continues with the next epoch.
 
-The first process of each node writes the checkpoint after every epoch. At the start rank 0 alone decides: its file
-is what every process continues from, so a new node needs no file. The numbers of a run that was killed and started
-again are those of a run that was not.
+The first process of each node writes the checkpoint after every epoch. At the start only rank 0's file counts: every
+process continues from it, so a new node needs no file. A run that was killed and restarted gives the same numbers as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def main() -> None:
     optimizer = make_optimizer(args, model.parameters())
     start_epoch = load_checkpoint(args.checkpoint, model, optimizer)
     optimizer = fleet.distributed_optimizer(optimizer)
-    model = fleet.distributed_model(model)  # parameters and buffers now are rank 0's everywhere
+    model = fleet.distributed_model(model)  # every rank now has rank 0's parameters and buffers
 
     report = Report(args, active=fleet.is_first_worker(), resume=start_epoch > 0)
     if start_epoch:
-        report.line(f"Going on after epoch {start_epoch - 1} of {args.checkpoint}")
+        report.line(f"Resuming after epoch {start_epoch - 1} of {args.checkpoint}")
     steps_per_epoch = report.num_batches(train_loader)
     factor = partial(warmup_cosine, num_steps=args.epochs * steps_per_epoch)
     for group in optimizer.param_groups:
-        group["initial_lr"] = args.lr  # what a scheduler asks for when it does not start at step 0
+        group["initial_lr"] = args.lr  # a scheduler needs it when it does not start at step 0
     scheduler = LambdaLR(optimizer, factor, last_epoch=start_epoch * steps_per_epoch - 1)
     accuracy = 0.0
     for epoch in range(start_epoch, args.epochs):
@@ -106,7 +106,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def share_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the momentum of every rank rank 0's; with different momentum the parameters would drift apart."""
+    """Gives every rank rank 0's momentum; with different momentum the parameters would diverge."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             momentum = optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -114,7 +114,7 @@ def share_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Writes parameters, buffers, momentum and the number of the finished epoch as one dictionary in one file."""
+    """Writes parameters, buffers, momentum and the number of the finished epoch to one file, as one dictionary."""
     state = {**model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     if int(fleet.local_rank()) == 0:
         fleet.save(state, path)

@@ -1,7 +1,7 @@
 """Files in Criteo's format: label, 13 integers, 26 categories of 8 hexadecimal digits, separated by tabs.
 
-Empty fields are missing values: 0 for a number, no id for a category. The last tenth of the lines is the test, as the
-lines are in the order of time.
+Empty fields are missing values: 0 for a number, no id for a category. The last tenth of the lines is the test data,
+because the lines are in time order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_criteo(path: Path) -> tuple[Samples, Samples]:
 
 
 def split_line(line: str) -> tuple[float, list[str], list[str]]:
-    """Returns label, numbers and categories of a line, the last two as they stand there.
+    """Returns label, numbers and categories of a line, the last two as text.
 
     Raises:
         ValueError: the number of fields or the label is wrong.
@@ -67,7 +67,7 @@ def squash(value: int) -> float:
 
 
 def category_id(slot: int, text: str, known: dict[tuple[int, str], int]) -> int:
-    """Returns the id of a category, 0 for a missing one; ``known`` remembers those that have come before."""
+    """Returns the id of a category, 0 for a missing one; ``known`` caches earlier ones."""
     if not text:
         return PADDING
     if (found := known.get((slot, text))) is None:

@@ -1,7 +1,7 @@
 """Click-through data: feature ids in slots, dense numbers and a label per sample; and where ``--data`` comes from.
 
 An id is a hash of the slot's name and the value's text, so the same value has the same id in every process, on every
-machine and in every file, and nobody has to keep a vocabulary. Id 0 means "nothing here".
+machine and in every file, and no vocabulary is needed. Id 0 means "nothing here".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 PADDING = 0
-# Ids use 62 bits, so that they are not negative in any signed 64-bit integer and there is room to spare.
+# Ids use 62 bits, so that they are never negative as signed 64-bit integers.
 ID_MASK = (1 << 62) - 1
 
 Ids = NDArray[np.int64]
@@ -29,7 +29,7 @@ class Samples(NamedTuple):
     """Samples in arrays.
 
     Args:
-        ids: int64 (samples, sum of slots); the columns of a slot stand together, unused ones hold 0.
+        ids: int64 (samples, sum of slots); the columns of a slot are adjacent, unused ones hold 0.
         dense: float32 (samples, numbers).
         labels: float32 (samples,), 1.0 or 0.0.
     """
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
 
 
 class ClickData(NamedTuple):
-    """What a training script needs to know: both parts, and how wide each slot is."""
+    """What a training script needs: training and test data, and the width of each slot."""
 
     train: TensorDataset
     test: TensorDataset
@@ -78,7 +78,7 @@ def open_data(source: str) -> ClickData:
 
 
 def batches_of(dataset: TensorDataset, sampler: Sampler[int], batch_size: int, drop_last: bool) -> DataLoader[Batch]:
-    """Returns a loader that takes whole batches out of the arrays; row by row would cost more than the training."""
+    """Returns a loader that slices whole batches from the arrays; row by row would cost more than the training."""
     return DataLoader(dataset, sampler=BatchSampler(sampler, batch_size, drop_last), batch_size=None)
 
 

@@ -2,10 +2,10 @@
 
 Late means more than 15 minutes after schedule at the destination. The features are known before departure: carrier,
 tail number, flight, origin, destination, calendar, distance, and the weather at the origin in the hour of departure.
-Training uses January to October, the test is November and December. Flights without an arrival delay (cancelled or
-diverted) are left out.
+Training uses January to October, the test November and December. Flights without an arrival delay (cancelled or
+diverted) are omitted.
 
-The package is never imported (that would load pandas): its files are read where they lie.
+The package is never imported (that would load pandas): its files are read directly.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Table = NDArray[np.void]  # one row per flight
 
 
 class Column(NamedTuple):
-    """A column as its distinct texts and, per row, which of them it holds."""
+    """A column as its distinct values and, per row, the index of its value."""
 
     texts: list[str]
     rows: NDArray[np.intp]
@@ -173,7 +173,7 @@ def calendar(flights: Table) -> NDArray[np.float32]:
 
 
 class Weather(NamedTuple):
-    """Numbers and condition ids of every hour; the last row stands for an hour nobody measured."""
+    """Numbers and condition ids of every hour; the last row is for hours without measurements."""
 
     numbers: NDArray[np.float32]
     ids: Ids
@@ -197,12 +197,12 @@ def read_weather(path: Path) -> tuple[dict[str, int], Weather]:
 
 
 def scaled(text: str, mean: float, spread: float) -> float:
-    """Returns a measurement around 0; one that is missing is average."""
+    """Returns a measurement scaled around 0; a missing one is average."""
     return 0.0 if text == "NA" else (float(text) - mean) / spread
 
 
 def condition_ids(record: dict[str, str], known: dict[str, int]) -> Ids:
-    """Returns the ids of the conditions that apply, then padding; ``known`` remembers ids."""
+    """Returns the ids of the conditions that apply, then padding; ``known`` caches ids."""
     texts = [describe(float(record[name])) for name, describe in CONDITIONS.items() if record[name] != "NA"]
     for text in texts:
         if text and text not in known:

@@ -1,10 +1,10 @@
-"""WideDeep and DeepFM over a table of embeddings that is given to them: in this process, or on parameter servers.
+"""WideDeep and DeepFM over a given table of embeddings, in this process or on parameter servers.
 
 Both take ids (batch, columns), int64, and dense numbers (batch, num_dense), and return logits (batch,). The columns of
-a slot stand side by side; a slot that holds several ids adds up their rows. Id 0 is padding: its row is zero.
+a slot are adjacent; a slot with several ids sums their rows. Id 0 is padding: its row is zero.
 
-A row of the table has one value for the linear part, then ``dim`` values for the other. One table for both parts means
-one request to the servers per step.
+A row of the table has one value for the linear part, then ``dim`` values for the embedding. One table for both parts
+means one request to the servers per step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Table = Callable[[int], nn.Module]
 
 
 class HashedEmbedding(nn.Embedding):
-    """Rows for ids without bound in a fixed number of buckets; ids that meet in a bucket share its row.
+    """Rows for unbounded ids in a fixed number of buckets; ids in the same bucket share its row.
 
     Args:
         num_buckets: rows of the table; bucket 0 is for the padding.
@@ -133,7 +133,7 @@ class DeepFM(nn.Module):
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         """Returns the logits (batch,)."""
         weights, embeddings = self.rows(ids)
-        # Twice the sum over all pairs is the square of the sum, less the sum of the squares.
+        # Twice the sum over all pairs is the square of the sum minus the sum of the squares.
         pairs = 0.5 * (embeddings.sum(1).square() - embeddings.square().sum(1)).sum(1)
         deep = self.deep(torch.cat([embeddings.flatten(1), dense], dim=1))
         logits: Tensor = (self.linear(dense) + deep).squeeze(1) + weights.sum(1) + pairs

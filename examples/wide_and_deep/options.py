@@ -14,7 +14,7 @@ LEARNING_RATES = {"sgd": 0.1, "adagrad": 0.02}
 
 
 def positive_int(text: str) -> int:
-    """Returns ``text`` as a whole number of at least 1; argparse turns the error into a usage message."""
+    """Returns ``text`` as an integer of at least 1; argparse turns the error into a usage message."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is below 1")
@@ -52,7 +52,7 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed", type=int, default=0, help="decides the start weights and the order (default: %(default)s)"
     )
-    parser.add_argument("--max-batches", type=positive_int, help="end each pass after so many batches; a quick check")
+    parser.add_argument("--max-batches", type=positive_int, help="end each pass after this many batches")
     parser.add_argument("--history", metavar="FILE", help="write one JSON line per pass here, for plot.py")
     return parser
 

@@ -60,6 +60,6 @@ class Report:
         return time.monotonic() - self.started_s
 
     def line(self, text: str) -> None:
-        """Prints a line, at once."""
+        """Prints a line and flushes it."""
         if self.active:
             print(text, flush=True)

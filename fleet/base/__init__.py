@@ -1,4 +1,4 @@
-"""The path under which older scripts find the role makers: ``fleet.base.role_maker``."""
+"""The path of the role makers in older scripts: ``fleet.base.role_maker``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Made by `make docs`; a change belongs into the code that it is made from.
-"""The path under which older scripts find the role makers: ``fleet.base.role_maker``."""
+"""The path of the role makers in older scripts: ``fleet.base.role_maker``."""
 
 from fleet.base import role_maker as role_maker
 

@@ -1,1 +1,1 @@
-"""What must hold on all workers while a job trains, and what a broken exchange means."""
+"""Checks of what must hold on all workers while a job trains, and explanations of a broken exchange."""

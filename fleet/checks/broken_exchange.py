@@ -1,4 +1,4 @@
-"""What torch's and gloo's errors mean in a job: which worker is missing and where, which parameter, which option."""
+"""What errors of torch and gloo mean for a job: which worker is missing and where, which parameter, which option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BROKEN = re.compile(
 )
 _DIVIDED = re.compile(
     r"mixed torch\.Tensor and DTensor|in-place operations that require placement changes|"
-    r"output with shape \[1((?:, \d+)*)\] doesn't match the broadcast shape \[0\1\]"  # a worker without a row
+    r"output with shape \[1((?:, \d+)*)\] doesn't match the broadcast shape \[0\1\]"  # a worker without rows
 )
 _GIVEN_UP = "out of bounds for storage of size 0"
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -41,19 +41,19 @@ def explained(
     if (twice := _TWICE.search(text)) is not None:
         names = _names(models, [int(twice[1])])
         return ConfigError(
-            f"{who} the gradient of {names} was finished twice in one backward. A part of the model that is used more "
-            "than once in a forward cannot be recomputed with use_reentrant=True; and one backward belongs to one "
+            f"{who} the gradient of {names} was finished twice in one backward. A part of the model that runs more "
+            "than once in a forward cannot be recomputed with use_reentrant=True, and each backward needs its own "
             "forward of the distributed model."
         )
     if _DIVIDED.search(text) is not None:
         return ConfigError(
-            f"{who} a parameter that sharding divided was used outside the model, where a worker has a part of it. A "
-            "penalty on the weights adds p.full_tensor().square().sum(), and AveragedModel averages a plain copy, as "
-            "docs/recipes.md shows; or use weight_decay of the optimizer, or set sharding_configs['stage'] to 1."
+            f"{who} a sharded parameter was used outside the model, where a worker holds a shard of it. For a penalty "
+            "on the weights add p.full_tensor().square().sum(), and let AveragedModel average a plain copy, as "
+            "docs/recipes.md shows; or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1."
         )
     if _GIVEN_UP in text:
         return ConfigError(
-            f"{who} backward came a second time to parameters that sharding stages 2 and 3 gathered and gave up (a "
+            f"{who} backward reached parameters a second time that sharding stages 2 and 3 had gathered and freed (a "
             "gradient penalty, or two backward passes of one forward). Set sharding_configs['stage'] to 1, or run the "
             "model again for the second pass."
         )
@@ -62,13 +62,13 @@ def explained(
     where = user_line_of(error.__traceback__, otherwise=user_line())  # caught inside this package
     return RendezvousError(
         f"{who} the exchange with the other workers broke off at {where}:\n{account(roll_call.others_after(error))}\n"
-        "If one has failed, its own message is the cause. If one has ended well, it had fewer batches: give every "
-        "worker as many, with fleet.elastic.ElasticSampler or torch's DistributedSampler."
+        "If one failed, its own message gives the cause. If one ended normally, it had fewer batches: give every "
+        "worker the same number, with fleet.elastic.ElasticSampler or torch's DistributedSampler."
     )
 
 
 class UncaughtErrors:
-    """Prints below an uncaught error of torch what it means for the job, from when it is made until :meth:`close`."""
+    """Prints below an uncaught torch error what it means for the job; active until :meth:`close`."""
 
     def __init__(self, models: list[FleetModel], roll_call: RollCall, who: str) -> None:
         self._models, self._roll_call, self._who = models, roll_call, who
@@ -76,7 +76,7 @@ class UncaughtErrors:
         sys.excepthook = self._hook
 
     def close(self) -> None:
-        """Puts the hook back that was there before, unless another one has come since."""
+        """Restores the previous hook, unless another one has been installed since."""
         if sys.excepthook == self._hook:
             sys.excepthook = self._before
 
@@ -91,14 +91,14 @@ def _unused(text: str, models: Iterable[FleetModel], who: str) -> str:
     found = _INDICES.search(text)
     names = _names(models, [int(index) for index in found[1].split()] if found is not None else [])
     return (
-        f"{who} {names} took no part in the loss of the step before, and its gradient was not exchanged. Set "
+        f"{who} {names} took no part in the loss of the previous step, and its gradient was not exchanged. Set "
         "strategy.find_unused_parameters = True, or let every parameter take part in the loss on every worker, or set "
         "requires_grad to False on those that do not."
     )
 
 
 def _names(models: Iterable[FleetModel], indices: list[int]) -> str:
-    """Returns the parameters by their names; torch counts those that it exchanges."""
+    """Returns the parameters' names; torch's indices count only those that it exchanges."""
     for model in models:
         exchanged = {id(p) for p in model.exchanged_parameters() if p.requires_grad}
         names = [name for name, p in model.module.named_parameters() if id(p) in exchanged]

@@ -1,4 +1,4 @@
-"""Checksums of what workers must have alike, and words for where they differ."""
+"""Checksums of what must be equal on all workers, and text for where it differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def checksums(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns a number for the bits of each tensor, of this worker's part where it is divided; exact on any device."""
+    """Returns a checksum of the bits of each tensor, or of this worker's shard of it; exact on any device."""
     with torch.no_grad():
         sums = {name: _sum_of_bits(local(tensor.detach())) for name, tensor in named.items()}
     if not sums:
@@ -26,7 +26,7 @@ def checksums(named: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(-1).view(_BITS.get(tensor.element_size(), torch.int64))
-    # torch converts what it sums to int64 first; in slices this takes 8 MiB and not twice the tensor.
+    # torch converts a sum's input to int64 first; in slices this takes 8 MiB instead of twice the tensor.
     sums = [part.sum(dtype=torch.int64) for part in bits.split(1 << 20)]
     return torch.stack(sums).sum() if sums else bits.new_zeros((), dtype=torch.int64)
 
@@ -37,7 +37,7 @@ def digest(sums: Mapping[str, object]) -> str:
 
 
 def first_difference(rows: Iterable[Mapping[str, object]]) -> str:
-    """Returns the first name under which ``rows`` hold different values, or an empty text."""
+    """Returns the first name under which ``rows`` hold different values, or an empty string."""
     rows = list(rows)
     names = {name: None for row in rows for name in row}
     return next((name for name in names if len({row.get(name) for row in rows}) > 1), "")

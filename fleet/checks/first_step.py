@@ -1,8 +1,8 @@
-"""What must hold while a job trains, looked at before each forward and each step of the session.
+"""What must hold while a job trains, checked before each forward and each step of the session.
 
 [Note: Who may differ]
-With data parallel every worker has the same parameters and optimizer state. With sharding each has its part, with
-localsgd its own between two averages: there only the question is whether all workers loaded a state, or some.
+With data parallel every worker has the same parameters and optimizer state. With sharding each has its shard, and
+with localsgd its own values between two averages: there the check is only whether all workers loaded a state, or some.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_
 
 
 class TrainingChecks:
-    """Looks at a job's models and optimizers while they train; see [Note: Who may differ].
+    """Checks a job's models and optimizers while they train; see [Note: Who may differ].
 
     Args:
         session: the session, whose workers compare through its store.
@@ -54,7 +54,7 @@ class TrainingChecks:
         self._absence: RendezvousError | None = None
 
     def watch_model(self, model: FleetModel) -> None:
-        """Looks after ``model`` from now on, where an option or another worker makes it differ from its module."""
+        """Checks ``model`` from now on, where an option or another worker makes it differ from its module."""
         if not self._session.collective or not self._session.strategies:
             return
         self._listen()
@@ -63,7 +63,7 @@ class TrainingChecks:
         self._models[model] = ModelWatch(model, self._registered)
 
     def watch_optimizer(self, optimizer: FleetOptimizer) -> None:
-        """Looks after ``optimizer`` from now on."""
+        """Checks ``optimizer`` from now on."""
         self._optimizers[optimizer] = OptimizerWatch(optimizer)
         if self._session.collective:
             self._listen()
@@ -78,14 +78,14 @@ class TrainingChecks:
             ]
 
     def forget_optimizer(self, optimizer: Optimizer) -> None:
-        """Takes the hooks off the user's ``optimizer``, which is about to be wrapped again."""
+        """Removes the hooks from the user's ``optimizer``, which is about to be wrapped again."""
         for wrapped, watch in self._optimizers.items():
             if wrapped.user_optimizer is optimizer:
                 while watch.handles:
                     watch.handles.pop().remove()
 
     def before_forward(self, model: FleetModel) -> None:
-        """Takes in parameters that came, went, were frozen or thawed; compares the workers' states.
+        """Handles parameters that were added, removed, frozen or unfrozen; compares the workers' states.
 
         Raises ConfigError where workers have done different things.
         """
@@ -101,7 +101,7 @@ class TrainingChecks:
 
     @contextmanager
     def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> Iterator[None]:
-        """Checks a step of ``optimizer``, which runs inside the context; a closure's forwards after they ran."""
+        """Checks a step of ``optimizer``, which runs inside the context; checks a closure's forwards after they ran."""
         watch = self._optimizers.get(optimizer)
         for model in self._session.models:
             if model._redirected:
@@ -119,7 +119,7 @@ class TrainingChecks:
             watch.note_step()
 
     def close(self) -> None:
-        """Takes every hook away."""
+        """Removes every hook."""
         for watch in self._models.values():
             watch.handle.remove()
         for optimizer in self._session.optimizers:
@@ -131,14 +131,14 @@ class TrainingChecks:
     def _count_registration(self, *_: Any) -> None:
         self._registered += 1
 
-    # ---- parameters that come, go, are frozen or thawed ------------------------------------------------------------
+    # ---- parameters that are added, removed, frozen or unfrozen ----------------------------------------------------
 
     def _take_in(self, watch: ModelWatch) -> None:
         before, trained = watch.named, watch.trained_names
         watch.note_parameters(self._registered)
         now = watch.trained_names
         added = [name for name, p in watch.named.items() if before.get(name) is not p]
-        if any(is_part(p) for p in before.values()):  # whose object may change, but a part it stays
+        if any(is_part(p) for p in before.values()):  # its object may change, but it remains a shard
             added = [name for name in added if name not in before or not is_part(watch.named[name])]
         if not added and now == trained and before.keys() == watch.named.keys():
             return
@@ -153,13 +153,13 @@ class TrainingChecks:
         """Raises ConfigError unless the same parameters train on every worker from this forward on."""
         shapes = {name: list(watch.named[name].shape) for name in watch.named if name in names}
         found = self._gather(
-            f"training with other parameters of model {self._number(watch)} than before", shapes, perhaps_alone=True
+            f"training with changed parameters of model {self._number(watch)}", shapes, perhaps_alone=True
         )
         absent = [rank for rank, said in enumerate(found) if said is None]
         changed = sorted(names ^ watch.exchanged)[:4]
         if absent:
             raise ConfigError(
-                f"Worker {self._session.global_rank} froze, thawed or added parameters after distributed_model() "
+                f"Worker {self._session.global_rank} froze, unfroze or added parameters after distributed_model() "
                 f"({', '.join(changed)}), and {listed_ranks(absent)} did not. Do it on every worker, before the same "
                 "forward."
             ) from self._absence
@@ -167,19 +167,19 @@ class TrainingChecks:
         if name := first_difference(rows):
             trains = [rank for rank, row in enumerate(rows) if name in row]
             raise ConfigError(
-                f"{name!r} trains on {listed_ranks(trains)} with shape {list(rows[trains[0]][name])}, and not so on "
-                "the others. Freeze, thaw and add the same parameters on every worker, before the same forward."
+                f"{name!r} trains on {listed_ranks(trains)} with shape {list(rows[trains[0]][name])}, and differs on "
+                "the others. Freeze, unfreeze and add the same parameters on every worker, before the same forward."
             )
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def _compare_model(self, watch: ModelWatch) -> None:
-        """Makes sure that all workers start from one state, at the first forward and after a state was loaded."""
+        """Ensures that all workers start from one state, at the first forward and after a state was loaded."""
         is_first, watch.is_compared = not watch.is_compared, True
         place, watch.loaded_at = watch.loaded_at, ""
         sums = watch.sums()
         if not is_first and (self._trains_locally or digest(sums) == watch.before):
-            return  # the next average makes the workers equal; or what was loaded in between is gone again
+            return  # the next average makes the workers equal, or discards what was loaded in between
         session = self._session
         wrote = watch.was_written() if is_first else True
         found = self._compare(
@@ -192,18 +192,18 @@ class TrainingChecks:
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
-            if is_first and 0 in loaded and not watch.is_divided:  # also with the first worker of each node
+            if is_first and 0 in loaded and not watch.is_divided:  # holds also if the first worker of each node loaded
                 tensors = [*watch.model.parameters(), *watch.model.buffers()]
                 broadcast_from_rank_0(tensors, session.process_group)
-                session.say(f"The state that worker 0 loaded ({found[0]['place']}) is every worker's now.")
+                session.say(f"The state that worker 0 loaded ({found[0]['place']}) is now on every worker.")
             elif watch.is_divided or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
         elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
             self._check_drawn(watch, sums)
         elif loaded and watch.is_divided and not self._differ(found) and watch.varying():
             raise ConfigError(
-                f"Every worker loaded the same part of the model ({place}): a state_dict() that one worker saved. Save "
-                "model.full_state_dict() on one worker, or model.local_state_dict() on each to a file of its own."
+                f"Every worker loaded the same shard of the model ({place}): a state_dict() that one worker saved. "
+                "Save model.full_state_dict() on one worker, or model.local_state_dict() on each to a separate file."
             )
         elif not may_differ and self._differ(found):
             name = self._first_different(
@@ -212,15 +212,15 @@ class TrainingChecks:
             raise ConfigError(f"The workers train from different values of {name}. {_EVERY_WORKER}.")
 
     def _check_drawn(self, watch: ModelWatch, sums: dict[str, int]) -> None:
-        """Raises ConfigError where each worker has drawn the same numbers for its part of a parameter."""
+        """Raises ConfigError where each worker has drawn the same numbers for its shard of a parameter."""
         rows = self._gather(
-            f"training with model {self._number(watch)}, which was written after distributed_model()", sums
+            f"training with model {self._number(watch)}, which was changed after distributed_model()", sums
         )
         alike = [name for name in watch.varying() if len({(said or {}).get(name) for said in rows}) == 1]
         if alike:
             raise ConfigError(
-                f"{alike[0]!r} was initialized after distributed_model(), which gave each worker a part of it, and "
-                "every worker drew the same numbers for its part. Initialize the model before distributed_model(), or "
+                f"{alike[0]!r} was initialized after distributed_model(), which gave each worker a shard of it, and "
+                "every worker drew the same numbers for its shard. Initialize the model before distributed_model(), or "
                 "load it with load_state_dict()."
             )
 
@@ -242,9 +242,9 @@ class TrainingChecks:
         if is_wrong:
             name = self._first_different(f"a step of optimizer {number}, which compares the workers' values", sums)
             advice = (
-                "LBFGS goes by the loss that the closure returns: return the mean of all workers' losses from it"
+                "LBFGS uses the loss that the closure returns: return the mean of all workers' losses"
                 if isinstance(watch.optimizer.user_optimizer, torch.optim.LBFGS)
-                else "Make the same one with the same settings on every worker; load the same state on every worker, "
+                else "Create the same one with the same settings on every worker; load the same state on every worker, "
                 "or resume with fleet.elastic.Checkpoint"
             )
             raise ConfigError(f"The workers step with different optimizers: {name}. {advice}.")
@@ -264,7 +264,7 @@ class TrainingChecks:
         )
 
     def _first_different(self, subject: str, sums: dict[str, Any]) -> str:
-        """Returns the first name whose values differ, and on which workers; every worker asks."""
+        """Returns the first name whose values differ, and on which workers; every worker must call it."""
         rows = [said or {} for said in self._gather(subject, sums)]
         name = first_difference(rows)
         alike = [rank for rank, row in enumerate(rows) if row.get(name) == rows[0].get(name)]
@@ -288,9 +288,9 @@ class TrainingChecks:
             model.model._passes.check_places()
             if self._compares and (name := model.unseen(self._registered, watch.models)):
                 raise ConfigError(
-                    f"step() came with a gradient of {name!r}, which did not train when the model that "
+                    f"step() got a gradient of {name!r}, which did not train when the model that "
                     "distributed_model() returned last ran: the gradient came through the plain module, and the "
-                    "workers have not exchanged it. Call the model that distributed_model() returned in the loop."
+                    "workers have not exchanged it. In the loop, call the model that distributed_model() returned."
                 )
             if model.used == used and (self._compares or isinstance(model.model._chain, AmpModel)):
                 self._check_forward(model, watch)
@@ -301,9 +301,9 @@ class TrainingChecks:
             self._check_exchanges(watch)
 
     def _check_exchanges(self, watch: OptimizerWatch) -> None:
-        """Raises ConfigError where workers have stepped after different exchanges, or with gradients of their own.
+        """Raises ConfigError where workers have stepped after different exchanges, or with local gradients.
 
-        Asked once for each number of exchanges between two updates, which is the same in all steps of most loops.
+        Checked once for each number of exchanges between two updates, which is the same in all steps of most loops.
         """
         now = {model: model.model._passes.exchanged for model in watch.models}
         counts = tuple(now[model] - watch.exchanged.get(model, 0) for model in now)
@@ -317,8 +317,8 @@ class TrainingChecks:
             if model.is_divided:
                 if not count and not gradients and model.model._passes.begun:
                     raise ConfigError(
-                        "step() has no gradients: they wait inside the sharded model, for the backward passes since "
-                        "the last step all ran under no_sync(). Run the last one outside of it."
+                        "step() has no gradients: they are still inside the sharded model, because all backward passes "
+                        "since the last step ran under no_sync(). Run the last one outside it."
                     )
             elif not count:
                 apart |= {name: g for name, g in gradients.items() if not g.is_sparse}
@@ -329,14 +329,14 @@ class TrainingChecks:
         if others:
             raise ConfigError(
                 f"Worker {self._session.global_rank} called step() after {'/'.join(map(str, counts))} backward passes "
-                f"that exchanged gradients, and {listed_ranks(others)} did not: some workers have left out a step(). "
-                "Call step() on every worker after the same backward pass, also when a batch of one worker is bad."
+                f"that exchanged gradients, and {listed_ranks(others)} did not: some workers have skipped a step(). "
+                "Call step() on every worker after the same backward pass, even when one worker's batch is bad."
             ) from self._absence
         if name := first_difference([row["sums"] for row in found]):
             raise ConfigError(
-                f"step() came with a gradient of {name!r} that differs between the workers: no backward pass of the "
+                f"step() got a gradient of {name!r} that differs between the workers: no backward pass of the "
                 "wrapped model has exchanged it since the last step. Gradients that torch.autograd.grad returns and "
-                "those of backward() under no_sync() stay local. Call loss.backward() outside of no_sync()."
+                "those of backward() under no_sync() stay local. Call loss.backward() outside no_sync()."
             )
 
     def _check_strangers(self, watch: OptimizerWatch) -> None:
@@ -345,67 +345,67 @@ class TrainingChecks:
         strays = [name for name, p in watch.strangers.items() if p.grad is not None and bool(p.grad.any())]
         if strays:
             raise ConfigError(
-                f"The optimizer updates {strays[0]}, a parameter of no model that distributed_model() returned: its "
-                "gradient is not exchanged, and the workers would drift apart. Call distributed_model() for the module "
-                "it belongs to, or make that module a part of one that is wrapped."
+                f"The optimizer updates {strays[0]}, which is not a parameter of any model that distributed_model() "
+                "returned: its gradient is not exchanged, and the workers would diverge. Call distributed_model() for "
+                "the module it belongs to, or make that module a part of one that is wrapped."
             )
         if not watch.models and not watch.is_compared and watch.strangers:
             raise ConfigError(
                 "The optimizer holds no parameter of a model that distributed_model() returned, so its steps would "
-                "train nothing. Make it from model.parameters() of the model that the loop calls."
+                "train nothing. Create it from model.parameters() of the model that the loop calls."
             )
 
     def _check_forward(self, model: ModelWatch, watch: OptimizerWatch) -> None:
         if model.model._chain is model.model.module or watch.has_only_old_gradients():
-            return  # nothing is around the module that a call of it could miss, or the loop steps twice
+            return  # nothing wraps the module that a direct call could bypass, or the loop steps twice
         ran = (other for other, used in watch.models.items() if other.used != used)
         elsewhere = {id(p) for other in ran for p in other.model.parameters()}
         held = {id(p) for p in watch.optimizer.parameters()} - elsewhere
         for name, parameter in model.named.items():
             if id(parameter) in held and parameter.grad is not None and bool(parameter.grad.any()):
                 raise ConfigError(
-                    f"step() came with a gradient of {name!r}, and the model that distributed_model() returned has "
-                    "not run since the last step: the gradient came through the plain module, outside "
-                    f"{_missed(self._session)}. Call the model that distributed_model() returned in the loop."
+                    f"step() got a gradient of {name!r}, and the model that distributed_model() returned has "
+                    "not run since the last step: the gradient came through the plain module, bypassing "
+                    f"{_missed(self._session)}. In the loop, call the model that distributed_model() returned."
                 )
 
     def check_raw_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        """Comes before every step of an optimizer; raises ConfigError for one that the wrapped one should take."""
+        """Runs before every step of an optimizer; raises ConfigError where the wrapped one should have stepped."""
         if self._stepping or isinstance(optimizer, OptimizerWrapper):
             return
         wrapped = next((w for w in self._optimizers if w.user_optimizer is optimizer), None)
         if wrapped is not None and (wrapped.optimizer is not optimizer or self._compares):
             raise ConfigError(
-                f"{user_line()}: step() was called on the optimizer that distributed_optimizer() was given. Call it on "
-                "the optimizer that distributed_optimizer() returned (GradScaler.step too); the other one leaves "
-                f"{_missed(self._session)} out."
+                f"{user_line()}: step() was called on the optimizer that was passed to distributed_optimizer(). Call "
+                "it on the optimizer that distributed_optimizer() returned (GradScaler.step too); the other one "
+                f"bypasses {_missed(self._session)}."
             )
         acting = [s for s in self._session.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
         if wrapped is None and acting and self._holds_watched(optimizer):
             raise ConfigError(
                 f"{user_line()}: step() was called on an optimizer that distributed_optimizer() has not seen, and that "
-                f"has parameters of a model that distributed_model() returned. It leaves {_missed(self._session)} out. "
-                "Give it to distributed_optimizer(), and step what that returns."
+                f"has parameters of a model that distributed_model() returned. It bypasses {_missed(self._session)}. "
+                "Pass it to distributed_optimizer(), and step the result."
             )
 
     def _holds_watched(self, optimizer: Optimizer) -> bool:
         watched = {id(p) for watch in self._models.values() for p in watch.named.values()}
         return any(id(p) in watched for group in optimizer.param_groups for p in group["params"])
 
-    # ---- small things -----------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     @property
     def _trains_locally(self) -> bool:
         return any(optimizer.trains_locally for optimizer in self._session.optimizers)
 
     def _gather(self, subject: str, said: Any, perhaps_alone: bool = False) -> list[Any]:
-        """Returns what each worker says about ``subject``; ``None`` for one that does not come to say it.
+        """Returns each worker's entry about ``subject``; ``None`` for a worker that does not post one.
 
-        Raises RendezvousError for such a worker, too, unless ``perhaps_alone``.
+        Raises RendezvousError for such a worker unless ``perhaps_alone``.
         """
         session, roll_call = self._session, self._session.roll_call
         assert roll_call is not None
-        session.beat(pause=True)  # the others may come late
+        session.beat(pause=True)  # the others may arrive late
         try:
             return [json.loads(text) for text in roll_call.meet(subject, json.dumps(said))]
         except RendezvousError as error:
@@ -421,7 +421,7 @@ class TrainingChecks:
 
 
 def _divides(optimizer: Optimizer) -> bool:
-    """Returns whether each worker has a part of the optimizer's state."""
+    """Returns whether each worker has a shard of the optimizer's state."""
     while isinstance(optimizer, OptimizerWrapper):
         if isinstance(optimizer, PartitionedOptimizer):
             return True

@@ -1,10 +1,10 @@
-"""RollCall: what every worker must call fails soon where only some do, and says where the others are.
+"""RollCall: a call that every worker must make fails soon where only some make it, and says where the others are.
 
 [Note: Who can go on]
-The workers meet in the process group's key-value store, beside gloo and NCCL: each leaves what it calls and from which
-line. A worker that has waited for ``FLEET_WAIT_LIMIT`` seconds, there or in an exchange of torch, asks the others where
-they are; a thread of each answers. A job in which a worker still computes goes on, after a line that says for whom it
-waits. One in which all have ended or wait for each other would wait for ever, and stops.
+The roll call uses the process group's key-value store, beside gloo and NCCL: each worker posts what it calls and from
+which line. A worker that has waited ``FLEET_WAIT_LIMIT`` seconds, there or in a torch exchange, asks the others where
+they are; a thread of each answers. A job in which a worker still computes goes on, and logs for whom it waits. A job in
+which all have ended or wait for each other would wait forever, so it stops.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, RendezvousError
 
 _LOOK_EVERY_S = 1.0
-_GROWTH = 1.5  # of the time between two looks at where the others are
+_GROWTH = 1.5  # of the interval between two queries of where the others are
 _ANSWER_WITHIN_S = 3.0
 _READ_WITHIN_S = 60.0
 _BREAK_WITHIN_S = 5.0
-_IDLE_SHARE = 0.05  # of a core, which threads of other libraries may use while the main thread waits
+_IDLE_SHARE = 0.05  # of a core: what threads of other libraries may use while the main thread waits
 _IDLE_S = 0.001
 _LIMIT_NOTE = "FLEET_WAIT_LIMIT sets the time to wait before this check, in seconds."
 
 
 class RollCall:
-    """The meetings of one worker with all others.
+    """One worker's side of the roll call.
 
     Args:
         global_rank: rank of this worker.
-        world_size: how many there are.
+        world_size: number of workers.
         step: returns how many steps this worker has finished.
-        limit_s: seconds to wait in silence; 0 waits without asking.
-        timeout_s: seconds after which nobody is waited for any longer.
+        limit_s: seconds to wait before asking; 0 never asks.
+        timeout_s: seconds after which the wait ends.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class RollCall:
                 self._clear(names, f"{number}/read")
         except dist.DistError as error:
             raise RendezvousError(
-                f"{self._who} {call} at {where}: rank 0, which serves the meeting point, has ended or cannot be "
-                "reached. Its log says more. Every worker must make this call."
+                f"{self._who} {call} at {where}: rank 0, which serves the rendezvous, has ended or cannot be "
+                "reached. See its log. Every worker must make this call."
             ) from error
         finally:
             self._meeting = None
@@ -118,12 +118,12 @@ class RollCall:
         return [post[2] for post in posts]
 
     def others_after(self, error: BaseException) -> dict[int, Whereabouts]:
-        """Returns where the other workers are, who hear from now on that this one ends with ``error``."""
+        """Returns where the other workers are; from now on they are told that this one ends with ``error``."""
         self._error = error
         return {rank: at for rank, at in self.whereabouts().items() if rank != self.global_rank}
 
     def whereabouts(self, store: dist.Store | None = None) -> dict[int, Whereabouts]:
-        """Returns where every worker is; rank 0, which serves the store, counts as ended when that is gone."""
+        """Returns where every worker is; rank 0, which serves the store, counts as ended when the store is gone."""
         store = store if store is not None else self._store
         found: dict[int, Whereabouts] = {self.global_rank: self._own()}
         try:
@@ -138,7 +138,7 @@ class RollCall:
                     if (at := _answer(store, rank, asked)) is not None:
                         found[rank] = at
         except dist.DistError:
-            found[0] = Whereabouts(ENDED, " or cannot be reached, and the meeting point with it; its log says more")
+            found[0] = Whereabouts(ENDED, " or cannot be reached, nor can the rendezvous that it serves; see its log")
         return {rank: found.get(rank, Whereabouts(SILENT)) for rank in range(self._world_size)}
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class RollCall:
         return f"[rank {self.global_rank} of {self._world_size}]"
 
     def _wait_for(self, names: list[str], call: str, where: str) -> None:
-        """Returns when every worker has come; raises when one has ended, calls something else, or none can go on."""
+        """Returns when every worker has called; raises when one has ended, calls something else, or none can go on."""
         began, absent = time.monotonic(), list(range(self._world_size))
         look_at, ask_at, pause_s = began + _LOOK_EVERY_S, began + (self._limit_s or float("inf")), 0.0002
         while not self._store.check(names):
@@ -181,7 +181,7 @@ class RollCall:
             pause_s = min(pause_s * 1.5, 0.02)
 
     def _clear(self, names: list[str], read: str) -> None:
-        """Removes what was left at a meeting, once all have read it; rank 0 serves it and must not end before."""
+        """Removes the posts of a call once all have read them; rank 0 serves them and must not end before."""
         deadline = time.monotonic() + _READ_WITHIN_S
         while self._store.add(read, 0) < self._world_size:
             if time.monotonic() > deadline:
@@ -196,17 +196,17 @@ class RollCall:
             self._refuse(call, where, absent, found)
         if self.global_rank == present[0]:
             places = account({rank: found[rank] for rank in absent})
-            LOGGER.warning(f"{call} at {where} has waited for {named(absent)} for {waited_s:.0f} s:\n{places}")
+            LOGGER.warning(f"{call} at {where} has been waiting for {named(absent)} for {waited_s:.0f} s:\n{places}")
 
     def _refuse(self, call: str, where: str, absent: list[int], found: dict[int, Whereabouts]) -> NoReturn:
         raise RendezvousError(
-            f"{self._who} {call} at {where}: every worker must make this call, and {named(absent)} cannot come:\n"
+            f"{self._who} {call} at {where}: every worker must make this call, and {named(absent)} cannot:\n"
             f"{account(found)}\nMake it on every worker after the same step: not inside `if fleet.is_first_worker():`, "
-            f"and with as many batches on each. {_LIMIT_NOTE}"
+            f"and with the same number of batches on each. {_LIMIT_NOTE}"
         )
 
     def _check_calls(self, posts: dict[int, list[str]]) -> None:
-        """Raises ConfigError unless all of ``posts`` are of the same call."""
+        """Raises ConfigError unless all ``posts`` are for the same call."""
         places: dict[str, list[int]] = {}
         for rank, (call, _, _) in posts.items():
             places.setdefault(call, []).append(rank)
@@ -215,7 +215,7 @@ class RollCall:
             raise ConfigError(
                 f"{self._who} the workers make different calls where all must make the same:\n"
                 + "\n".join(calls)
-                + "\nEvery worker makes these calls in the same order."
+                + "\nEvery worker must make these calls in the same order."
             )
 
     def _own(self) -> Whereabouts:
@@ -237,10 +237,10 @@ class RollCall:
         return Whereabouts(ENDED, f"{how_it_ended(self._error)}, after step {self._step()}")
 
     def _watch(self, store: dist.Store, prefix: str) -> None:
-        """Answers the others, and looks after exchanges that this worker waits in; runs in a thread."""
+        """Answers the others, and watches exchanges that this worker waits in; runs in a thread."""
         ask_at = self._limit_s
         try:
-            # A connection of its own: the main thread may block on the store's usual one.
+            # A separate connection: the main thread may block on the store's usual one.
             own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
             while not self._stopped.wait(self._period_s):
                 self._note_waiting()
@@ -258,7 +258,7 @@ class RollCall:
             return  # the store's server ended before this worker
 
     def _reply(self, store: dist.Store) -> None:
-        """Answers the newest question for this worker's whereabouts."""
+        """Answers the newest query for this worker's whereabouts."""
         asked = store.add("asked", 0)
         if asked != self._answered:
             self._answered = asked
@@ -276,7 +276,7 @@ class RollCall:
             return False
 
     def _note_waiting(self) -> None:
-        """Notes since when the main thread is in an exchange and neither it nor others of this process compute."""
+        """Records since when the main thread has been in an exchange without any thread of this process computing."""
         ident = threading.main_thread().ident or 0
         before = self._clocks
         main = time.clock_gettime(time.pthread_getcpuclockid(ident))
@@ -290,10 +290,10 @@ class RollCall:
             self._waits_since = before[0]
 
     def _look_after_exchange(self, store: dist.Store, waited_s: float) -> None:
-        """Says for whom the exchange waits; ends this process when no worker can go on."""
+        """Logs for whom the exchange waits; ends this process when no worker can go on."""
         found = self.whereabouts(store)
         states = [at.state for at in found.values()]
-        # A worker that meets the others raises by itself. The end of one that has done so breaks this exchange off.
+        # A worker in a roll call raises by itself. Its end then breaks off this exchange.
         if MEETS in states or (ENDED in states and self._stopped.wait(_BREAK_WITHIN_S)):
             return
         if self._own().state != WAITS:
@@ -302,11 +302,11 @@ class RollCall:
         if can_go_on(found, self._limit_s / 2):
             if self.global_rank == min(rank for rank, at in found.items() if at.state == WAITS):
                 others = account({rank: at for rank, at in found.items() if rank != self.global_rank})
-                LOGGER.warning(f"the exchange at {where} has waited for {waited_s:.0f} s:\n{others}")
+                LOGGER.warning(f"the exchange at {where} has been waiting for {waited_s:.0f} s:\n{others}")
             return
         # The main thread waits in C++, where nothing can be raised.
         print(
-            f"RendezvousError: {self._who} the exchange at {where} cannot be finished:\n{account(found)}\nEvery worker "
+            f"RendezvousError: {self._who} the exchange at {where} cannot finish:\n{account(found)}\nEvery worker "
             "must take part in each exchange, in the same order: the same number of batches, the same models. "
             f"{_LIMIT_NOTE}",
             file=sys.stderr,
@@ -314,19 +314,19 @@ class RollCall:
         )
         ended = Whereabouts(ENDED, f" with RendezvousError at {where}, after step {self._step()}")
         store.set(f"left/{self.global_rank}", ended.to_text())
-        store.check(["asked"])  # the post has arrived when this is answered
+        store.check(["asked"])  # once this is answered, the post has arrived
         os._exit(1)
 
 
 def _connection_to(store: dist.Store) -> socket.socket | None:
-    """Returns a connection that ends with the store's server; None for a store that no worker serves."""
+    """Returns a connection that closes with the store's server; None for a store that no worker serves."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return socket.create_connection((store.host, store.port)) if isinstance(store, dist.TCPStore) else None
 
 
 def _answer(store: dist.Store, rank: int, asked: int) -> Whereabouts | None:
-    """Returns what ``rank`` answered to question ``asked`` or a later one, or that it has left."""
+    """Returns what ``rank`` answered to query ``asked`` or a later one, or that it has left."""
     if store.check([f"left/{rank}"]):
         return Whereabouts.from_text(store.get(f"left/{rank}"))
     if store.check([f"answer/{rank}"]):

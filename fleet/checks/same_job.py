@@ -1,4 +1,4 @@
-"""What must be the same on every worker is compared before anything is exchanged: the options, and the model."""
+"""Compares what must be the same on every worker before anything is exchanged: the options, and the model."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _compare(roll_call: RollCall, call: str, values: Mapping[str, str]) -> None:
     lines = [f"  {name}: {_by_rank([other.get(name) for other in found])}" for name in differing[:_MAX_SHOWN]]
     more = f"\n  and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
     raise ConfigError(
-        f"{call}: the workers differ:\n" + "\n".join(lines) + f"{more}\nEvery worker must have the same ones; only the "
-        "data may depend on the rank."
+        f"{call}: the workers differ:\n" + "\n".join(lines) + f"{more}\nThey must be the same on every worker; only "
+        "the data may depend on the rank."
     )
 
 

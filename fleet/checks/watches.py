@@ -1,4 +1,4 @@
-"""What is remembered about the wrapped models and optimizers while a job trains."""
+"""What the checks remember about the wrapped models and optimizers while a job trains."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _KIND = attrgetter("dtype", "device")
 
 
 class LoadNote:
-    """A hook that notes where a state is loaded, and what was there before; copies and pickles of it do nothing."""
+    """A hook that records where a state is loaded, and what was there before; its copies and pickles do nothing."""
 
     def __init__(self, watch: ModelWatch | OptimizerWatch) -> None:
         self._watch = watch
 
     def __call__(self, *_: Any) -> None:
-        """Comes before the state is taken over."""
+        """Runs before the state is loaded."""
         watch = self._watch
         if not watch.loaded_at:
             watch.loaded_at, watch.before = user_line(), digest(watch.sums())
 
     def __reduce__(self) -> Any:
-        return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and is in every Python
+        return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and every Python has it
 
 
 class ModelWatch:
@@ -61,17 +61,17 @@ class ModelWatch:
 
     @property
     def used(self) -> int:
-        """How often the wrapped model ran, and backward passes came through it."""
+        """How often the wrapped model ran, and how many backward passes came through it."""
         passes: Passes = self.model._passes
         return self.forwards + passes.begun
 
     @property
     def is_divided(self) -> bool:
-        """Whether each worker has parts of the parameters."""
+        """Whether each worker has shards of the parameters."""
         return any(is_part(p) for p in self.named.values())
 
     def note_parameters(self, registered: int) -> None:
-        """Remembers the parameters as they are; ``registered`` counts what modules have taken in so far."""
+        """Records the current parameters; ``registered`` counts what modules have registered so far."""
         self.registered = registered
         self.named = dict(self.model.named_parameters())
         self.trained_names = {name for name, p in self.named.items() if p.requires_grad}
@@ -79,7 +79,7 @@ class ModelWatch:
         self.frozen = [p for p in self.named.values() if not p.requires_grad]
 
     def has_changed(self, registered: int) -> bool:
-        """Returns whether parameters may have come, gone, or been frozen or thawed."""
+        """Returns whether parameters may have been added, removed, frozen or unfrozen."""
         return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
 
     def check_kinds(self) -> None:
@@ -89,12 +89,12 @@ class ModelWatch:
             if kind != self.kinds.setdefault(name, kind):
                 was, now = (" on ".join(map(str, one)) for one in (self.kinds[name], kind))
                 raise ConfigError(
-                    f"{name!r} is {now} and was {was} when distributed_model() took the model, whose gradients are "
+                    f"{name!r} is {now} and was {was} when distributed_model() wrapped the model, whose gradients are "
                     "exchanged as they were then. Convert and move the model before distributed_model()."
                 )
 
     def unseen(self, registered: int, models: Iterable[ModelWatch]) -> str:
-        """Returns a parameter with a gradient that did not train when the wrapped model ran last, or an empty text."""
+        """Returns a parameter with a gradient that did not train when the wrapped model last ran, or an empty text."""
         if not self.has_changed(registered):
             return ""
         seen = {id(p) for model in models for p in model.trained}
@@ -104,11 +104,11 @@ class ModelWatch:
         return ""
 
     def sums(self) -> dict[str, int]:
-        """Returns a checksum of each parameter, of a divided one where all workers have a part of one size."""
+        """Returns a checksum of each parameter, and of a sharded one where all workers have shards of one size."""
         return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
 
     def varying(self) -> list[str]:
-        """Returns the parameters of which all workers have parts of one size, and this one's holds different values."""
+        """Returns the parameters whose shards have one size on all workers and are not constant on this one."""
         held = {name: local(p.detach()) for name, p in self.named.items() if is_part(p) and _is_even(p)}
         return [name for name, t in held.items() if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
 
@@ -118,15 +118,15 @@ class ModelWatch:
 
 
 class OptimizerWatch:
-    """One wrapped optimizer: which of its parameters nobody exchanges, and whether a state was loaded.
+    """One wrapped optimizer: which of its parameters are not exchanged, and whether a state was loaded.
 
     Attributes:
-        strangers: parameters that belong to no wrapped model, by a name for messages.
+        strangers: parameters that belong to no wrapped model, under a name for messages.
         models: the wrapped models that it trains, with how often they were used until its last step.
         exchanged: how often they had exchanged gradients at its last update.
-        agreed: how often they have done so between two updates, as far as the workers have compared that.
-        left: a gradient that its last step left behind, and its version; held weakly, since a gradient is often a view
-            of a whole bucket.
+        agreed: the numbers of exchanges between two updates that the workers have compared so far.
+        left: a gradient that its last step left behind, and its version; held weakly, because a gradient is often a
+        view of a whole bucket.
     """
 
     def __init__(self, optimizer: FleetOptimizer) -> None:
@@ -143,7 +143,7 @@ class OptimizerWatch:
             self.handles.append(optimizer.user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
 
     def look(self, watches: Sequence[ModelWatch], registered: int) -> None:
-        """Finds out what the optimizer trains, where something may have changed."""
+        """Finds out what the optimizer trains, if anything may have changed."""
         groups = self.optimizer.param_groups
         seen = (len(watches), registered, *(len(group["params"]) for group in groups))
         if seen == self.seen:
@@ -159,12 +159,12 @@ class OptimizerWatch:
         self.models = {watch: self.models.get(watch, 0) for watch in found}
 
     def has_only_old_gradients(self) -> bool:
-        """Returns whether no gradient came since the last step."""
+        """Returns whether no gradient arrived since the last step."""
         now = self._first_gradient()
         return now is not None and self.left is not None and now[0] is self.left[0]() and now[1] == self.left[1]
 
     def note_step(self) -> None:
-        """Remembers what a step leaves behind."""
+        """Records what a step leaves behind."""
         now = self._first_gradient()
         self.left = None if now is None else (TensorWeakRef(now[0]), now[1])
 

@@ -22,7 +22,7 @@ _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{sysconfig.get_path('stdlib')}{os.sep}",
-    "<",  # frozen modules, and functions that dataclasses make
+    "<",  # frozen modules, and functions that dataclasses generate
 )
 _DEPTH = 6
 _MAX_SOURCE = 60
@@ -30,15 +30,15 @@ _MAX_SOURCE = 60
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a worker says of itself.
+    """What a worker reports about itself.
 
     Attributes:
-        state: BUSY in its own work, WAITS in an exchange of torch, MEETS in a call that every worker makes, ENDED, or
+        state: BUSY in its own work, WAITS in a torch exchange, MEETS in a call that every worker makes, ENDED, or
             SILENT when it did not answer.
         where: the line of the user's script, or how it ended.
         call: the call in which it MEETS, or torch's function in which it WAITS, where that is known.
         step: steps it has finished.
-        since_s: how long it WAITS without having run.
+        since_s: how long it has been in WAITS without running.
     """
 
     state: str
@@ -66,14 +66,14 @@ class Whereabouts:
             return f"waits in {self.call} at {self.where}{after}"
         if self.state == ENDED:
             return f"has ended{self.where}"
-        return "does not answer: it was killed, or a call keeps Python to itself"
+        return "does not answer: it was killed, or a call holds Python's GIL"
 
 
 def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
-    """Returns whether some worker may still do what the others wait for.
+    """Returns whether some worker may still make the call that the others wait for.
 
-    One that has not run for ``waited_s`` seconds in an exchange cannot, nor one that waits in a call of all workers.
-    Where all wait at one line, the exchange may just be slow, unless they wait in different ones for twice as long.
+    A worker that has not run for ``waited_s`` seconds in an exchange cannot, nor can one that waits in a call of all
+    workers. Where all wait at one line, the exchange may be slow, unless they wait in different ones twice as long.
 
     Example:
         >>> can_go_on({0: Whereabouts(MEETS), 1: Whereabouts(BUSY)}, 1.0)
@@ -103,31 +103,31 @@ def named(ranks: list[int]) -> str:
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Returns whether ``frame``, the innermost of a thread, is in an exchange with other workers."""
+    """Returns whether ``frame``, a thread's innermost frame, is in an exchange with other workers."""
     inner = islice(_outward(frame), _DEPTH)
     return Stack(tuple(Frame(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in inner)).waits
 
 
 def collective_of(frame: FrameType) -> str:
-    """Returns the innermost function of torch.distributed that ``frame`` is in, or an empty text."""
+    """Returns the innermost function of torch.distributed that ``frame`` is in, or an empty string."""
     inside = (f.f_code for f in islice(_outward(frame), _DEPTH))
     return next((code.co_name for code in inside if "/torch/distributed/" in code.co_filename), "")
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """Returns the innermost line of the user's own code at ``frame`` (the caller's) or outside it, with its text."""
+    """Returns the innermost line of the user's code at ``frame`` (the caller's) or outside it, with its text."""
     frames = list(_outward(frame or sys._getframe(1)))
     own = next((f for f in frames if _is_own(f.f_code.co_filename)), frames[-1])
     return _line(own.f_code.co_filename, own.f_lineno)
 
 
 def how_it_ended(error: BaseException | None) -> str:
-    """Returns what a worker that ends with ``error`` says of it."""
+    """Returns what a worker that ends with ``error`` reports about it."""
     return "" if error is None else f" with {type(error).__name__} at {user_line_of(error.__traceback__)}"
 
 
 def user_line_of(trace: TracebackType | None, otherwise: str = "an unknown line") -> str:
-    """Returns the innermost line of the user's own code in a traceback, ``otherwise`` where there is none."""
+    """Returns the innermost line of the user's code in a traceback, or ``otherwise`` where there is none."""
     found = otherwise
     while trace is not None:
         if _is_own(trace.tb_frame.f_code.co_filename):

@@ -1,4 +1,4 @@
-"""DatasetBase: options, list of files, and the reading of one file; what both datasets share."""
+"""DatasetBase: what both datasets share: options, the list of files, and reading one file."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class DatasetBase:
 
     def __init__(self) -> None:
         self._settings = Settings(data_feed_type=self._feed)
-        self._set_apart: dict[str, Any] = {}  # by set_... and _init_distributed_settings, which init() leaves alone
+        self._set_apart: dict[str, Any] = {}  # by set_... and _init_distributed_settings; init() does not change these
         self.filelist: list[str] = []
         self._has_filelist = False
 
     def init(self, **options: Any) -> None:
-        """Sets the options; those left out keep their defaults.
+        """Sets the options; omitted ones keep their defaults.
 
         Args:
             options: by name:
 
-                - ``batch_size`` (1): samples of a batch; the last batch may be smaller.
+                - ``batch_size`` (1): samples per batch; the last batch may be smaller.
                 - ``thread_num`` (1): threads that read files, each one file at a time.
                 - ``use_var``: the slots of a line, all of them in order, as :class:`Slot`.
-                - ``pipe_command`` ("cat"): program that gets each file on its standard input and writes the text form;
-                  ``|`` joins several. No shell runs it.
-                - ``input_type`` (0): 1 says that a line is a whole batch.
-                - ``download_cmd`` ("cat"): program that is started with the name of each file and writes its bytes, in
-                  place of opening it.
+                - ``pipe_command`` ("cat"): program that reads each file on standard input and writes the text form;
+                  ``|`` joins several. No shell is involved.
+                - ``input_type`` (0): 1 means that a line is a whole batch.
+                - ``download_cmd`` ("cat"): program that is started with the name of each file and writes its bytes;
+                  replaces opening the file.
                 - ``fs_name``, ``fs_ugi`` (""): address and user of Hadoop, for files named ``hdfs:...`` or ``afs:...``.
-                - ``data_feed_type``: kept as it is; another reader is refused.
+                - ``data_feed_type``: only the default is accepted; another reader is refused.
 
         Raises:
             ConfigError: an unknown option or a wrong value; nothing was changed.
@@ -54,7 +54,7 @@ class DatasetBase:
         self._settings = made
 
     def set_filelist(self, filelist: Sequence[str]) -> None:
-        """Sets the files of this worker; ``fleet.util.get_file_shard`` gives each worker its part of a list.
+        """Sets the files of this worker; ``fleet.util.get_file_shard`` gives each worker its shard of a list.
 
         Raises:
             ConfigError: not a list of names.
@@ -67,7 +67,7 @@ class DatasetBase:
         self._settings = self._settings.changed(options, self._options, f"{type(self).__name__}.{call}")
 
     def _set(self, call: str, **options: Any) -> None:
-        """Changes some options by a call of older scripts."""
+        """Changes some options; called by older scripts."""
         self._change(call, **options)
         self._set_apart |= options
 
@@ -108,7 +108,7 @@ class DatasetBase:
     _set_feed_type, _set_hdfs_config = set_feed_type, set_hdfs_config
 
     def _start_reading(self) -> tuple[TextForm, Source]:
-        """Returns form and source once everything that can be checked before reading is checked."""
+        """Returns form and source after checking everything that can be checked before reading."""
         form, source = self._settings.form, self._settings.source
         if not self._has_filelist:
             raise ConfigError(

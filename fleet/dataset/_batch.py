@@ -15,18 +15,18 @@ SlotTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 class Batch(dict[str, SlotTensors]):
-    """Tensors by name of the slot, on the host.
+    """Tensors by slot name, on the host.
 
-    A dense slot is one tensor ``[batch, *shape[1:]]``. A sparse slot is a pair: values, 1-D, of all samples one after
-    the other, and offsets, int64 ``[batch + 1]``; the values of sample i are ``values[offsets[i]:offsets[i + 1]]``.
-    That is what ``torch.nn.functional.embedding_bag(..., include_last_offset=True)`` takes, and
-    ``torch.nested.nested_tensor_from_jagged``. Values are int64 or float32 as the slot says. With ``input_type=1`` each
-    value of a sparse slot is a row, as in Fleet: the offsets are 0, 1, 2 and so on.
+    A dense slot is one tensor ``[batch, *shape[1:]]``. A sparse slot is a pair: 1-D values of all samples in sequence,
+    and offsets, int64 ``[batch + 1]``; the values of sample i are ``values[offsets[i]:offsets[i + 1]]``.
+    ``torch.nn.functional.embedding_bag(..., include_last_offset=True)`` and
+    ``torch.nested.nested_tensor_from_jagged`` take this form. Values are int64 or float32, according to the slot. With
+    ``input_type=1`` each value of a sparse slot is a row, as in Fleet: the offsets are 0, 1, 2 and so on.
 
     Attributes:
         ins_ids: ids of the samples, where the dataset has ``parse_ins_id``; empty otherwise.
         contents: their contents, where it has ``parse_content``.
-        num_samples: number of samples; with ``input_type=1`` of lines, which is 1.
+        num_samples: number of samples; with ``input_type=1`` the number of lines, which is 1.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Batch(dict[str, SlotTensors]):
 
 
 def batch_of(samples: Samples, form: TextForm) -> Batch:
-    """Returns the samples as one batch, which shares no memory with them that anything writes to."""
+    """Returns the samples as one batch; they share no memory that anything writes to."""
     columns = samples.columns[form.first_slot :]
     if form.whole_batches:
         columns = tuple(Column(column.values, np.arange(len(column.values) + 1)) for column in columns)

@@ -1,7 +1,7 @@
-"""split_pipeline: a pipe command as lists of words, one for each program; no shell takes part.
+"""split_pipeline: a pipe command as lists of words, one for each program, without a shell.
 
-A ``|`` between programs works as in a shell. Everything else that a shell would act on (``;``, ``>``, ``$NAME``,
-``*``) is refused where it stands outside quotes, rather than handed to the program as it is.
+A ``|`` between programs works as in a shell. Everything else that a shell would interpret (``;``, ``>``, ``$NAME``,
+``*``) is refused outside quotes, rather than passed to the program unchanged.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def split_pipeline(text: object, option: str) -> list[list[str]]:
     """Returns the words of each program of ``text``.
 
     Raises:
-        ConfigError: no text, an empty program, or quotes that do not end.
-        UnsupportedOptionError: what only a shell could do.
+        ConfigError: not a string, an empty program, or unbalanced quotes.
+        UnsupportedOptionError: something that only a shell could do.
 
     Example:
         >>> split_pipeline("python clean.py --days 3 | awk '{print $1}'", "pipe_command")
         [['python', 'clean.py', '--days', '3'], ['awk', '{print $1}']]
     """
     if not isinstance(text, str):
-        raise ConfigError(f"{option}={text!r} takes a command line as text.")
+        raise ConfigError(f"{option}={text!r} takes a command line as a string.")
     try:
         programs = [shlex.split(part) for part in _parts(text, option)]
     except ValueError as error:
@@ -42,7 +42,7 @@ def split_pipeline(text: object, option: str) -> list[list[str]]:
 
 
 def _parts(text: str, option: str) -> list[str]:
-    """Returns the text between the ``|`` that stand outside quotes."""
+    """Returns the text between each ``|`` outside quotes."""
     parts, quote, at = [""], "", 0
     while at < len(text):
         char = text[at]
@@ -52,7 +52,7 @@ def _parts(text: str, option: str) -> list[str]:
             continue
         if char in (_IN_DOUBLE_QUOTES if quote == '"' else frozenset() if quote else _ACTED_ON):
             raise UnsupportedOptionError(
-                f"{option}={redact(text)!r} holds {char!r}, which a shell would act on; none is started. Put it in "
+                f"{option}={redact(text)!r} holds {char!r}, which only a shell interprets; none runs. Put it in "
                 "single quotes if the program should see it, or move the work into a script."
             )
         if char == "|" and not quote:

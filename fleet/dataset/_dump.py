@@ -1,7 +1,7 @@
-"""Dump: what ``trainer_desc_configs`` asks train_from_dataset to write, and the values it adds up.
+"""Dump: what ``trainer_desc_configs`` makes train_from_dataset write, and the values it sums.
 
 The file ``part-RANK`` in ``dump_fields_path`` gets one line for each sample, ``ID<tab>CONTENT<tab>FIELD:COUNT:V:V...``
-with a part for each field, and for each batch and parameter one line ``(BATCH,NAME):V:V...``. Numbers have nine digits.
+with one part per field, and one line ``(BATCH,NAME):V:V...`` for each batch and parameter. Numbers have nine digits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Dump(AbstractContextManager["Dump"]):
     """Writes fields and parameters batch by batch; ends with the ``with`` block.
 
     Args:
-        folder: where the file goes; made when it is absent.
+        folder: where the file goes; created if absent.
         fields: outputs of the step, or slots.
         parameters: the parameters to write, by name.
-        rank: number in the name of the file.
+        rank: number in the file name.
 
     Raises:
-        ConfigError: something to write and no folder, or a folder and nothing to write.
+        ConfigError: there is something to write and no folder, or a folder and nothing to write.
     """
 
     def __init__(self, folder: str, fields: Sequence[str], parameters: Mapping[str, torch.Tensor], rank: int) -> None:
@@ -38,7 +38,7 @@ class Dump(AbstractContextManager["Dump"]):
         if named != bool(folder):
             raise ConfigError(
                 f"trainer_desc_configs has dump_fields_path={folder!r}, dump_fields={list(fields)!r} and "
-                f"dump_param={list(parameters)!r}; a folder and something to write in it go together."
+                f"dump_param={list(parameters)!r}; a folder needs something to write, and vice versa."
             )
         self._fields, self._parameters = list(fields), dict(parameters)
         self._file: IO[str] | None = None
@@ -82,8 +82,8 @@ def _rows(field: str, batch: Batch, outputs: Mapping[str, Any]) -> list[list[flo
         rows = array.reshape(len(array), -1).tolist() if array.ndim else []
     if len(rows) != batch.num_samples:
         raise ConfigError(
-            f"dump_fields names {field!r}, which has {len(rows)} rows in a batch of {batch.num_samples} samples; it is "
-            "written sample by sample."
+            f"dump_fields names {field!r}, which has {len(rows)} rows in a batch of {batch.num_samples} samples; it "
+            "needs one row per sample."
         )
     return rows
 

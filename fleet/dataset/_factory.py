@@ -1,4 +1,4 @@
-"""DatasetFactory: the way in which scripts of Fleet 1.x make a dataset."""
+"""DatasetFactory: how Fleet 1.x scripts create a dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OFFERED = {"InMemoryDataset": InMemoryDataset, "QueueDataset": QueueDataset}
 
 
 class DatasetFactory:
-    """Makes a dataset by the name of its class; its options are set by ``set_batch_size`` and the like.
+    """Creates a dataset by the name of its class; ``set_batch_size`` and the like set its options.
 
     Example:
         >>> dataset = fleet.DatasetFactory().create_dataset("InMemoryDataset")
@@ -25,7 +25,7 @@ class DatasetFactory:
         """Returns a new dataset; raises ConfigError for an unknown class."""
         if datafeed_class in ("BoxPSDataset", "FileInstantDataset"):
             raise UnsupportedOptionError(
-                f"create_dataset({datafeed_class!r}) is not offered; fleet.dataset.{datafeed_class}() has the reason."
+                f"create_dataset({datafeed_class!r}) is not supported; fleet.dataset.{datafeed_class}() says why."
             )
         if datafeed_class not in _OFFERED:
             raise ConfigError(

@@ -26,7 +26,7 @@ _FORM_OPTIONS = ("use_var", "parse_ins_id", "parse_content", "input_type")
 
 
 class InMemoryDataset(DatasetBase):
-    """Holds the samples of this worker's files in memory; iteration yields them as :class:`Batch`, again and again.
+    """Holds the samples of this worker's files in memory; each iteration yields all of them as :class:`Batch`.
 
     Example:
         >>> with open("part-0", "w") as file:
@@ -56,19 +56,19 @@ class InMemoryDataset(DatasetBase):
         self._preload: Future[Samples] | None = None
 
     def init(self, **options: Any) -> None:
-        """Sets the options; those left out keep their defaults.
+        """Sets the options; omitted ones keep their defaults.
 
         Args:
             options: those of :meth:`DatasetBase.init`, and by name:
 
                 - ``parse_ins_id`` (False), ``parse_content`` (False): a line begins with ``1 ID``, then ``1 CONTENT``;
                   both are in :class:`Batch`.
-                - ``merge_size`` (-1): above 0, :meth:`global_shuffle` merges that many samples of the same id into one
-                  and leaves out groups of another size.
+                - ``merge_size`` (-1): above 0, :meth:`global_shuffle` merges that many samples with the same id into
+                  one and drops groups of any other size.
                 - ``fleet_send_batch_size`` (1024): samples in one message of :meth:`global_shuffle`.
                 - ``fleet_send_sleep_seconds`` (0): pause after each round of messages.
-                - ``fea_eval`` (False), ``candidate_size`` (10000): allow :meth:`slots_shuffle`, and say from how many
-                  samples it draws values.
+                - ``fea_eval`` (False), ``candidate_size`` (10000): allow :meth:`slots_shuffle`, and set how many
+                  samples it draws values from.
                 - ``queue_num`` (-1): no effect here, with a warning.
 
         Raises:
@@ -95,7 +95,7 @@ class InMemoryDataset(DatasetBase):
         self._settings: Settings = made
 
     def _init_distributed_settings(self, **options: Any) -> None:
-        """Sets options that a later :meth:`init` leaves alone; with ``merge_size`` ids are read, as it needs them."""
+        """Sets options that a later :meth:`init` does not change; with ``merge_size`` it also reads ids."""
         if isinstance(options.get("merge_size"), int) and options["merge_size"] > 0:
             options = {"parse_ins_id": True, **options}
         self._set("_init_distributed_settings", **options)
@@ -136,13 +136,13 @@ class InMemoryDataset(DatasetBase):
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def load_into_memory(self, is_shuffle: bool = False) -> None:
-        """Reads all files with ``thread_num`` threads, in their order; what was in memory before is replaced.
+        """Reads all files with ``thread_num`` threads, in order, and replaces the samples in memory.
 
         Args:
-            is_shuffle: call :meth:`local_shuffle` after it.
+            is_shuffle: call :meth:`local_shuffle` afterwards.
 
         Raises:
-            ConfigError: no slots, a file that is absent, a malformed line, a program that failed; memory is as before.
+            ConfigError: no slots, an absent file, a malformed line, a program that failed; the memory is unchanged.
         """
         form, source = self._start_reading()
         self._keep(_load(self.filelist, form, source, self._settings.thread_num), form)
@@ -150,7 +150,7 @@ class InMemoryDataset(DatasetBase):
             self.local_shuffle()
 
     def preload_into_memory(self, thread_num: int | None = None) -> None:
-        """Starts to read all files in the background; :meth:`wait_preload_done` brings the samples into memory.
+        """Starts reading all files in the background; :meth:`wait_preload_done` moves the samples into memory.
 
         Until then iteration yields what was loaded before.
 
@@ -158,24 +158,24 @@ class InMemoryDataset(DatasetBase):
             thread_num: threads for this load; ``None``: ``thread_num`` of :meth:`init`.
         """
         if self._preload is not None:
-            raise ConfigError("preload_into_memory() is under way already; call wait_preload_done() first.")
+            raise ConfigError("preload_into_memory() is already running; call wait_preload_done() first.")
         threads = self._settings.thread_num if thread_num is None else thread_num
         if type(threads) is not int or threads < 1:
-            raise ConfigError(f"preload_into_memory(thread_num={thread_num!r}) takes a whole number of at least 1.")
+            raise ConfigError(f"preload_into_memory(thread_num={thread_num!r}) takes an integer of at least 1.")
         form, source = self._start_reading()
         with_one = ThreadPoolExecutor(1, "fleet-preload")
         self._preload = with_one.submit(_load, list(self.filelist), form, source, threads)
         with_one.shutdown(wait=False)
 
     def wait_preload_done(self) -> None:
-        """Returns when the samples that :meth:`preload_into_memory` reads are in memory; raises what reading raised."""
+        """Waits until the samples of :meth:`preload_into_memory` are in memory; raises what reading raised."""
         if self._preload is None:
             raise NotInitializedError("wait_preload_done() needs preload_into_memory() first.")
         preload, self._preload = self._preload, None
         self._keep(preload.result(), self._settings.form)
 
     def release_memory(self) -> None:
-        """Lets go of all samples; the options and the list of files stay."""
+        """Releases all samples; the options and the list of files stay."""
         if self._preload is not None:
             self._preload.exception()
             self._preload = None
@@ -183,38 +183,38 @@ class InMemoryDataset(DatasetBase):
         self._order, self._replaced = np.empty(0, np.int64), {}
 
     def get_memory_data_size(self, fleet: Any = None) -> int:
-        """Returns the number of samples in memory: of this worker, or with ``fleet`` the sum over all workers."""
+        """Returns the number of samples in memory on this worker or, with ``fleet``, on all workers."""
         return self._total(len(self._order), fleet, "get_memory_data_size")
 
     def get_shuffle_data_size(self, fleet: Any = None) -> int:
-        """Returns the number of samples that the last shuffle left in memory, 0 before one; with ``fleet`` the sum."""
+        """Returns the number of samples that the last shuffle left in memory, or 0; with ``fleet``, on all workers."""
         return self._total(self._num_shuffled, fleet, "get_shuffle_data_size")
 
     # ---- order ---------------------------------------------------------------------------------------------------
 
     def local_shuffle(self) -> None:
-        """Puts the samples of this worker into random order; ``torch.manual_seed`` fixes it."""
+        """Shuffles the samples of this worker; ``torch.manual_seed`` fixes the order."""
         self._need_samples("local_shuffle")
         self._order = self._order[random_places(len(self._order))]
         self._num_shuffled = len(self._order)
 
     def global_shuffle(self, fleet: Any = None, thread_num: int = 12) -> None:
-        """Sends every sample to a random worker and puts what came into random order; all workers call it.
+        """Sends every sample to a random worker and shuffles what arrives; every worker must call it.
 
         Each worker then holds about as many samples as the others, and together they hold the same samples as before.
-        With ``merge_size`` samples go by their ids, so that equal ids meet, and are merged. A :meth:`slots_shuffle` is
-        undone. While it runs a worker holds its samples twice.
+        With ``merge_size``, equal ids go to the same worker and are merged. A :meth:`slots_shuffle` is undone. While it
+        runs, a worker holds its samples twice.
 
         Args:
-            fleet: ``fleet`` after ``fleet.init()``, or a :class:`WorkerGroup`; ``None``: this worker's samples alone.
+            fleet: ``fleet`` after ``fleet.init()``, or a :class:`WorkerGroup`; ``None``: only this worker's samples.
             thread_num: threads that pack and unpack the messages.
 
         Raises:
-            ConfigError: the workers have different slots; said before anything is sent.
+            ConfigError: the workers have different slots; raised before anything is sent.
             UnsupportedOptionError: the workers of this job have no process group.
         """
         if type(thread_num) is not int or thread_num < 1:
-            raise ConfigError(f"global_shuffle(thread_num={thread_num!r}) takes a whole number of at least 1.")
+            raise ConfigError(f"global_shuffle(thread_num={thread_num!r}) takes an integer of at least 1.")
         samples, form = self._need_samples("global_shuffle")
         group = OneWorker() if fleet is None else worker_group_of(fleet, "global_shuffle")
         settings = self._settings
@@ -234,19 +234,19 @@ class InMemoryDataset(DatasetBase):
         if settings.merge_size > 0:
             samples, dropped = merge_by_id(samples, form, settings.merge_size)
             if dropped:
-                LOGGER.warning("merge_size=%d: %d samples were left out", settings.merge_size, dropped)
+                LOGGER.warning("merge_size=%d: %d samples were dropped", settings.merge_size, dropped)
         self._keep(samples, form)
         self.local_shuffle()
 
     def slots_shuffle(self, slots: Sequence[str]) -> None:
         """Gives every sample the values of another random sample in these slots; the other slots keep theirs.
 
-        It shows how much a model relies on a slot. A slot named by an earlier call and not by this one gets its own
-        values back; an empty list brings all back. With ``candidate_size`` samples or fewer the values are permuted,
-        with more each sample draws from ``candidate_size`` random ones.
+        It shows how much a model relies on a slot. A slot named by an earlier call but not by this one gets its own
+        values back; an empty list restores all. With at most ``candidate_size`` samples the values are permuted; with
+        more, each sample draws from ``candidate_size`` random ones.
 
         Raises:
-            ConfigError: ``fea_eval`` is off, or a name is no slot; nothing was changed.
+            ConfigError: ``fea_eval`` is off, or a name is not a slot; nothing was changed.
         """
         samples, form = self._need_samples("slots_shuffle")
         if not self._settings.fea_eval:
@@ -265,7 +265,7 @@ class InMemoryDataset(DatasetBase):
 
     def tdm_sample(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UnsupportedOptionError: there is no tree to sample from."""
-        raise UnsupportedOptionError("tdm_sample(): tree-based deep match (TDM) is not offered.")
+        raise UnsupportedOptionError("tdm_sample(): tree-based deep match (TDM) is not supported.")
 
     # ---- batches -------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class InMemoryDataset(DatasetBase):
 
 
 def _load(files: list[str], form: TextForm, source: Source, num_threads: int) -> Samples:
-    """Returns the samples of all files in their order."""
+    """Returns the samples of all files in order."""
     stop = threading.Event()
 
     def read(file: str) -> Samples:

@@ -1,13 +1,13 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Compiled loops: a block of MultiSlot text to numbers, and runs of values to a new place.
+"""Compiled loops: parse a block of MultiSlot text into numbers, and copy runs of values.
 
 Twins: :func:`fleet.dataset._text.parse_plain`, and the numpy branch of :meth:`fleet.dataset._samples.Column.take`.
 
 [Note: Floats]
-A decimal with at most 19 digits and a power of ten up to 22 needs one multiplication or division. It is exact where
-the digits fit in 53 bits. Beyond, the double is off by at most two units in its last place, so the float32 made of it
-is that of the exact value unless it lies that near to the middle of two float32; such a text, as any other unusual
-one, is left to Python.
+A decimal with at most 19 digits and a power of ten up to 22 needs one multiplication or division. The result is exact
+if the digits fit in 53 bits. Otherwise the double is off by at most two units in its last place, so rounding it to
+float32 is right unless it lies that close to the midpoint of two float32 values. Python parses such a text, and any
+other unusual one.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _read_float(data, at, end, double, bits):
 
 @_kernel
 def _next_word(data, at):
-    """Returns where the next word of the line starts and stops; twice the same place at the end of the line."""
+    """Returns where the next word of the line starts and stops; at the end of the line the two are equal."""
     while _is_space(data[at]):
         at += 1
     start = at
@@ -129,7 +129,7 @@ def _count_fits(count, kind, width, multiples):
 
 @_kernel
 def _read_value(data, start, stop, kind, double, bits, single, word):
-    """Returns a value as it is kept in ``numbers`` and whether it is certain."""
+    """Returns a value as ``numbers`` stores it and whether it is certain."""
     if kind == INT:
         return _read_int(data, start, stop)
     single[0], good = _read_float(data, start, stop, double, bits)
@@ -145,10 +145,10 @@ def parse_block(data, kinds, widths, multiples, starts, counts, numbers, hard):
         kinds: TEXT, INT or FLOAT of each field of a line.
         widths: number of values a field must have, 0 for any.
         multiples: accept any multiple of the width.
-        starts: out, int64 [lines, fields], where the values of a field start: in ``numbers``, of a TEXT in ``data``.
-        counts: out, int64 [lines, fields], number of values, of a TEXT of bytes.
+        starts: out, int64 [lines, fields], where the values of a field start in ``numbers`` (for a TEXT, in ``data``).
+        counts: out, int64 [lines, fields], number of values (for a TEXT, of bytes).
         numbers: out, int64, values in order: the integer, or the float32's bits.
-        hard: out, int64 rows (place in ``numbers``, start, stop, line * fields + field) of what Python must read.
+        hard: out, int64 rows (index in ``numbers``, start, stop, line * fields + field) of what Python must parse.
 
     Returns:
         Lines read, rows of ``hard``, and a code: 0 all read, 1 the next line is malformed, 2 ``hard`` is full.

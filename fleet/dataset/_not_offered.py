@@ -1,4 +1,4 @@
-"""Datasets of Fleet that cannot exist here; making one says why."""
+"""Datasets of Fleet that cannot exist here; creating one raises with the reason."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class BoxPSDataset(_NotOffered):
 
 
 class FileInstantDataset(_NotOffered):
-    """Refused: it reads a binary form of Paddle's own."""
+    """Refused: it reads Paddle's own binary format."""
 
-    reason = "it reads a binary form that Paddle's own tools write. Use fleet.QueueDataset, which streams text files."
+    reason = "it reads a binary format that Paddle's tools write. Use fleet.QueueDataset, which streams text files."
 
 
 class TreeIndex(_NotOffered):
     """Refused: the tree of tree-based deep match models."""
 
-    reason = "tree-based deep match (TDM) is not offered; there is no replacement here."
+    reason = "tree-based deep match (TDM) is not supported; there is no replacement."

@@ -23,8 +23,8 @@ _POLL_S = 0.1
 class QueueDataset(DatasetBase):
     """Streams the files of this worker: each iteration reads them once, a few blocks ahead, and keeps nothing.
 
-    With ``thread_num=1`` the samples come in the order of the files. With more, several files are read at once and
-    their samples come as they are ready. Iteration yields :class:`Batch`.
+    With ``thread_num=1`` the samples come in file order. With more, several files are read at once and their samples
+    come as they are ready. Iteration yields :class:`Batch`.
 
     Example:
         >>> with open("part-0", "w") as file:
@@ -63,7 +63,7 @@ class QueueDataset(DatasetBase):
 
 
 def _stream(files: list[str], form: TextForm, source: Source, num_threads: int) -> Iterator[Samples]:
-    """Yields blocks of samples that threads read ahead; the threads have ended when the iteration has."""
+    """Yields blocks of samples that threads prefetch; the threads end before the iteration does."""
     threads_wanted = min(num_threads, len(files))
     ready: queue.Queue[Samples | BaseException | None] = queue.Queue(max(1, _BLOCKS_PER_THREAD * threads_wanted))
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()

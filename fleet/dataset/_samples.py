@@ -1,8 +1,8 @@
-"""Samples: many samples in columns, one per slot, and the bytes in which they travel.
+"""Samples: many samples in columns, one per slot, and their serialised form.
 
 [Note: Columns]
 A column is one array of values and the offsets at which each sample's values begin. Samples are never moved one by
-one: a shuffle permutes a list of places, and a batch gathers from the columns. Ids and contents of samples are
+one: a shuffle permutes a list of indices, and a batch gathers from the columns. Ids and contents of samples are
 columns of bytes.
 """
 
@@ -38,7 +38,7 @@ class Column:
         return len(self.offsets) - 1
 
     def take(self, places: Ints) -> Column:
-        """Returns the column of the samples at ``places``."""
+        """Returns the column for the samples at ``places``."""
         starts = self.offsets[places]
         lengths = self.offsets[places + 1] - starts
         offsets = np.zeros(len(places) + 1, np.int64)
@@ -53,12 +53,12 @@ class Column:
         return Column(values, offsets)
 
     def part(self, start: int, stop: int) -> Column:
-        """Returns the column of the samples from ``start`` to ``stop``, without copying the values."""
+        """Returns the column for the samples from ``start`` to ``stop``, without copying the values."""
         offsets = self.offsets[start : stop + 1]
         return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def texts(self) -> list[str]:
-        """Returns a column of bytes as text, one for each sample."""
+        """Returns a column of bytes as strings, one for each sample."""
         data, ends = self.values.tobytes(), self.offsets.tolist()
         return [data[start:stop].decode("utf-8", "replace") for start, stop in zip(ends, ends[1:], strict=False)]
 
@@ -82,7 +82,7 @@ class Samples:
 
     @staticmethod
     def joined(blocks: Sequence[Samples]) -> Samples:
-        """Returns the samples of all blocks, one after the other; blocks have the same columns."""
+        """Concatenates the samples of all blocks, which have the same columns."""
         if len(blocks) == 1:
             return blocks[0]
         columns = []
@@ -96,7 +96,7 @@ class Samples:
         return Samples(tuple(columns))
 
     def to_bytes(self) -> bytes:
-        """Returns the samples as bytes: header, then per column the lengths (uint32) and the values, little endian."""
+        """Returns the samples as bytes: a header, then lengths (uint32) and values of each column, little endian."""
         parts = [_HEAD.pack(_MAGIC, len(self.columns), len(self))]
         for column in self.columns:
             little = column.values.dtype.newbyteorder("<")
@@ -119,25 +119,25 @@ def samples_from_bytes(data: bytes | memoryview, dtypes: Sequence[np.dtype[Any]]
     view = memoryview(data)
     if len(view) < _HEAD.size:
         raise ConfigError(
-            f"samples of another worker: {len(view)} bytes are no header. Run the same version everywhere."
+            f"samples of another worker: {len(view)} bytes are not a header. Run the same version everywhere."
         )
     magic, num_columns, count = _HEAD.unpack_from(view)
     if magic != _MAGIC or num_columns != len(dtypes):
-        raise ConfigError("samples of another worker have other slots. Give every worker the same use_var.")
+        raise ConfigError("samples of another worker have different slots. Give every worker the same use_var.")
     at, columns = _HEAD.size, []
     for dtype in dtypes:
         if len(view) - at < _SIZE.size + 4 * count:
-            raise ConfigError("samples of another worker end too early; nothing was taken over.")
+            raise ConfigError("samples of another worker end too early; nothing was loaded.")
         (size,) = _SIZE.unpack_from(view, at)
         lengths = np.frombuffer(view, "<u4", count, at + _SIZE.size)
         at += _SIZE.size + 4 * count
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if int(offsets[-1]) != size or len(view) - at < size * dtype.itemsize:
-            raise ConfigError("samples of another worker: lengths and values do not agree; nothing was taken over.")
+            raise ConfigError("samples of another worker: lengths and values do not match; nothing was loaded.")
         values = np.frombuffer(view, dtype.newbyteorder("<"), size, at).astype(dtype)
         at += size * dtype.itemsize
         columns.append(Column(values, offsets))
     if at != len(view):
-        raise ConfigError(f"samples of another worker: {len(view) - at} bytes too many; nothing was taken over.")
+        raise ConfigError(f"samples of another worker: {len(view) - at} bytes too many; nothing was loaded.")
     return Samples(tuple(columns))

@@ -66,14 +66,14 @@ class Settings:
     candidate_size: int = 10000
 
     def changed(self, given: Mapping[str, Any], known: tuple[str, ...], call: str) -> Settings:
-        """Returns the settings with ``given`` in place.
+        """Returns the settings updated with ``given``.
 
         Raises:
-            ConfigError: an unknown option, or a value against its rule; these settings stay as they are.
+            ConfigError: an unknown option, or a value that breaks its rule; these settings do not change.
         """
         for name in given:
             if name not in known:
-                raise UnknownOptionError(f"{call}({name}=...) is no option.{did_you_mean(name, known)}")
+                raise UnknownOptionError(f"{call}({name}=...) is not an option.{did_you_mean(name, known)}")
         values = dict(given)
         if "use_var" in values:
             values["use_var"] = read_slots(values["use_var"])
@@ -82,13 +82,13 @@ class Settings:
         if values.get("data_feed_type", self.data_feed_type) != self.data_feed_type:
             raise UnsupportedOptionError(
                 f"{call}(data_feed_type={values['data_feed_type']!r}): here it is {self.data_feed_type!r}, the "
-                "MultiSlot text form; the other readers of Paddle are not offered."
+                "MultiSlot text form; Paddle's other readers are not supported."
             )
         made = replace(self, **values)
         made._check_together(call)
         if values.get("queue_num", -1) != -1:
             warnings.warn(
-                f"{call}(queue_num={values['queue_num']!r}) changes nothing: batches come from one place, whatever the "
+                f"{call}(queue_num={values['queue_num']!r}) has no effect: batches come from one queue, whatever the "
                 "number of threads that take them.",
                 OptionWarning,
                 stacklevel=4,
@@ -103,7 +103,7 @@ class Settings:
             )
         if self.merge_size > 0 and not self.parse_ins_id:
             raise ConfigError(
-                f"{call}(merge_size={self.merge_size!r}) merges samples of the same id; set parse_ins_id=True and "
+                f"{call}(merge_size={self.merge_size!r}) merges samples with the same id; set parse_ins_id=True and "
                 "write the ids in the data generator."
             )
         if self.merge_size > 0 and self.input_type == 1:
@@ -134,15 +134,15 @@ class Settings:
 def _check_value(name: str, value: Any, call: str) -> None:
     wrong = ""
     if name in _WHOLE and (type(value) is not int or value < _WHOLE[name]):
-        wrong = f"takes a whole number of at least {_WHOLE[name]}"
+        wrong = f"takes an integer of at least {_WHOLE[name]}"
     elif name in _SWITCHES and not isinstance(value, bool):
         wrong = "takes True or False"
     elif name in _TEXTS and not isinstance(value, str):
-        wrong = "takes a text"
+        wrong = "takes a string"
     elif name == "input_type" and (type(value) is not int or value not in (0, 1)):
         wrong = "takes 0 (a line is a sample) or 1 (a line is a batch)"
     elif name in ("merge_size", "queue_num") and type(value) is not int:
-        wrong = "takes a whole number; -1 leaves it off"
+        wrong = "takes an integer; -1 turns it off"
     elif name == "fleet_send_sleep_seconds" and (
         isinstance(value, bool) or not isinstance(value, int | float) or value < 0
     ):
@@ -150,9 +150,7 @@ def _check_value(name: str, value: Any, call: str) -> None:
     elif name in ("pipe_command", "download_cmd"):
         programs = split_pipeline(value, name)
         if name == "download_cmd" and len(programs) > 1:
-            wrong = (
-                "takes one program, which gets the name of the file as its last word; pipes belong into pipe_command"
-            )
+            wrong = "takes one program, which gets the file name as its last argument; pipes belong in pipe_command"
     if wrong:
         shown = HIDDEN if is_secret_name(name) else redact(f"{value!r}")
         raise ConfigError(f"{call}({name}={shown}) {wrong}.")

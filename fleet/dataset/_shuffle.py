@@ -1,4 +1,4 @@
-"""Shuffles: random places, samples to random workers, and the merging of samples with the same id.
+"""Shuffles: random orders, samples to random workers, and merging samples with the same id.
 
 Random numbers come from torch's default generator, so ``torch.manual_seed`` fixes them.
 """
@@ -31,7 +31,7 @@ def random_places(count: int) -> Ints:
 
 
 def replaced_places(count: int, num_candidates: int) -> Ints:
-    """Returns, for each of ``count`` samples, whose values it gets.
+    """Returns, for each of ``count`` samples, the sample whose values it gets.
 
     With at least as many candidates as samples the values are permuted; otherwise each sample draws one of
     ``num_candidates`` random candidates.
@@ -44,7 +44,7 @@ def replaced_places(count: int, num_candidates: int) -> Ints:
 
 
 def choose_workers(count: int, size: int, ids: Column | None) -> Ints:
-    """Returns the worker each sample goes to: random, or by the checksum of its id, so that equal ids meet."""
+    """Returns each sample's target worker: random, or by the checksum of its id, so that equal ids meet."""
     if ids is None:
         chosen: Ints = torch.randint(size, (count,)).numpy()
         return chosen
@@ -68,14 +68,14 @@ def exchange_samples(
     Args:
         samples: this worker's.
         targets: rank of a worker for each of them.
-        form: what a line holds; the same on every worker.
+        form: the format of a line; the same on every worker.
         group: the workers.
         send_batch_size: samples in one message to one worker; the messages go in rounds.
         sleep_s: pause after each round.
         num_threads: threads that pack and unpack messages.
 
     Raises:
-        ConfigError: the workers read different slots; said on every worker before anything is sent.
+        ConfigError: the workers read different slots; raised on every worker before anything is sent.
     """
     places = [np.flatnonzero(targets == rank) for rank in range(group.size)]
     rounds = -(-max(len(part) for part in places) // send_batch_size)
@@ -105,17 +105,17 @@ def _agree(rounds: int, form: TextForm, group: WorkerGroup) -> int:
     different = [rank for rank, (fields_sum, _) in enumerate(announced) if fields_sum != announced[0][0]]
     if different:
         raise ConfigError(
-            f"global_shuffle: workers {different} read other slots than worker 0. Give init(use_var=...) the same "
+            f"global_shuffle: workers {different} read different slots than worker 0. Pass init(use_var=...) the same "
             "slots in the same order on every worker."
         )
     return max(number for _, number in announced)
 
 
 def merge_by_id(samples: Samples, form: TextForm, merge_size: int) -> tuple[Samples, int]:
-    """Returns samples merged from groups of ``merge_size`` with the same id, and how many samples were left out.
+    """Returns samples merged from groups of ``merge_size`` with the same id, and how many samples were dropped.
 
-    The values of sparse slots are joined. Left out are groups of another size, and those whose samples differ in a
-    dense slot, since one sample cannot hold both. The content is that of the first sample.
+    The values of sparse slots are concatenated. Groups of any other size are dropped, and those whose samples differ in
+    a dense slot, because one sample cannot hold both. The content is that of the first sample.
     """
     column = samples.columns[0]
     data, ends = column.values.tobytes(), column.offsets.tolist()

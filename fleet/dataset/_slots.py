@@ -1,4 +1,4 @@
-"""Slot: one named input of a sample, and the reading of ``use_var``."""
+"""Slot: one named input of a sample; and the reader of ``use_var``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _DTYPES = {"int64": torch.int64, "long": torch.int64, "float32": torch.float32, 
 
 @dataclass(frozen=True)
 class Slot:
-    """One named input: ids or floats, any number of them (sparse) or always as many (dense).
+    """One named input: ids or floats, a variable number of them (sparse) or a fixed one (dense).
 
     Args:
         name: name of the slot, the key in each batch.
         shape: of a batch, as in ``paddle.static.data``; the leading -1 or None is the batch. ``(-1, 13)`` means 13
-            values in each sample. A sparse slot has one value wide rows: ``(-1, 1)``.
+            values in each sample. A sparse slot has rows of one value: ``(-1, 1)``.
         dtype: ``torch.int64`` or ``torch.float32``, or their names.
         lod_level: 0: dense, a tensor ``[batch, *shape[1:]]``. 1: sparse, values and offsets.
 
     Raises:
-        ConfigError: another dtype (Fleet's rule), or a shape that cannot be.
+        ConfigError: another dtype (Fleet's rule), or an impossible shape.
 
     Example:
         >>> Slot("dense", (-1, 13), "float32").width
@@ -49,7 +49,7 @@ class Slot:
             raise ConfigError(f"Slot({self.name!r}, dtype={self.dtype!r}): slots hold int64 or float32.")
         if type(self.lod_level) is not int or self.lod_level not in (0, 1):
             raise ConfigError(
-                f"Slot({self.name!r}, lod_level={self.lod_level!r}): 0 is dense, 1 is sparse; the text form knows no "
+                f"Slot({self.name!r}, lod_level={self.lod_level!r}): 0 is dense, 1 is sparse; the text form has no "
                 "deeper nesting."
             )
         shape = tuple(-1 if size is None else size for size in self.shape)
@@ -82,13 +82,13 @@ class Slot:
 
 
 def read_slots(use_var: Any) -> tuple[Slot, ...]:
-    """Returns the slots that ``use_var`` lists, in the order of the text.
+    """Returns the slots in ``use_var``, in the order of the text.
 
     Args:
         use_var: Slots, or objects with ``name``, ``shape``, ``dtype`` and ``lod_level``, such as Paddle's variables.
 
     Raises:
-        ConfigError: something else, or a name twice.
+        ConfigError: something else, or a duplicate name.
     """
     if not isinstance(use_var, Sequence) or isinstance(use_var, str):
         raise ConfigError(f"init(use_var={use_var!r}) takes a list of fleet.dataset.Slot.")

@@ -1,7 +1,7 @@
 """read_blocks: the lines of one file of a dataset, after download and pipe command, in blocks of whole lines.
 
-Local files, and those whose name begins with ``hdfs:`` or ``afs:`` through the ``hadoop`` program. A name that ends in
-``.gz`` is unpacked. Every program is started without a shell; each has ended when the last block has been read.
+Reads local files, and through the ``hadoop`` program those whose names begin with ``hdfs:`` or ``afs:``. Files ending
+in ``.gz`` are unpacked. Programs are started without a shell; each has ended when the last block has been read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REMOTE = ("hdfs:", "afs:")
 class Source:
     """How a file is read: commands as lists of words, ``None`` where there is nothing to start.
 
-    ``download`` is started with the name of the file behind it, in place of opening the file; ``pipeline`` gets the
-    file's bytes and gives the lines. ``fs_name`` and ``fs_ugi`` are address and user of the Hadoop file system.
+    ``download`` is started with the file name as its last argument, instead of opening the file; ``pipeline`` reads the
+    file's bytes and writes the lines. ``fs_name`` and ``fs_ugi`` are address and user of the Hadoop file system.
     """
 
     pipeline: tuple[tuple[str, ...], ...] = ()
@@ -37,11 +37,11 @@ class Source:
     fs_ugi: str = ""
 
     def check_files(self, files: list[str]) -> None:
-        """Raises ConfigError when a local file cannot be there."""
+        """Raises ConfigError when a local file does not exist."""
         if self.download is None:
             absent = [file for file in files if not file.startswith(_REMOTE) and not os.path.isfile(file)]
             if absent:
-                raise ConfigError(f"set_filelist(...) names {absent[0]!r}, which is no file here.{_others(absent)}")
+                raise ConfigError(f"set_filelist(...) names {absent[0]!r}, which is not a file here.{_others(absent)}")
 
     def commands(self, file: str) -> tuple[list[list[str]], bool]:
         """Returns the programs to start for a file, in order, and whether the first reads the file itself."""
@@ -60,10 +60,10 @@ class Source:
 
 
 def read_blocks(file: str, source: Source) -> Iterator[bytes]:
-    """Yields the lines of ``file``, whole, in blocks of about 1 MiB; the last line may lack its newline.
+    """Yields the lines of ``file`` in blocks of whole lines, about 1 MiB each; the last line may lack its newline.
 
     Raises:
-        ConfigError: the file cannot be read, a program cannot be started, or it ends with another status than 0.
+        ConfigError: the file cannot be read, a program cannot be started, or its exit status is not 0.
     """
     commands, reads_itself = source.commands(file)
     with ExitStack() as stack:
@@ -113,8 +113,8 @@ def _check_ends(started: list[subprocess.Popen[bytes]], commands: list[list[str]
     for index, (code, words) in enumerate(zip(codes, commands, strict=True)):
         # A program that stops reading early ends the one before it with SIGPIPE, as in a shell.
         if code and not (code == -signal.SIGPIPE and index < len(codes) - 1):
-            ended = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-            raise ConfigError(f"{_shown(words)} {ended} while it read {file!r}. Its own messages stand above.")
+            ended = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+            raise ConfigError(f"{_shown(words)} {ended} while it read {file!r}. See its messages above.")
 
 
 def _shown(words: list[str]) -> str:
@@ -131,4 +131,4 @@ def _end_all(started: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _others(absent: list[str]) -> str:
-    return f" Nor are {len(absent) - 1} others." if len(absent) > 1 else ""
+    return f" {len(absent) - 1} more are absent." if len(absent) > 1 else ""

@@ -1,14 +1,14 @@
-"""The MultiSlot text form: lines to samples and back.
+"""The MultiSlot text form: parses lines into samples and formats samples as lines.
 
-A line is one sample. For each slot in the order of ``use_var`` it holds the number of values and then the values,
+A line is one sample. For each slot, in the order of ``use_var``, it holds the number of values and then the values,
 separated by spaces::
 
     3 1926 8 17 1 1          slots words (3 ids) and label (1 id)
 
-With ``parse_ins_id`` the line begins with ``1 ID``, with ``parse_content`` then comes ``1 CONTENT``, neither with
-spaces inside. Runs of spaces and tabs count as one; a line may end in CR LF. Ids are whole numbers from -2**63 to
-2**64 - 1, kept in 64 bits, so 2**64 - 1 reads as -1. Floats are decimals, ``nan`` or ``inf``, rounded to float64 and
-then to float32. Zeros are values like all others.
+With ``parse_ins_id`` the line begins with ``1 ID``; with ``parse_content``, ``1 CONTENT`` follows; neither contains
+spaces. Runs of spaces and tabs count as one; a line may end in CR LF. Ids are integers from -2**63 to 2**64 - 1,
+stored in 64 bits, so 2**64 - 1 reads as -1. Floats are decimals, ``nan`` or ``inf``, rounded to float64 and then to
+float32. Zeros are ordinary values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class TextForm:
-    """What a line holds: the ids of samples and the contents where asked for, then the slots in order.
+    """The format of a line: sample id and content where requested, then the slots in order.
 
     ``whole_batches`` is Fleet's ``input_type=1``: a line is a batch, and a slot holds its rows one after another.
     """
@@ -125,7 +125,7 @@ def _parse_compiled(data: bytes, form: TextForm, name: str, first_line: int) -> 
 
 
 def _read_hard(data: bytes, form: TextForm, numbers: Ints, hard: Ints, name: str, first_line: int) -> None:
-    """Reads what the kernel left to Python."""
+    """Parses what the kernel left to Python."""
     for place, start, stop, at in hard.tolist():
         line, field = divmod(at, len(form.kinds))
         reader = _FieldReader(form, field, f"{name}, line {first_line + line}")
@@ -136,7 +136,7 @@ def _read_hard(data: bytes, form: TextForm, numbers: Ints, hard: Ints, name: str
 
 
 def parse_plain(data: bytes, form: TextForm, name: str, first_line: int = 1) -> Samples:
-    """Does what :func:`parse` does, in plain Python: the reference of the compiled parser, and what names the error."""
+    """The same as :func:`parse` in plain Python: the reference for the compiled parser, which also names errors."""
     columns: list[list[Any]] = [[] for _ in form.kinds]
     offsets: list[list[int]] = [[0] for _ in form.kinds]
     lines = data.split(b"\n")
@@ -155,7 +155,7 @@ def parse_plain(data: bytes, form: TextForm, name: str, first_line: int = 1) -> 
         if at < len(words):
             raise ConfigError(
                 f"{name}, line {number}: {len(words) - at} values more than its {len(form.kinds)} fields, beginning "
-                f"with {_shown(words[at])}. use_var names the slots of a line, all of them and in order."
+                f"with {_shown(words[at])}. use_var must name all slots of a line, in order."
             )
     made = []
     for values, ends, dtype in zip(columns, offsets, form.dtypes, strict=True):
@@ -174,29 +174,29 @@ class _FieldReader:
     def read_count(self, words: Sequence[bytes], at: int) -> int:
         """Returns how many values follow."""
         if at >= len(words):
-            raise self._error("the line ends where the number of its values should stand", "Every slot is in each line")
+            raise self._error("the line ends where the number of its values should be", "Each line holds every slot")
         word = words[at]
         if not _COUNT.fullmatch(word):
-            raise self._error(f"{_shown(word)} stands where the number of its values should", "Write it before them")
+            raise self._error(f"{_shown(word)} is where the number of its values should be", "Write it before them")
         count = int(word)
         if count < 1:
             raise self._error(f"it has {count} values", "A slot has at least one; pad it in the data generator")
         kind, width = self.form.kinds[self.field], self.form.widths[self.field]
         if kind == _TEXT_KIND and count != 1:
-            raise self._error(f"it has {count} values", "It is one word without spaces; write 1 before it")
+            raise self._error(f"it has {count} values", "It must be one word without spaces; write 1 before it")
         if width and (count % width if self.form.whole_batches else count != width):
             rule = f"a multiple of {width}" if self.form.whole_batches else str(width)
             raise self._error(
-                f"it has {count} values", f"Its shape wants {rule}; a slot of varying length takes lod_level=1"
+                f"it has {count} values", f"Its shape requires {rule}; a slot of varying length needs lod_level=1"
             )
         if len(words) - at - 1 < count:
-            raise self._error(f"{count} values are announced and {len(words) - at - 1} follow", "Write as many")
+            raise self._error(f"{count} values are announced and {len(words) - at - 1} follow", "The two must be equal")
         return count
 
     def read_int(self, word: bytes) -> int:
-        """Returns the 64 bits of a whole number as a signed one."""
+        """Returns the 64 bits of an integer as a signed integer."""
         if not _INT.fullmatch(word):
-            raise self._error(f"{_shown(word)} is not a whole number", "A slot of decimals takes dtype='float32'")
+            raise self._error(f"{_shown(word)} is not an integer", "A slot of decimals needs dtype='float32'")
         value = int(word) if len(word) < 100 else 1 << 99
         if not -(1 << 63) <= value < 1 << 64:
             raise self._error(f"{_shown(word)} does not fit in 64 bits", "Map such ids to 64 bits in the generator")
@@ -226,7 +226,7 @@ def _shown(word: bytes) -> str:
 
 
 def write_text(samples: Samples, form: TextForm) -> bytes:
-    """Returns the lines that :func:`parse` reads back to equal samples; float32 with nine digits."""
+    """Returns lines that :func:`parse` reads back as equal samples; float32 has nine digits."""
     lines = []
     for index in range(len(samples)):
         words: list[str] = []

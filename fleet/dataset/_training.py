@@ -1,4 +1,4 @@
-"""train_from_dataset and infer_from_dataset: a step of the user's for every batch, with log lines, dumps and sums."""
+"""train_from_dataset and infer_from_dataset: run the user's step on every batch, with logs, dumps and sums."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def train_from_dataset(
     """Calls ``step`` with every batch of ``dataset``, once, and returns the sums of ``stat_var_names``.
 
     The torch form of ``Executor.train_from_dataset``: the step computes the loss, calls ``backward`` and steps the
-    optimizer. Files are read by ``thread_num`` threads meanwhile; the step runs in this thread, since a module and its
-    optimizer are not made for several.
+    optimizer. Meanwhile ``thread_num`` threads read files; the step runs in this thread, because a module and its
+    optimizer are not thread-safe.
 
-    ``trainer_desc_configs`` of the strategy in force adds to it: ``dump_fields`` and ``dump_param`` are written to a
-    file for each worker in ``dump_fields_path``, see :mod:`fleet.dataset._dump`; ``stat_var_names`` are added up over
-    the batches and the workers, all of which must then call this.
+    ``trainer_desc_configs`` of the strategy in force adds to it: ``dump_fields`` and ``dump_param`` are written to one
+    file per worker in ``dump_fields_path``, see :mod:`fleet.dataset._dump`; ``stat_var_names`` are summed over the
+    batches and the workers, all of which must then call this.
 
     Args:
         step: takes a :class:`Batch`, returns named outputs (numbers or tensors) or ``None``.
-        dataset: what gives the batches.
-        fetch_list: outputs to log every ``print_period`` batches: numbers as they are, tensors by their mean.
+        dataset: yields the batches.
+        fetch_list: outputs to log every ``print_period`` batches: numbers directly, tensors as their mean.
         print_period: batches between log lines.
 
     Returns:
         ``stat_var_names`` with their sums, float64 arrays in the shape of the outputs.
 
     Raises:
-        ConfigError: a name that the step does not return, or dump options that do not go together.
+        ConfigError: a name that the step does not return, or inconsistent dump options.
 
     Example:
         >>> slots = [fleet.dataset.Slot("x", (-1, 4), "float32")]
@@ -69,9 +69,9 @@ def train_from_dataset(
 def infer_from_dataset(
     step: Step, dataset: Iterable[Batch], *, fetch_list: Sequence[str] = (), print_period: int = 100
 ) -> dict[str, Any]:
-    """Does what :func:`train_from_dataset` does, without gradients: ``step`` runs under ``torch.no_grad``.
+    """The same as :func:`train_from_dataset` without gradients: ``step`` runs under ``torch.no_grad``.
 
-    Whether the model is in evaluation mode is left to the step.
+    The step decides whether the model is in evaluation mode.
     """
     with torch.no_grad():
         return _run(step, dataset, fetch_list, print_period, "infer_from_dataset")
@@ -81,7 +81,7 @@ def _run(step: Step, dataset: Iterable[Batch], fetch: Sequence[str], period: int
     if not callable(step):
         raise ConfigError(f"{call}({step!r}, ...): the step is a function that takes a batch.")
     if type(period) is not int or period < 1:
-        raise ConfigError(f"{call}(print_period={period!r}) takes a whole number of at least 1.")
+        raise ConfigError(f"{call}(print_period={period!r}) takes an integer of at least 1.")
     if isinstance(fetch, str):
         raise ConfigError(f"{call}(fetch_list={fetch!r}) takes a list of names.")
     session = running_session()
@@ -104,15 +104,15 @@ def _run(step: Step, dataset: Iterable[Batch], fetch: Sequence[str], period: int
 def _checked(outputs: Mapping[str, Any] | None, names: Sequence[str], call: str) -> Mapping[str, Any]:
     outputs = {} if outputs is None else outputs
     if not isinstance(outputs, Mapping):
-        raise ConfigError(f"{call}: the step returned {type(outputs).__name__}; it returns a dictionary or None.")
+        raise ConfigError(f"{call}: the step returned {type(outputs).__name__}; it must return a dictionary or None.")
     missing = [name for name in names if name not in outputs]
     if missing:
-        raise ConfigError(f"{call}: the step returns {sorted(outputs)}, and {missing[0]!r} is asked for.")
+        raise ConfigError(f"{call}: the step returns {sorted(outputs)}, and {missing[0]!r} is requested.")
     return outputs
 
 
 def _agreed(value: Any, session: Session) -> Any:
-    """A worker without a batch adds zero in the shape the others have."""
+    """A worker without a batch adds zero in the others' shape."""
     shape = np.full(9, -1, np.int64)
     if value is not None:
         shape[0] = np.ndim(value)
@@ -138,6 +138,6 @@ def _dump_of(session: Session | None) -> Dump:
     if served:
         raise ConfigError(
             f"trainer_desc_configs['dump_param'] names {served[0]!r}, whose rows are on the parameter servers; "
-            "fleet.save_persistables() writes those. Name dense parameters."
+            "fleet.save_persistables() writes them. Name dense parameters."
         )
     return Dump(wanted.dump_fields_path, wanted.dump_fields, chosen, session.global_rank)

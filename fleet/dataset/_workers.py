@@ -1,7 +1,6 @@
-"""WorkerGroup: the little a dataset asks of the other workers, and where it finds it.
+"""WorkerGroup: what a dataset needs from the other workers.
 
-Anything with these four members can be handed to ``global_shuffle``; ``fleet`` is turned into one over the gloo group
-of its session.
+``global_shuffle`` accepts anything with these four members; ``fleet`` becomes one over its session's gloo group.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NUMBER = struct.Struct("<q")
 
 @runtime_checkable
 class WorkerGroup(Protocol):
-    """All workers of a job, as one of them sees them. Every worker makes the same calls in the same order."""
+    """All workers of a job. Every worker makes the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -42,7 +41,7 @@ class WorkerGroup(Protocol):
 
 
 class OneWorker:
-    """The group of a job with one worker."""
+    """The group of a single-worker job."""
 
     rank = 0
     size = 1
@@ -83,7 +82,7 @@ class GlooWorkers:
 
 
 def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
-    """Returns the workers of ``fleet``: its session's, or itself when it is a :class:`WorkerGroup`.
+    """Returns the workers of ``fleet``: its session's, or ``fleet`` itself when it is a :class:`WorkerGroup`.
 
     Raises:
         ConfigError: something else, or a process that is a parameter server.
@@ -93,7 +92,7 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     if isinstance(fleet, WorkerGroup):
         return fleet
     if not hasattr(type(fleet), "session") and getattr(fleet, "__name__", "") != "fleet":
-        raise ConfigError(f"{call}(fleet={fleet!r}) takes fleet after fleet.init(), or None for this worker alone.")
+        raise ConfigError(f"{call}(fleet={fleet!r}) takes fleet after fleet.init(), or None for only this worker.")
     session = fleet.session
     if not session.role_maker.is_worker():
         raise ConfigError(f"{call}(fleet) is for workers; this process is a parameter server.")
@@ -102,9 +101,9 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     group = session.host_group
     if group is None:
         raise UnsupportedOptionError(
-            f"{call}(fleet): the {session.world_size} workers of this job do not know where to meet. Start it with "
+            f"{call}(fleet): the {session.world_size} workers of this job have no rendezvous address. Start it with "
             "--with_gloo=1, or set PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, or call "
-            "it without fleet, for this worker's samples alone."
+            "it without fleet, for only this worker's samples."
         )
     return GlooWorkers(group)
 

@@ -1,4 +1,4 @@
-"""Training that goes on: checkpoints that are whole, data that is not seen twice, changes of the number of workers.
+"""Training that survives failures: complete checkpoints, no sample seen twice, changes in the number of workers.
 
 Names are resolved at first use, so that ``python -m fleet.elastic`` starts without torch.
 

@@ -28,8 +28,8 @@ from fleet.launch.processes.worker_file import (
 class Beat:
     """Writes this worker's progress into ``file``; the launcher of the same node reads it.
 
-    Its stacks are written by faulthandler inside the signal handler, so they come also while the main thread is in a
-    collective or in other C code.
+    faulthandler writes its stacks inside the signal handler, so they appear even while the main thread is in a
+    collective or other C code.
     """
 
     def __init__(self, file: WorkerFile) -> None:
@@ -43,17 +43,17 @@ class Beat:
 
     @classmethod
     def start(cls, environment: Environment) -> Beat | None:
-        """Returns the heartbeat of this process; None when its launcher does not listen."""
+        """Returns the heartbeat of this process, or None when its launcher does not listen."""
         path = environment.raw("FLEET_WORKER_FILE")
         return None if path is None or not Path(path).exists() else cls(WorkerFile(Path(path)))
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether the launcher wants the job to save itself and stop."""
+        """Whether the launcher has asked the job to save and stop."""
         return bool(self._words[STOP_ASKED])
 
     def after_step(self, step: int) -> None:
-        """Notes that ``step`` steps are finished."""
+        """Records that ``step`` steps are finished."""
         now_ns = time.monotonic_ns()
         words = self._words
         words[BEAT_NS] = now_ns
@@ -65,14 +65,14 @@ class Beat:
         self._step_began_ns = now_ns
 
     def beat(self, pause: bool = False) -> None:
-        """Notes that the worker is alive, and with ``pause`` that it may be silent until the next beat."""
+        """Records that the worker is alive, and with ``pause`` that it may be silent until the next beat."""
         self._words[BEAT_NS] = time.monotonic_ns()
         self._words[PAUSED] = int(pause)
 
     def watch_model(self, model: nn.Module) -> None:
-        """Takes the time at which the gradient of the first parameter is there: nearly the end of this worker's work.
+        """Measures when the gradient of the first parameter is ready: nearly the end of this worker's own work.
 
-        After it only the exchange of gradients is waited for. The launcher says whether it compares these times.
+        After it, the worker only waits for the gradient exchange. The launcher decides whether to compare these times.
         """
         if not self._words[TAKES_TIMES]:
             return
@@ -81,7 +81,7 @@ class Beat:
             first.register_hook(self._own_work_ended)
 
     def close(self) -> None:
-        """Lets the launcher expect nothing any more."""
+        """Tells the launcher to expect no more beats."""
         self._words[SHOWS_STACKS] = 0
         self._words[PAUSED] = 1
         faulthandler.unregister(STACK_SIGNAL)

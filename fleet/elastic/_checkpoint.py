@@ -1,4 +1,4 @@
-"""Checkpoint: saves a training whole or not at all, and continues from the newest whole one."""
+"""Checkpoint: saves a training run atomically, and resumes from the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from fleet.runtime.running import running_session
 
 
 class Checkpoint:
-    """The checkpoints of one training in one folder.
+    """The checkpoints of one training run in one folder.
 
-    :meth:`save` and :meth:`resume` are called by every worker at the same step. A save that is interrupted at any
-    moment, by kill -9 or a power cut, leaves the checkpoints before it; a damaged one is noticed by its SHA-256 and the
-    one before it is used. Nothing in a checkpoint can run code.
+    Every worker calls :meth:`save` and :meth:`resume` at the same step. A save that is interrupted at any moment, by
+    kill -9 or a power cut, leaves the earlier checkpoints intact. A damaged checkpoint is detected by its SHA-256, and
+    the one before it is used. Nothing in a checkpoint can run code.
 
-    Worker 0 writes, and on resuming it reads and sends the rest to the others, so the folder may be on its disk alone.
-    A strategy with a state on each worker (localsgd, dgc, an open window of gradient_merge) needs a folder that all
-    workers see.
+    Worker 0 writes; on resume it reads and sends the state to the others, so the folder may be only on its disk. A
+    strategy with a state on each worker (localsgd, dgc, an open window of gradient_merge) needs a folder that all
+    workers share.
 
     Args:
-        path: the folder; one training in each.
+        path: the folder; one training run in each.
         model: the user's module or what ``distributed_model`` returned.
-        optimizer: likewise; the one inside ``distributed_optimizer`` means the distributed one.
+        optimizer: likewise; the one passed to ``distributed_optimizer`` stands for the distributed one.
         scheduler: anything with ``state_dict`` and ``load_state_dict``.
-        epoch: where a training without a checkpoint begins; the attribute ``epoch`` is saved.
+        epoch: where training begins without a checkpoint; the attribute ``epoch`` is saved.
         data: an :class:`ElasticSampler`, or anything with ``state_dict`` and ``load_state_dict``.
-        keep: how many checkpoints stay.
-        asynchronous: copy the state and write it in a thread; an error is raised by the next ``save`` or ``close``.
-        every: steps between two checkpoints that are written without a call, where the loop asks for its next batch;
-            0 means none.
+        keep: how many checkpoints are kept.
+        asynchronous: copy the state and write it in a thread; the next ``save`` or ``close`` raises an error.
+        every: steps between two checkpoints that are written automatically, where the loop asks for its next batch;
+        0 turns this off.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
@@ -114,25 +114,26 @@ class Checkpoint:
         if kind is None:
             self.close()
         else:
-            self._background.finish()  # its error is in the log; the other workers may not come to close()
+            self._background.finish()  # its error is in the log; the other workers may not reach close()
 
     @property
     def step(self) -> int:
-        """How many times the distributed optimizers have stepped in this training, before a restart too."""
+        """How many times the distributed optimizers have stepped in this training run, including before a restart."""
         return self._session.num_steps - self._counted_from
 
     def save(self, epoch: int | None = None, *, wait: bool = False) -> None:
-        """Writes a checkpoint of this moment; every worker calls it after the same step.
+        """Writes a checkpoint of the current state; every worker calls it after the same step.
 
         Args:
-            epoch: the epoch to begin with after a restart: the next one at the end of an epoch. By default it is
+            epoch: the epoch to begin with after a restart; at the end of an epoch, the next one. The default is
                 ``data.epoch`` where ``data`` has one, and the attribute ``epoch`` otherwise.
-            wait: return once it is on the disk, with ``asynchronous`` as well.
+                wait: return once it is on disk, even with ``asynchronous``.
 
         Raises:
-            CheckpointError: it could not be written, or with ``asynchronous`` the one before; on every worker.
+            CheckpointError: this checkpoint, or with ``asynchronous`` the previous one, could not be written; raised on
+            every worker.
             ConfigError: the workers are at different steps or positions, or the folder holds checkpoints that this
-                training does not continue: ``resume`` was not called, or another ``Checkpoint`` has saved since.
+            run does not continue: ``resume`` was not called, or another ``Checkpoint`` has saved since.
         """
         if epoch is not None:
             _check_number("Checkpoint.save", "epoch", epoch, 0)
@@ -151,14 +152,14 @@ class Checkpoint:
         self._session.beat()
 
     def resume(self) -> bool:
-        """Loads the newest whole checkpoint on every worker; returns whether there was one.
+        """Loads the newest complete checkpoint on every worker; returns whether there was one.
 
-        Damaged ones are skipped with a warning that names them. ``epoch``, ``step`` and ``extra`` are then those of
-        the checkpoint, and so are the random generators when the number of workers is the same. Call it before or
-        after ``distributed_model``, at the same point on every worker.
+        Damaged checkpoints are skipped with a warning that names them. ``epoch``, ``step`` and ``extra`` are then the
+        checkpoint's, and so are the random generators when the number of workers is the same. Call it before or after
+        ``distributed_model``, at the same point on every worker.
 
         Raises:
-            CheckpointError: the checkpoint does not fit the model, the optimizer or the data.
+            CheckpointError: the checkpoint does not match the model, the optimizer or the data.
         """
         self._session.beat(pause=True)
         self._session.meet("Checkpoint.resume()")
@@ -181,8 +182,8 @@ class Checkpoint:
     def save_when_due(self, sampler: object = None) -> None:
         """Saves when ``every`` steps have passed since the last one; called between two batches.
 
-        Not in the loop over another sampler than ``data``: a resumed training would begin that evaluation again, with
-        random numbers that it has drawn before.
+        It does not save in the loop over a sampler other than ``data``: a resumed run would repeat that evaluation,
+        with random numbers that it has already drawn.
         """
         is_other = isinstance(self._data, ElasticSampler) and sampler is not None and sampler is not self._data
         if self.every and not is_other and self.step - self._saved_at >= self.every:
@@ -190,7 +191,7 @@ class Checkpoint:
 
     @property
     def _chain(self) -> Optimizer | None:
-        """The distributed optimizer around what the user gave."""
+        """The distributed optimizer around the user's optimizer."""
         for wrapped in self._session.optimizers:
             if wrapped.user_optimizer is self._optimizer:
                 return wrapped
@@ -209,7 +210,7 @@ class Checkpoint:
             "random": take_random(),
         }
         reports = [from_bytes(data) for data in self._session.util.all_gather(to_bytes(report))]
-        _raise_first([found["error"] for found in reports], "the checkpoint before was not written")
+        _raise_first([found["error"] for found in reports], "the previous checkpoint was not written")
         _check_stranger(self.path, reports[0]["stranger"])
         _check_same("step", [found["step"] for found in reports])
         if isinstance(self._data, ElasticSampler):
@@ -218,10 +219,10 @@ class Checkpoint:
         return reports
 
     def _take_folder(self) -> None:
-        """Makes this the one Checkpoint of the program that saves in its folder, until another one resumes there."""
+        """Makes this the program's only Checkpoint that saves in its folder, until another one resumes there."""
         if self._is_superseded:
             raise ConfigError(
-                f"Checkpoint.save(): another Checkpoint of this program has saved in {str(self.path)!r} since, and "
+                f"Checkpoint.save(): another Checkpoint in this program has saved to {str(self.path)!r} since, and "
                 "each would remove the other's checkpoints. Give each a folder, or call resume() to continue from what "
                 "is there."
             )
@@ -230,10 +231,10 @@ class Checkpoint:
                 other._is_superseded = True
 
     def _stranger(self) -> str:
-        """Returns, on worker 0, the name of a checkpoint in the folder that this training does not continue."""
+        """Returns, on worker 0, the name of a checkpoint in the folder that this run does not continue."""
         if self._session.global_rank or self._has_written or self._has_resumed:
             return ""
-        with contextlib.suppress(CheckpointError):  # a folder that cannot be read is reported where it is written
+        with contextlib.suppress(CheckpointError):  # an unreadable folder is reported by the write
             for path in candidates(self.path):
                 with contextlib.suppress(CheckpointError):
                     return read_entry(path).path.name
@@ -312,7 +313,7 @@ def _raise_first(errors: Sequence[str], what: str) -> None:
 def _check_stranger(folder: Path, name: str) -> None:
     if name:
         raise ConfigError(
-            f"Checkpoint.save(): {str(folder)!r} holds {name} of an earlier training, and resume() was not called; a "
+            f"Checkpoint.save(): {str(folder)!r} holds {name} of an earlier run, and resume() was not called; a "
             "restart would load that one. Call resume() before the first step, or name another folder."
         )
 
@@ -321,7 +322,7 @@ def _check_same(name: str, values: Sequence[Any]) -> None:
     if any(value != values[0] for value in values):
         raise ConfigError(
             f"Checkpoint.save(): the workers are at different places: {name} by rank is {list(values)!r}. Every worker "
-            "calls save() after the same step."
+            "must call save() after the same step."
         )
 
 
@@ -345,7 +346,7 @@ def _check_arguments(
 
 def _check_number(call: str, name: str, number: object, least: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise ConfigError(f"{call}({name}={number!r}) takes a whole number of at least {least}.")
+        raise ConfigError(f"{call}({name}={number!r}) takes an integer of at least {least}.")
 
 
 def _check_switch(call: str, name: str, value: object) -> None:

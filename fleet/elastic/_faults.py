@@ -1,9 +1,9 @@
-"""Faults on request: a test says at which named point, on which rank and at which step a process dies.
+"""Fault injection: a test sets at which named point, on which rank and at which step a process dies.
 
-``FLEET_FAULTS`` holds one fault or several, separated by ``;``. A fault is ``POINT:ACTION`` and any of ``rank=R``,
+``FLEET_FAULTS`` holds one or more faults, separated by ``;``. A fault is ``POINT:ACTION`` and any of ``rank=R``,
 ``step=N``, ``count=N`` (the N-th time the point is passed, from 1) and ``generation=N``, separated by ``:``. Actions:
-``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``hang`` (waits for ever in Python), ``raise`` (an OSError, as a full disk
-does). Without the variable a point costs one test of a dictionary.
+``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``hang`` (waits forever in Python), ``raise`` (an OSError, as from a full
+disk). Without the variable, a point costs one dictionary lookup.
 
 Example:
     >>> Faults.read("save.block:kill:step=3:count=7").points["save.block"][0].count
@@ -51,7 +51,7 @@ class Fault:
     passed: int = 0
 
     def meets(self, rank: int, step: int, generation: int) -> bool:
-        """Returns whether it is due; counts this passing."""
+        """Counts this pass, and returns whether the fault is due."""
         pairs = ((self.rank, rank), (self.step, step), (self.generation, generation))
         if any(wanted not in (None, actual) for wanted, actual in pairs):
             return False
@@ -78,7 +78,7 @@ class Faults:
         return cls(points, rank, generation)
 
     def meet(self, point: str, step: int) -> None:
-        """Does what was asked for at ``point``; returns when nothing was."""
+        """Triggers the fault requested at ``point``; returns when there is none."""
         for fault in self.points.get(point, ()):
             if fault.meets(self.rank, step, self.generation):
                 ACTIONS[fault.action]()

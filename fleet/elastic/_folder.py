@@ -1,9 +1,9 @@
-"""The folder of checkpoints: how one becomes visible whole or not at all, and how the newest whole one is found.
+"""The folder of checkpoints: publishes a checkpoint atomically, and finds the newest complete one.
 
 [Note: How a checkpoint stays whole]
 Its files are written into a staging folder ``.step-N.TOKEN.tmp`` and flushed to the disk; then the manifest, which
 holds the length and SHA-256 of each; then the staging folder is renamed to ``step-N`` and the parent is flushed. A
-crash at any moment leaves either no ``step-N`` or a whole one. A file that was damaged later is found by its sum.
+crash at any moment leaves either no ``step-N`` or a complete one. A file damaged later is detected by its sum.
 
 No checkpoint is ever replaced: a second one at the same step is ``step-N.1``.
 """
@@ -36,9 +36,9 @@ _PART = re.compile(r"(model|optimizer|rest|worker-\d{5,})\.pt")
 _BLOCK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 1 << 26  # some 500,000 workers
 
-# How the files are built, as far as resume() relies on it before it changes anything: a type; a dict of the entries
-# that have to be there (`int`: all with a number, which are a parameter's); a list of entries that are alike; a tuple
-# allows None as well.
+# The structure of the files, as far as resume() relies on it before it changes anything: a type; a dict of the
+# required entries (`int`: all with an integer key, which are a parameter's); a list of entries with the same
+# structure; a tuple also allows None.
 _OPTIMIZER: Any = {"state": {int: dict}, "param_groups": [{"params": list}]}
 _RANDOM: Any = {"torch": torch.Tensor, "python": list, "numpy": list}
 _FORMS: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint whose manifest was read; its files are looked at by :func:`read_part`."""
+    """One checkpoint whose manifest was read; :func:`read_part` reads its files."""
 
     path: Path
     step: int
@@ -83,7 +83,7 @@ class Entry:
 
 
 class PartWriter:
-    """A file to ``torch.save`` into: counts and sums what passes, and meets the faults of a test."""
+    """A file for ``torch.save``: counts and hashes what it writes, and triggers the faults of a test."""
 
     def __init__(self, file: BinaryIO, meet: Callable[[str], None]) -> None:
         self._file, self._meet = file, meet
@@ -102,7 +102,7 @@ class PartWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
+        """Flushes what was written to the operating system."""
         self._file.flush()
 
     def part(self) -> Part:
@@ -111,10 +111,10 @@ class PartWriter:
 
 
 def write_part(path: Path, obj: Any, meet: Callable[[str], None]) -> Part:
-    """Writes ``obj`` to the new file ``path``, flushed to the disk; returns its length and sum.
+    """Writes ``obj`` to the new file ``path`` and flushes it to disk; returns its length and sum.
 
     Raises:
-        ConfigError: ``obj`` holds something that reading would refuse.
+        ConfigError: ``obj`` holds something that the reader would refuse.
         OSError: the file cannot be written.
     """
     with open(path, "xb") as file:
@@ -123,7 +123,7 @@ def write_part(path: Path, obj: Any, meet: Callable[[str], None]) -> Part:
             torch.save(obj, cast(Any, writer))  # all it needs is write()
         except OSError:
             raise
-        except Exception as error:  # torch wraps what write() raised; an object's own reduction raises anything
+        except Exception as error:  # torch wraps what write() raised; an object's __reduce__ can raise anything
             found: BaseException | None = error
             while found is not None and not isinstance(found, OSError):
                 found = found.__context__
@@ -184,7 +184,7 @@ def read_entry(path: Path) -> Entry:
     """
     try:
         if path.is_symlink():
-            raise CheckpointError(f"{path.name}: it is a symbolic link, and may lead to a folder of somebody else")
+            raise CheckpointError(f"{path.name}: it is a symbolic link, and may lead to someone else's folder")
         with open_file(path / MANIFEST) as file:
             content = json.loads(file.read(_MAX_MANIFEST_BYTES))
         stated = content.pop("sha256")
@@ -192,7 +192,7 @@ def read_entry(path: Path) -> Entry:
             raise CheckpointError(f"{path.name}: {MANIFEST} is damaged")
         if content["version"] > VERSION:
             raise CheckpointError(
-                f"{path.name}: it is of version {content['version']}, and this package reads {VERSION}"
+                f"{path.name}: it has version {content['version']}, and this package reads version {VERSION}"
             )
         check_form(content, MANIFEST, f"{path.name}: {MANIFEST}")
         parts = {name: Part(part["bytes"], part["sha256"]) for name, part in content["parts"].items()}
@@ -201,7 +201,7 @@ def read_entry(path: Path) -> Entry:
                 raise CheckpointError(f"{path.name}: {MANIFEST} names the file {name!r}")
             size = os.stat(path / name, follow_symlinks=False).st_size
             if size != part.num_bytes:
-                raise CheckpointError(f"{path.name}: {name} has {size} bytes and was written with {part.num_bytes}")
+                raise CheckpointError(f"{path.name}: {name} has {size} bytes; {part.num_bytes} were written")
         return Entry(path, content["step"], content["epoch"], content["world_size"], content["has_worker_parts"], parts)
     except CheckpointError:
         raise
@@ -216,12 +216,12 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | PLAIN)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no plain file", f"{path}")
+        raise OSError(errno.EINVAL, "it is not a regular file", f"{path}")
     return open(descriptor, "rb")
 
 
 def open_part(entry: Entry, name: str) -> BinaryIO:
-    """Returns one file, open at its beginning, after comparing its sum.
+    """Returns one file, open at its beginning, after verifying its sum.
 
     Raises CheckpointError that says what is wrong with it. A link is not followed.
     """
@@ -237,7 +237,7 @@ def open_part(entry: Entry, name: str) -> BinaryIO:
         while block := file.read(_BLOCK_BYTES):
             found.update(block)
         if found.hexdigest() != part.sha256:
-            raise CheckpointError(f"{entry.path.name}: {name} differs from its SHA-256: it was damaged since")
+            raise CheckpointError(f"{entry.path.name}: {name} does not match its SHA-256: it was damaged later")
         file.seek(0)
     except OSError as error:
         file.close()
@@ -268,17 +268,17 @@ def parse_part(file: BinaryIO, label: str) -> Any:
 
 
 def check_form(content: Any, name: str, label: str) -> None:
-    """Raises CheckpointError that begins with ``label`` unless ``content`` is built as the file ``name`` is."""
+    """Raises CheckpointError that begins with ``label`` unless ``content`` has the structure of the file ``name``."""
     wrong = _mismatch(content, _FORMS["worker" if name.startswith("worker-") else name], "")
     if wrong:
         raise CheckpointError(f"{label} {wrong}")
 
 
 def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -> None:
-    """Removes the oldest checkpoints beyond the ``keep`` newest whole ones; damaged ones stay for a person to see.
+    """Removes the oldest checkpoints beyond the ``keep`` newest complete ones; damaged ones stay for inspection.
 
-    They are counted from ``written``, the one just published. A later one is damaged in a way that only its sum would
-    tell, for training did not continue from it; it does not push out the ones that are whole.
+    The count starts at ``written``, the one just published. A later one must be damaged in a way that only its sum
+    shows, because training did not continue from it; it does not displace complete ones.
     """
     whole = []
     found = candidates(folder)
@@ -289,20 +289,20 @@ def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -
             continue
     for path in whole[keep:]:
         trash = path.with_name(f".{path.name}.trash")
-        os.rename(path, trash)  # at once no checkpoint any more, whatever becomes of the removal
+        os.rename(path, trash)  # from now on it is not a checkpoint, whatever happens to the removal
         meet("save.prune")
         shutil.rmtree(trash, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what processes that died left: staging folders and half-removed checkpoints."""
+    """Removes what dead processes left behind: staging folders and half-removed checkpoints."""
     for pattern in (".step-*.tmp", ".step-*.trash"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def worker_part(rank: int) -> str:
-    """Returns the name of the file that holds what is one worker's own."""
+    """Returns the name of the file with one worker's own state."""
     return f"worker-{rank:05d}.pt"
 
 
@@ -317,7 +317,7 @@ def _sum_of(content: Mapping[str, Any]) -> str:
 
 
 def _mismatch(value: Any, form: Any, place: str) -> str:
-    """Returns in which place ``value`` is not built as ``form``, one of ``_FORMS``, or an empty string."""
+    """Returns where ``value`` does not have the structure ``form``, one of ``_FORMS``, or an empty string."""
     if isinstance(form, tuple):
         if value is None:
             return ""
@@ -325,7 +325,7 @@ def _mismatch(value: Any, form: Any, place: str) -> str:
     wanted: Any = form if isinstance(form, type) else type(form)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         at = f" at {place}" if place else ""
-        return f"holds a value of type {type(value).__name__}{at}, where one of type {wanted.__name__} belongs"
+        return f"holds a value of type {type(value).__name__}{at}, where type {wanted.__name__} is required"
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(form, list):
         if not value:

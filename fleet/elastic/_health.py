@@ -1,4 +1,4 @@
-"""Health: what a worker does after each step for those who watch it, and how it leaves when it is asked to."""
+"""Health: what a worker does after each step for its launcher, and how it exits when asked to stop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Health:
-    """The heartbeat of a worker, its part in stopping together, and the faults of a test.
+    """The heartbeat of a worker, its part in a coordinated stop, and the faults of a test.
 
     Args:
         session: the running session.
         beat: the heartbeat; None when no launcher listens.
         saves_on_request: whether a request to stop makes the workers agree on a step (``--preempt_grace``).
-        faults: what goes wrong on purpose.
+        faults: the injected faults.
     """
 
     def __init__(self, session: Session, beat: Beat | None, saves_on_request: bool, faults: Faults) -> None:
@@ -54,7 +54,7 @@ class Health:
             self._faults.meet("step", step)
 
     def beat(self, pause: bool = False) -> None:
-        """Says that this worker is alive."""
+        """Reports that this worker is alive."""
         if self._beat is not None:
             self._beat.beat(pause)
 
@@ -66,13 +66,13 @@ class Health:
     def leave_when_preempted(self) -> None:
         """Saves every checkpoint and ends the process when the workers have agreed to stop.
 
-        A program without a ``Checkpoint`` goes on: it has asked ``fleet.preempted()``, or nothing saves it.
+        A program without a ``Checkpoint`` goes on: it calls ``fleet.preempted()`` itself, or nothing saves it.
         """
         if not self.is_preempted or not self._session.checkpoints:
             return
         for checkpoint in self._session.checkpoints:
             checkpoint.save(wait=True)
-            LOGGER.info("Saved step %d to %s and stopping, as asked.", checkpoint.step, checkpoint.path)
+            LOGGER.info("Saved step %d to %s; stopping, as requested.", checkpoint.step, checkpoint.path)
         raise SystemExit(PREEMPTED)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Health:
 
 
 def start_health(session: Session) -> Health | None:
-    """Returns the health of this worker; None when nobody watches and nobody will ask it to stop."""
+    """Returns the health of this worker; None when nothing watches it or will ask it to stop."""
     environment = Environment()
     faults = Faults.read(environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION"))
     beat = Beat.start(environment)
@@ -99,7 +99,7 @@ def start_health(session: Session) -> Health | None:
 
 
 def _store(session: Session) -> dist.Store | None:
-    """Returns the part of the process group's store for agreeing; None in a single process."""
+    """Returns the part of the process group's store that the agreement uses; None in a single process."""
     if session.process_group is None or session.world_size == 1:
         return None
     store: dist.Store = dist.distributed_c10d._get_default_store()

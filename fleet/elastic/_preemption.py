@@ -1,17 +1,17 @@
-"""How the workers agree on the step at which all of them stop.
+"""Lets the workers agree on the step at which all of them stop.
 
 [Note: Agreement without a deadlock]
-A worker that hears of the request must not stop where it is: another one, a step ahead, would wait in a collective for
-ever. Nor can they ask each other by a collective, which would meet the gradients of the one ahead. So they talk through
-the store of the process group, which waits for nobody:
+A worker that receives the request must not stop where it is: another one, a step ahead, would wait in a collective
+forever. Nor can the workers use a collective to agree: it would pair up with the gradients of the one ahead. So they
+use the store of the process group, which does not block:
 
-1. A worker that has heard says so in the store and goes on training; from now on it looks into the store after each
-   step.
-2. Once all have said so, worker 0 writes ``its step + 1`` as the step to stop at, before it begins that step.
-3. Each worker stops after the first step from that one on at which the workers exchange something.
+1. A worker that has received it records this in the store and goes on training; from then on it checks the store
+   after each step.
+   2. Once all have recorded it, worker 0 writes ``its step + 1`` as the step to stop at, before it begins that step.
+   3. Each worker stops after the first step, from that one on, in which the workers exchange something.
 
-Nobody has passed that step when it is written, because it cannot be finished without worker 0. And nobody misses it:
-who finishes it has got worker 0's part of the exchange, which was sent after the writing.
+No worker has passed that step when it is written, because the step cannot finish without worker 0. And no worker
+misses it: whoever finishes it has received worker 0's part of the exchange, which was sent after the write.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-# The request may have reached other workers only (the launcher of another node): that is looked for this often.
+# The request may have reached only other workers (through another node's launcher): it is checked this often.
 _LISTEN_PERIOD_S = 0.5
 
 
 class Store(Protocol):
-    """What agreement needs of ``torch.distributed.Store``."""
+    """What the agreement needs from ``torch.distributed.Store``."""
 
     def set(self, key: str, value: str) -> None:
         """Sets a key."""
@@ -46,7 +46,7 @@ class Agreement:
     """One worker's part in agreeing on the last step; see [Note: Agreement without a deadlock].
 
     Args:
-        store: the store of all workers; None for a worker alone.
+        store: the store of all workers; None for a single worker.
         rank: rank of this worker.
         world_size: number of workers.
     """
@@ -63,8 +63,8 @@ class Agreement:
 
         Args:
             step: steps that this worker has finished.
-            requested: whether somebody asked this worker to stop.
-            is_synchronised: whether the workers exchanged something in this step; asked only when it matters.
+            requested: whether this worker was asked to stop.
+            is_synchronised: whether the workers exchanged something in this step; called only when it matters.
         """
         if self.is_reached or not (self._has_heard or requested or self._others_asked()):
             return self.is_reached
@@ -102,8 +102,8 @@ class Agreement:
 class TerminationNotice:
     """Takes SIGTERM as a request to stop, once; a second one ends the process.
 
-    A data-loader process that was forked from the worker inherits the handler, and dies of SIGTERM as it should. A
-    handler that the program has set stays.
+    A data-loader process forked from the worker inherits the handler, and SIGTERM still ends it. A handler that the
+    program has set stays.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class TerminationNotice:
             self._is_set = True
 
     def close(self) -> None:
-        """Gives the signal back."""
+        """Restores the signal's handler."""
         if self._is_set and signal.getsignal(signal.SIGTERM) == self._note:
             with contextlib.suppress(ValueError):  # not in the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

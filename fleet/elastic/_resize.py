@@ -1,4 +1,4 @@
-"""Another number of workers: keep the global batch, or scale the learning rate, as the user declares."""
+"""A changed number of workers: keep the global batch, or scale the learning rate, as the user declares."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 
-LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group that says by how much its learning rate was scaled
-# Learning rates that schedulers keep in a parameter group.
+LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group with the factor by which its learning rate was scaled
+# Learning rates that schedulers store in a parameter group.
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 def plan_k_steps(k_steps: int, planned_workers: int, workers: int) -> int:
-    """Returns the batches per update with which ``workers`` make the global batch of ``planned_workers``.
+    """Returns the batches per update with which ``workers`` workers keep the global batch of ``planned_workers``.
 
-    Raises ConfigError when no whole number does.
+    Raises ConfigError when no integer does.
 
     Example:
         >>> plan_k_steps(1, planned_workers=8, workers=2)
@@ -31,7 +31,7 @@ def plan_k_steps(k_steps: int, planned_workers: int, workers: int) -> int:
     if total % workers:
         fitting = [count for count in range(1, total + 1) if total % count == 0]
         raise ConfigError(
-            f"keep_global_batch(workers={planned_workers}): an update is made of {total} batches of one worker each "
+            f"keep_global_batch(workers={planned_workers}): an update takes {total} batches of one worker each "
             f"({planned_workers} workers, k_steps {k_steps}), and {workers} workers cannot share them evenly. Numbers "
             f"that can: {fitting}. Or use fleet.elastic.scale_lr(optimizer, workers={planned_workers})."
         )
@@ -39,19 +39,19 @@ def plan_k_steps(k_steps: int, planned_workers: int, workers: int) -> int:
 
 
 def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
-    """Makes an update of the same number of samples as ``workers`` workers make, and returns ``k_steps``.
+    """Makes each update use as many samples as with ``workers`` workers, and returns ``k_steps``.
 
-    ``gradient_merge_configs['k_steps']`` of ``strategy`` is read as that of ``workers`` workers, and set to that of
-    the workers there are now. Call it before ``fleet.init`` or ``fleet.distributed_optimizer`` is given the strategy,
-    which they copy, in every start of the job with the same ``workers``; a warning says when it is later. The batch of
-    one worker, and so its memory, stays as it is.
+    ``gradient_merge_configs['k_steps']`` of ``strategy`` is read as the value for ``workers`` workers, and set to the
+    value for the current number. Call it with the same ``workers`` in every start of the job, before ``fleet.init`` or
+    ``fleet.distributed_optimizer`` copies the strategy; a later call warns. The batch of one worker, and so its memory,
+    does not change.
 
     Args:
         strategy: changed in place.
         workers: the number of workers for which batch size and learning rate were chosen.
 
     Raises:
-        ConfigError: the present number of workers cannot share the batches evenly, or the gradients are added up
+        ConfigError: the current number of workers cannot share the batches evenly, or the gradients are summed
             without being averaged; nothing was changed.
 
     Example:
@@ -79,10 +79,10 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
 
 
 def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:
-    """Scales the learning rate to the present number of workers and returns the factor.
+    """Scales the learning rate to the current number of workers and returns the factor.
 
-    Call it before schedulers are made, in every start of the job with the same ``workers``. ``Checkpoint.resume()``
-    then scales the rates of a checkpoint that another number of workers wrote, and its scheduler, by the same rule.
+    Call it before creating schedulers, with the same ``workers`` in every start of the job. ``Checkpoint.resume()``
+    then applies the same rule to the rates, and the scheduler, of a checkpoint from a different number of workers.
 
     Args:
         optimizer: its parameter groups are changed.
@@ -90,7 +90,7 @@ def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:
         rule: "linear", the factor is now/workers (Goyal et al. 2017), or "sqrt", its square root.
 
     Raises:
-        ConfigError: another rule, a wrong number, or a second call for the same optimizer.
+        ConfigError: an unknown rule, a wrong number, or a second call for the same optimizer.
 
     Example:
         >>> fleet.elastic.scale_lr(torch.optim.SGD(model.parameters(), 0.4), workers=4)
@@ -119,7 +119,7 @@ def declared_scales(optimizer: Optimizer | None) -> list[float | None]:
 
 
 def rescale(optimizer: Optimizer, scheduler: Any, declared: list[float | None]) -> None:
-    """Scales the rates that a checkpoint brought to what this job declared before it was loaded."""
+    """Scales the rates from a checkpoint to what this job declared before loading it."""
     for place, (group, scale) in enumerate(zip(optimizer.param_groups, declared, strict=True)):
         saved = float(group.get(LR_SCALE) or 1.0)
         if scale is None or scale == saved:
@@ -134,13 +134,13 @@ def rescale(optimizer: Optimizer, scheduler: Any, declared: list[float | None]) 
 
 
 def warn_of_resize(saved: dict[str, Any], world_size: int, k_steps: int, declared: list[float | None]) -> None:
-    """Warns when the global batch is another one than that of the checkpoint and no rule was declared for it."""
+    """Warns when the global batch differs from the checkpoint's and no rule was declared."""
     before, after = saved["world_size"] * saved["k_steps"], world_size * k_steps
     if before == after or (declared and None not in declared):
         return
     warnings.warn(
-        f"Checkpoint.resume(): saved by {saved['world_size']} workers, resumed by {world_size}; an update is now made "
-        f"of {after} batches instead of {before}, with the same learning rate. Declare what you want: "
+        f"Checkpoint.resume(): saved by {saved['world_size']} workers, resumed by {world_size}; an update now takes "
+        f"{after} batches instead of {before}, with the same learning rate. Declare what you want: "
         "fleet.elastic.keep_global_batch(strategy, workers=...) or fleet.elastic.scale_lr(optimizer, workers=...).",
         OptionWarning,
         stacklevel=3,

@@ -1,4 +1,4 @@
-"""Finding the newest whole checkpoint together, and loading it on every worker."""
+"""Finds the newest complete checkpoint, in agreement with the other workers, and loads it on every worker."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _BLOCK_BYTES = 1 << 28
 class Found:
     """The checkpoint that every worker loads.
 
-    ``rest`` is what all need. Worker 0 holds ``model`` and the bytes of ``optimizer``; with parts of the workers each
-    holds its own in ``part``, when there are as many workers as then.
+    ``rest`` is what all workers need. Worker 0 holds ``model`` and the bytes of ``optimizer``. Where workers have
+    parts, each holds its own in ``part``, if there are as many workers as at the save.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Restore:
         self._is_first = session.global_rank == 0
 
     def find(self) -> Found | None:
-        """Returns the newest checkpoint that is whole, or None; a collective call."""
+        """Returns the newest complete checkpoint, or None; a collective call."""
         waiting = self._whole_ones() if self._is_first else iter(())
         while True:
             problem = ""
             try:
                 found, rest = next(waiting, (None, b""))
-            except CheckpointError as error:  # the folder cannot be read: every worker hears of it
+            except CheckpointError as error:  # the folder cannot be read: every worker must know
                 found, rest, problem = None, b"", f"{error}"
             text = json.dumps([found.name, found.world_size, found.has_worker_parts] if found else problem or None)
             said = json.loads(self._broadcast(text.encode()))
@@ -97,7 +97,7 @@ class Restore:
                 _warn_of(self._folder, problems[0])
 
     def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
-        """Puts model, optimizer and scheduler back; returns the rest. Raises CheckpointError when they do not fit."""
+        """Restores model, optimizer and scheduler; returns the rest. Raises CheckpointError when they do not match."""
         declared = declared_scales(optimizer)
         try:
             self._check_kinds(found, kinds_of(optimizer, scheduler))
@@ -114,8 +114,8 @@ class Restore:
             if f"{error}".startswith("Checkpoint.resume()"):
                 raise
             raise CheckpointError(
-                f"Checkpoint.resume(): {str(self._folder)}/{found.name} does not fit: {f'{error}'.rstrip('.')}. Start "
-                "a training of another model in a folder of its own."
+                f"Checkpoint.resume(): {str(self._folder)}/{found.name} does not match: {f'{error}'.rstrip('.')}. "
+                "Start training another model in a separate folder."
             ) from error
         if optimizer is not None:
             rescale(optimizer, scheduler, declared)
@@ -124,33 +124,33 @@ class Restore:
         return found.rest
 
     def _check_kinds(self, found: Found, now: dict[str, str]) -> None:
-        """Raises CheckpointError where the state of one class would be loaded into another, before anything is."""
+        """Raises CheckpointError where the state of one class would be loaded into another; nothing is loaded yet."""
         for role, saved in found.rest.get("kinds", {}).items():
             if now.get(role, saved) != saved:
                 raise CheckpointError(
                     f"Checkpoint.resume(): {str(self._folder)}/{found.name} was saved with the {role} {saved}, and "
-                    f"this job has {now[role]}. Continue with {saved}, or start in a folder of its own."
+                    f"this job has {now[role]}. Continue with {saved}, or start in a separate folder."
                 )
 
     def data_of(self, rest: dict[str, Any], is_shared: bool) -> Any:
-        """Returns the position in the data for this worker; raises CheckpointError when nobody can tell it."""
+        """Returns the position in the data for this worker; raises CheckpointError when it is unknown."""
         positions = [worker["data"] for worker in rest["workers"]]
         if len(positions) == self._session.world_size:
             return positions[self._session.global_rank]
         if is_shared or all(position == positions[0] for position in positions):
             return positions[0]
         raise CheckpointError(
-            f"Checkpoint.resume(): each of {len(positions)} workers saved a position in the data of its own, and there "
-            f"are {self._session.world_size} workers now. Use fleet.elastic.ElasticSampler, which any number continues."
+            f"Checkpoint.resume(): {len(positions)} workers saved a position in the data each, and there "
+            f"are {self._session.world_size} now. Use fleet.elastic.ElasticSampler, which any number can resume."
         )
 
     def put_random(self, rest: dict[str, Any]) -> None:
-        """Sets the random generators to the saved state of this worker, when there are as many workers as then."""
+        """Restores the random generators of this worker, if there are as many workers as at the save."""
         if len(rest["workers"]) == self._session.world_size:
             put_random(rest["workers"][self._session.global_rank]["random"])
 
     def _whole_ones(self) -> Iterator[tuple[Found, bytes]]:
-        """Yields, on worker 0, the checkpoints whose files are whole as far as it reads them, newest first."""
+        """Yields, on worker 0, the checkpoints whose files are intact as far as it reads them, newest first."""
         for path in candidates(self._folder):
             try:
                 entry = read_entry(path)
@@ -164,7 +164,7 @@ class Restore:
                 _warn_of(self._folder, f"{error}")
 
     def _read_own_part(self, found: Found) -> list[str]:
-        """Reads this worker's part, where there is one for it; returns the problems of all workers."""
+        """Reads this worker's part, if there is one; returns the problems of all workers."""
         if not found.has_worker_parts:
             return []
         problem = " "
@@ -185,17 +185,17 @@ class Restore:
         self._put_optimizer(optimizer, parse_part(io.BytesIO(data), f"{found.name}: optimizer.pt"))
 
     def _load_merged(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Another number of workers continues from the mean of the models, with worker 0's optimizer."""
+        """Makes a different number of workers continue from the mean of the models, with worker 0's optimizer."""
         mean, data, problem = Mean(), b"", " "
         if self._is_first:
             try:
                 data = _add_up(found, mean)
-            except (CheckpointError, RuntimeError) as error:  # every worker hears of it
+            except (CheckpointError, RuntimeError) as error:  # every worker must know
                 problem = f"{error}"
             warnings.warn(
-                f"Checkpoint.resume(): {found.name} holds a state of each of {found.world_size} workers, and there are "
-                f"{self._session.world_size} now: they continue from the mean of the models and worker 0's optimizer; "
-                "what the others held back is lost.",
+                f"Checkpoint.resume(): {found.name} holds a state for each of {found.world_size} workers, and there "
+                f"are {self._session.world_size} now: they continue from the mean of the models and worker 0's "
+                "optimizer; what the others had not yet sent is lost.",
                 OptionWarning,
                 stacklevel=5,
             )
@@ -206,7 +206,7 @@ class Restore:
         self._put_optimizer(optimizer, parse_part(io.BytesIO(self._broadcast(data)), f"{found.name}: optimizer"))
 
     def _put_model(self, model: nn.Module, state: dict[str, Any] | None) -> None:
-        """Loads worker 0's ``state`` on every worker, tensor by tensor where that is all there is."""
+        """Loads worker 0's ``state`` on every worker, tensor by tensor where it holds only tensors."""
         module = module_of(model)
         if self._session.world_size == 1:
             put_model(model, state or {})
@@ -223,7 +223,7 @@ class Restore:
             return
         with warnings.catch_warnings():
             if self._session.world_size > 1 and isinstance(optimizer, FleetOptimizer):
-                # dgc says of a state of another worker what _load_merged has said of the whole.
+                # dgc would repeat for one worker's state what _load_merged has said about all.
                 warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
             put_optimizer(optimizer, state)
 
@@ -243,14 +243,14 @@ class Restore:
 
 
 def _add_up(found: Found, mean: Mean) -> bytes:
-    """Adds each worker's model to ``mean``; returns worker 0's optimizer without what it held back."""
+    """Adds each worker's model to ``mean``; returns worker 0's optimizer without what it had not yet sent."""
     assert found.entry is not None
     buffer = io.BytesIO()
     for rank in range(found.world_size):
         part = read_part(found.entry, worker_part(rank))
         if PART in part["model"] or (part["optimizer"] is not None and PART in part["optimizer"]):
             raise CheckpointError(
-                f"{found.name} was saved by {found.world_size} workers with divided parameters inside a window "
+                f"{found.name} was saved by {found.world_size} workers with sharded parameters inside a window "
                 "of gradient_merge. Continue with as many workers, or from a checkpoint saved at an update."
             )
         mean.add(part["model"])
@@ -260,7 +260,7 @@ def _add_up(found: Found, mean: Mean) -> bytes:
 
 
 def _checked_bytes(entry: Entry, name: str) -> bytes:
-    """Returns one file as it is, after a look at what it holds. Raises CheckpointError."""
+    """Returns the bytes of one file after checking what it holds. Raises CheckpointError."""
     with open_part(entry, name) as file:
         data = file.read()
     label = f"{entry.path.name}: {name}"
@@ -270,7 +270,7 @@ def _checked_bytes(entry: Entry, name: str) -> bytes:
 
 def _warn_of(folder: Path, problem: str) -> None:
     warnings.warn(
-        f"Checkpoint.resume(): {str(folder)}/{problem}. It is left aside, and the one before it is tried.",
+        f"Checkpoint.resume(): {str(folder)}/{problem}. It is skipped, and the one before it is tried.",
         UserWarning,
         stacklevel=2,
     )

@@ -1,10 +1,10 @@
-"""ElasticSampler: which samples each worker sees, in an order that survives a restart and a change of their number.
+"""ElasticSampler: deals samples to workers in an order that survives a restart with a different number of workers.
 
 [Note: The order]
-An epoch is one order of all samples, the same on every worker. ``done`` of them have been used; what is left is dealt
-out in turns, as cards are: worker ``r`` of ``n`` gets the places ``done + r``, ``done + r + n``, and so on. After
-``m`` samples of each worker the first ``done + m * n`` places have been used, without a gap, so that any other number
-of workers can deal out the rest.
+An epoch is one order of all samples, the same on every worker. ``done`` of them have been used; the rest is dealt
+round-robin: worker ``r`` of ``n`` gets the positions ``done + r``, ``done + r + n``, and so on. After ``m`` samples
+per worker the first ``done + m * n`` positions have been used, without a gap, so that any other number of workers can
+deal the rest.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
 
 
 class ElasticSampler(Sampler[int]):
-    """Gives each worker its share of the samples, and knows which of them training has used.
+    """Gives each worker its share of the samples, and tracks which of them training has used.
 
-    In a job that was never interrupted the order is that of ``torch.utils.data.DistributedSampler``. What counts is
-    what the training loop has used, not what the loader's processes have fetched ahead: iterate over
+    In a job that was never interrupted, the order is that of ``torch.utils.data.DistributedSampler``. What counts is
+    what the training loop has used, not what the loader's processes have prefetched: iterate over
     ``sampler.batches(loader)``, or call :meth:`record` after each batch.
 
     Args:
         dataset: anything with a length.
-        shuffle: draw the order anew in each epoch, from ``seed`` and the number of the epoch.
+        shuffle: draw a new order in each epoch, from ``seed`` and the number of the epoch.
         seed: the same on every worker.
-        drop_last: leave out up to ``num_workers - 1`` samples at the end of an epoch; by default as many are seen
-            twice, so that every worker makes the same number of steps.
+        drop_last: drop up to ``num_workers - 1`` samples at the end of an epoch; by default that many are seen
+            twice, so that every worker takes the same number of steps.
         num_workers: number of workers; that of the job by default.
         rank: rank of this worker; its own by default.
 
     Raises:
-        ConfigError: ``dataset`` has no length, or rank and number of workers do not fit.
+        ConfigError: ``dataset`` has no length, or rank and number of workers do not match.
 
     Example:
         >>> sampler = fleet.elastic.ElasticSampler(range(100), seed=1)
@@ -69,28 +69,28 @@ class ElasticSampler(Sampler[int]):
             if not isinstance(switch, bool):
                 raise ConfigError(f"ElasticSampler({name}={switch!r}) takes True or False.")
         if not _is_whole(seed):
-            raise ConfigError(f"ElasticSampler(seed={seed!r}) takes a whole number from 0, the same on every worker.")
+            raise ConfigError(f"ElasticSampler(seed={seed!r}) takes an integer from 0, the same on every worker.")
         if num_workers is None or rank is None:
             num_workers, rank = _own_place()
         if not _is_whole(num_workers) or num_workers < 1:
-            raise ConfigError(f"ElasticSampler(num_workers={num_workers!r}) takes a whole number from 1.")
+            raise ConfigError(f"ElasticSampler(num_workers={num_workers!r}) takes an integer from 1.")
         if not _is_whole(rank) or rank >= num_workers:
             raise ConfigError(f"ElasticSampler(rank={rank!r}) takes a rank from 0 to {num_workers - 1}.")
         self.num_samples, self.num_workers, self.rank = len(dataset), num_workers, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self._start = 0  # places used before this pass
+        self._start = 0  # positions used before this pass
         self._recorded = 0  # samples of this worker in this pass that training has used
-        self._handed_out = 0  # samples of this pass that were given away, to the loader's processes among others
+        self._handed_out = 0  # samples of this pass that were handed out, including to the loader's processes
         self._is_resumed = False
 
     @property
     def done(self) -> int:
-        """How many samples of this epoch all workers together have used."""
+        """How many samples of this epoch all workers have used in total."""
         return min(self._start + self._recorded * self.num_workers, self.num_samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, unless it is the one that is under way: then what is left of it comes next."""
+        """Begins an epoch, unless it is the current one: then the rest of it comes next."""
         if not _is_whole(epoch):
             raise ConfigError(f"set_epoch({epoch!r}) takes the number of the epoch, from 0.")
         if epoch != self.epoch:
@@ -98,23 +98,23 @@ class ElasticSampler(Sampler[int]):
             self._begin(0, resumed=False)
 
     def record(self, num_samples: int) -> None:
-        """Notes that training has used ``num_samples`` more samples of this worker; :meth:`batches` calls it."""
+        """Records that training has used ``num_samples`` more samples of this worker; :meth:`batches` calls it."""
         if not _is_whole(num_samples):
             raise ConfigError(f"record({num_samples!r}) takes the number of samples of a batch, from 0.")
         self._recorded = min(self._recorded + num_samples, self._share(self._start))
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Iterates over ``loader``, and counts a batch as used from the moment the loop has it.
+        """Iterates over ``loader``, and counts a batch as used once the loop has it.
 
         Save after the step on a batch, not before it. When the launcher has asked the job to stop
         (``--preempt_grace``), the checkpoint is written where the loop asks for its next batch.
 
         Raises:
-            ConfigError: the loader draws from another sampler, or makes its batches in a way that hides their size.
+            ConfigError: the loader draws from another sampler, or builds its batches in a way that hides their size.
         """
         drawn_from: object = getattr(loader, "sampler", None)
         if drawn_from is not self:
-            raise ConfigError("sampler.batches(loader) takes a DataLoader that was made with sampler=this sampler.")
+            raise ConfigError("sampler.batches(loader) takes a DataLoader created with sampler=this sampler.")
         batch_size = loader.batch_size
         if batch_size is None:
             raise ConfigError(
@@ -123,10 +123,10 @@ class ElasticSampler(Sampler[int]):
             )
         if not getattr(loader, "in_order", True):
             raise ConfigError(
-                "sampler.batches(loader) takes a DataLoader with in_order=True: otherwise nobody knows which samples "
+                "sampler.batches(loader) takes a DataLoader with in_order=True: otherwise it is unknown which samples "
                 "a batch holds."
             )
-        # A loader draws a number from torch's generator when it starts; in a resumed epoch that has happened before.
+        # A loader draws a number from torch's generator when it starts; in a resumed epoch that has already happened.
         state = torch.get_rng_state() if self._is_resumed and self.done else None
         iterator = iter(loader)
         if state is not None:
@@ -151,7 +151,7 @@ class ElasticSampler(Sampler[int]):
             session.num_loops -= 1
 
     def __iter__(self) -> Iterator[int]:
-        """Iterates over this worker's part of what is left of the epoch; after its end, over the epoch again."""
+        """Iterates over this worker's share of the rest of the epoch; after its end, over the epoch again."""
         begins_anew = self.done >= self._end() and not self._is_resumed
         self._begin(0 if begins_anew else self.done, resumed=False)
         return self._places(self._start)
@@ -164,7 +164,7 @@ class ElasticSampler(Sampler[int]):
         """Returns the position in the data: plain numbers, the same on every worker after the same step."""
         if self._handed_out and not self._recorded:
             raise ConfigError(
-                f"ElasticSampler.state_dict(): {self._handed_out} samples were handed out and none was recorded as "
+                f"ElasticSampler.state_dict(): {self._handed_out} samples were handed out and none were recorded as "
                 "used. Iterate over sampler.batches(loader), or call sampler.record(number of samples) after each."
             )
         return {
@@ -176,10 +176,10 @@ class ElasticSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict`` was taken, whatever the number of workers was then.
+        """Continues where ``state_dict`` was taken, with any number of workers.
 
-        Raises CheckpointError when the order was another one (another length, seed or shuffle), or ``state_dict`` is
-        not what :meth:`state_dict` returns; nothing was changed.
+        Raises CheckpointError when the order was different (another length, seed or shuffle), or ``state_dict`` is not
+        what :meth:`state_dict` returns; nothing was changed.
         """
         if not isinstance(state_dict, Mapping) or not state_dict.keys() >= _FIELDS:
             raise CheckpointError(
@@ -190,13 +190,13 @@ class ElasticSampler(Sampler[int]):
             if state_dict[name] != getattr(self, name):
                 raise CheckpointError(
                     f"ElasticSampler.load_state_dict(): the position was saved with {name} {state_dict[name]!r}, and "
-                    f"this sampler has {getattr(self, name)!r}; the samples come in another order. Use the same data "
+                    f"this sampler has {getattr(self, name)!r}; the order of samples differs. Use the same data "
                     "and arguments, or begin a new epoch."
                 )
         epoch, done = state_dict["epoch"], state_dict["done"]
         if not _is_whole(epoch) or not _is_whole(done) or done > self.num_samples:
             raise CheckpointError(
-                f"ElasticSampler.load_state_dict(): epoch is {epoch!r} and done {done!r}; they take whole numbers from "
+                f"ElasticSampler.load_state_dict(): epoch is {epoch!r} and done {done!r}; they take integers from "
                 f"0, and done at most {self.num_samples}. Use another checkpoint, or begin a new epoch."
             )
         self.epoch = epoch
@@ -206,7 +206,7 @@ class ElasticSampler(Sampler[int]):
         self._start, self._recorded, self._handed_out, self._is_resumed = start, 0, 0, resumed
 
     def _end(self) -> int:
-        """Returns the place after the last one that is dealt out from the current start without repeating any."""
+        """Returns the position after the last one that is dealt from the current start without repeating any."""
         left = self.num_samples - self._start
         return self._start + (left // self.num_workers * self.num_workers if self.drop_last else left)
 
@@ -218,7 +218,7 @@ class ElasticSampler(Sampler[int]):
         order = self._order()
         for turn in range(self._share(start)):
             self._handed_out += 1
-            # Behind the end the order begins again, as in DistributedSampler.
+            # Past the end the order starts over, as in DistributedSampler.
             yield order[(start + self.rank + turn * self.num_workers) % self.num_samples]
 
     def _order(self) -> list[int]:
@@ -235,7 +235,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _own_place() -> tuple[int, int]:
-    """Returns number of workers and rank of this process, as ``fleet`` sees them; 1 and 0 without fleet.init."""
+    """Returns the number of workers and the rank of this process according to ``fleet``; 1 and 0 without fleet.init."""
     from fleet.parallel import get_rank, get_world_size
 
     return get_world_size(), get_rank()

@@ -1,11 +1,11 @@
-"""What a checkpoint holds: taken from model, optimizer and random generators, and put back.
+"""What a checkpoint holds: takes the state of model, optimizer and random generators, and restores it.
 
 [Note: What is each worker's own]
-Under data parallel, sharding and amp one whole state serves every worker; worker 0 writes it, and any number of workers
-loads it. localsgd (parameters between averages, momentum), dgc (what was not sent yet) and an open window of
-gradient_merge are each worker's own: then every worker writes a part, into a folder that all of them see. The wrapper
-that a strategy puts around the optimizer says so by its property ``has_own_state``, and by ``is_out_of_step`` that the
-workers must not stop here.
+With data parallel, sharding and amp, one full state serves every worker; worker 0 writes it, and any number of
+workers can load it. localsgd (parameters between averages, momentum), dgc (unsent gradients) and an open window of
+gradient_merge have a state on each worker: then every worker writes a part, into a folder that all of them share. The
+wrapper that a strategy puts around the optimizer declares this by its property ``has_own_state``, and by
+``is_out_of_step`` that the workers must not stop here.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def module_of(model: nn.Module) -> nn.Module:
 
 
 def kinds_of(optimizer: Optimizer | None, scheduler: Any) -> dict[str, str]:
-    """Returns the names of the classes whose states a checkpoint holds; those that are not there have none."""
+    """Returns the names of the classes whose states a checkpoint holds; absent objects have none."""
     found = {"scheduler": scheduler, "optimizer": getattr(optimizer, "user_optimizer", optimizer)}
     return {role: type(obj).__name__ for role, obj in found.items() if obj is not None}
 
 
 def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Returns the windows of an optimizer's state in which gradients of several batches are added up, by option."""
+    """Returns the windows of an optimizer's state in which gradients of several batches accumulate, by option."""
     return {k: v for k, v in state.items() if isinstance(v, Mapping) and {"batch", "sums", "k_steps"} <= set(v)}
 
 
 def without_windows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state whose windows are empty; what was added up in them is lost."""
+    """Returns an optimizer's state with empty windows; what had accumulated in them is lost."""
     empty = {name: {**window, "batch": 0, "sums": {}} for name, window in windows(state).items()}
     return {**state, **empty}
 
 
 def take_model(model: nn.Module, keep: bool, copy: bool) -> dict[str, Any]:
-    """Returns the whole state of ``model``; where it is divided, a collective call.
+    """Returns the full state of ``model``; where it is sharded, a collective call.
 
     Args:
         model: the user's module, or what ``distributed_model`` returned.
-        keep: False takes part and returns ``{}``.
+        keep: False takes part in the gather and returns ``{}``.
         copy: the state is on the host and shares no memory with the model.
     """
     state = module_of(model).state_dict()
@@ -68,7 +68,7 @@ def take_model(model: nn.Module, keep: bool, copy: bool) -> dict[str, Any]:
 
 
 def take_optimizer(optimizer: Optimizer, keep: bool, copy: bool) -> dict[str, Any]:
-    """Returns the whole state of ``optimizer``; where it is divided, a collective call. See :func:`take_model`."""
+    """Returns the full state of ``optimizer``; where it is sharded, a collective call. See :func:`take_model`."""
     state = optimizer_state(optimizer)
     if isinstance(optimizer, FleetOptimizer) and (PART in state or has_parts(state)):
         return optimizer.full_state_dict(keep)
@@ -78,14 +78,14 @@ def take_optimizer(optimizer: Optimizer, keep: bool, copy: bool) -> dict[str, An
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what ``optimizer.state_dict()`` returns, without the warning of a FleetOptimizer about parts."""
+    """Returns ``optimizer.state_dict()`` without a FleetOptimizer's warning about shards."""
     if isinstance(optimizer, FleetOptimizer):
         return OptimizerWrapper.state_dict(optimizer)
     return optimizer.state_dict()
 
 
 def take_own(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Returns what this worker alone holds, copied to the host."""
+    """Returns what only this worker holds, copied to the host."""
     part = {"model": local_state(module_of(model).state_dict()), "optimizer": None}
     if optimizer is not None:
         part["optimizer"] = local_state(optimizer_state(optimizer))
@@ -93,7 +93,7 @@ def take_own(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads a state that this worker holds, whole or its part; entries without tensors may be strangers."""
+    """Loads a state that this worker holds, full or its shard; unknown entries are allowed if they hold no tensors."""
     module = module_of(model)
     own = module.state_dict()
     known = known_entries(state, [*own, PART])
@@ -101,7 +101,7 @@ def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def put_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads a whole state; entries that the optimizer does not know are left alone."""
+    """Loads a full state; entries that the optimizer does not know are ignored."""
     if isinstance(optimizer, FleetOptimizer):
         optimizer.set_state_dict(state)
     else:
@@ -164,7 +164,7 @@ def put_random(state: Mapping[str, Any]) -> None:
 
 
 def to_bytes(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns ``obj`` as an array of bytes that can travel between workers."""
+    """Returns ``obj`` as an array of bytes that workers can exchange."""
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     return np.frombuffer(buffer.getbuffer(), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk, in the foreground or in a thread."""
+"""Writes one checkpoint to disk, in the foreground or in a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleet.elastic._faults import Faults
 from fleet.elastic._folder import Part, prune, publish, worker_part, write_manifest, write_part
 from fleet.errors import CheckpointError, FleetError
 
-# Another worker's part has to appear within this time; its writing began at the same step.
+# Another worker's part must appear within this time; its write began at the same step.
 _PEERS_S = 600.0
 _VISIBLE_S = 20.0
 _POLL_S = 0.02
@@ -44,7 +44,7 @@ class Write:
     faults: Faults
 
     def run(self) -> None:
-        """Writes this worker's files; on worker 0 the checkpoint is there afterwards. Raises OSError, FleetError."""
+        """Writes this worker's files; on worker 0 it also publishes the checkpoint. Raises OSError, FleetError."""
         self._meet("save.begin")
         if self.rank == 0:
             try:
@@ -73,11 +73,11 @@ class Write:
         while not self.staging.is_dir():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"worker {self.rank} does not see {self.staging.name}, which worker 0 made in "
+                    f"worker {self.rank} does not see {self.staging.name}, which worker 0 created in "
                     f"{str(self.folder)!r}. "
-                    "This strategy keeps a state on each worker, so the folder has to be one that all of them share."
+                    "This strategy keeps a state on each worker, so all of them must share the folder."
                 )
-            os.listdir(self.folder if self.folder.is_dir() else self.folder.parent)  # lets a network file system look
+            os.listdir(self.folder if self.folder.is_dir() else self.folder.parent)  # refreshes a network file system
             time.sleep(_POLL_S)
         name = worker_part(self.rank)
         try:
@@ -116,9 +116,9 @@ class Write:
 
 
 class Background:
-    """At most one write that runs in a thread, and the error it ended with.
+    """At most one write running in a thread, and the error it ended with.
 
-    The thread is no daemon: a program that ends without asking waits for its last checkpoint.
+    The thread is not a daemon: a program that exits waits for its last checkpoint.
     """
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class Background:
         self._error = ""
 
     def start(self, write: Write) -> None:
-        """Starts ``write``; the one before must have been finished."""
+        """Starts ``write``; the previous one must have finished."""
         self._thread = threading.Thread(target=self._run, args=(write,), name="fleet-checkpoint")
         self._thread.start()
 
     def finish(self) -> str:
-        """Waits for the write that runs; returns its error, once, or an empty string."""
+        """Waits for the running write; returns its error, once, or an empty string."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

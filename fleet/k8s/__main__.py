@@ -39,12 +39,10 @@ def read_file(path: str) -> list[PaddleJob]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} cannot be read: it is no text in UTF-8 ({error.reason} at {error.start})."
-        ) from error
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text ({error.reason} at {error.start}).") from error
     documents = read_documents(text, path)
     if not documents:
-        raise ConfigError(f"{path} holds no document; it takes a PaddleJob.")
+        raise ConfigError(f"{path} holds no document; it must hold a PaddleJob.")
     jobs = []
     for number, document in enumerate(documents, 1):
         try:
@@ -58,7 +56,7 @@ def read_file(path: str) -> list[PaddleJob]:
 def _render(jobs: Sequence[PaddleJob], target: str, etcd_server: str | None) -> int:
     check_etcd_server(etcd_server)
     if etcd_server is not None and not any(job.is_elastic for job in jobs):
-        raise ConfigError(f"--etcd-server is {etcd_server!r}, and no job in the file has elastic: 1. Leave it out.")
+        raise ConfigError(f"--etcd-server is {etcd_server!r}, and no job in the file has elastic: 1. Omit it.")
     rendered = [render(job, target, etcd_server) for job in jobs]
     documents = [document for one in rendered for document in one.documents]
     sys.stdout.write(write_documents(documents))
@@ -68,7 +66,7 @@ def _render(jobs: Sequence[PaddleJob], target: str, etcd_server: str | None) -> 
 
 
 def check_etcd_server(text: str | None) -> None:
-    """Raises ConfigError when ``--etcd-server`` is no address of etcd."""
+    """Raises ConfigError when ``--etcd-server`` is not an address of etcd."""
     if text is not None:
         from fleet.env import Environment
         from fleet.launch.membership.etcd_address import read_etcd_address
@@ -91,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     operator = commands.add_parser("operator", help="run the operator (extra k8s)", allow_abbrev=False)
     operator.add_argument("--namespace", help="watch one namespace; without it, all")
     operator.add_argument("--etcd-server", metavar="HOST:PORT", help="etcd of elastic jobs; their pods get it too")
-    operator.add_argument("--kubeconfig", help="file that says where the cluster is; without it, the pod's account")
+    operator.add_argument("--kubeconfig", help="kubeconfig file of the cluster; without it, the pod's account")
     operator.add_argument("--liveness", metavar="ADDRESS:PORT", help="where the health check listens, at /healthz")
     return parser
 

@@ -1,4 +1,4 @@
-"""The cluster as the operator sees it: read a job and its objects, carry out actions, write the status."""
+"""The operator's view of the cluster: reads a job and its objects, carries out actions, writes the status."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ClusterError(FleetError):
 def open_client(kubeconfig: str | None) -> Any:
     """Returns a client of the cluster that the file ``kubeconfig`` names.
 
-    Without one, of the cluster that this pod runs in; outside of a cluster, of the one that kubectl would use. Raises
-    ClusterError when nothing says where a cluster is.
+    Without the file: of the cluster that this pod runs in or, outside a cluster, of the one that kubectl would use.
+    Raises ClusterError when no cluster is configured.
     """
     configuration = kubernetes.client.Configuration()
     loader: Any = kubernetes.config
@@ -53,8 +53,8 @@ class Cluster:
 
     Args:
         client: from :func:`open_client`.
-        write_size: sets the size of a running elastic job on etcd: its name there and the number of pods.
-        forget_job: removes what an elastic job of this name has left on etcd.
+        write_size: sets the size of a running elastic job in etcd; takes its name there and the number of pods.
+        forget_job: removes what an elastic job with this name has left in etcd.
     """
 
     def __init__(self, client: Any, write_size: Callable[[str, int], None], forget_job: Callable[[str], None]) -> None:
@@ -93,7 +93,7 @@ class Cluster:
         )
 
     def apply(self, namespace: str, action: Action) -> None:
-        """Carries out one action; raises ClusterError with the server's reason, or FleetError of etcd."""
+        """Carries out one action; raises ClusterError with the server's reason, or FleetError from etcd."""
         if action.verb == SCALE:
             self._write_size(action.name, action.body["replicas"])
         elif action.verb == CLEAN:
@@ -118,9 +118,9 @@ class Cluster:
             self._found(getattr(self._core, f"delete_namespaced_{_word(action.kind)}"), action.name, namespace)
 
     def _create_pod(self, namespace: str, body: Document, **request: Any) -> Any:
-        """Makes a pod of exactly ``body``, which the user wrote and the server checks.
+        """Creates a pod from exactly ``body``, which the user wrote and the server checks.
 
-        The client's own class refuses fields that it does not know, and numbers of devices that are not texts.
+        The client's own class refuses fields that it does not know, and device counts that are not strings.
         """
         configuration = self._client.configuration
         headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": "application/json"}
@@ -132,7 +132,7 @@ class Cluster:
             body=body,
             _request_timeout=request["_request_timeout"],
         )
-        if hasattr(answer, "read"):  # newer clients read when asked, and leave errors to the caller
+        if hasattr(answer, "read"):  # newer clients read on demand, and leave errors to the caller
             answer.read()
         if not 200 <= answer.status < 300:
             error = kubernetes.client.ApiException(status=answer.status, reason=answer.reason)
@@ -141,7 +141,7 @@ class Cluster:
         return answer
 
     def _create_secret(self, namespace: str, body: Document) -> None:
-        """Makes the job's Secret with a new key; the operator may make Secrets and not read them, so it just tries."""
+        """Creates the job's Secret with a new key; the operator cannot read Secrets, so it just tries."""
         body = {**body, "stringData": {SECRET_FIELD: secrets.token_hex(_KEY_BYTES)}}
         try:
             self._call(self._core.create_namespaced_secret, namespace, body)
@@ -150,7 +150,7 @@ class Cluster:
                 raise
 
     def write_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
-        """Writes the status of a job; a job that is gone meanwhile has none."""
+        """Writes the status of a job, unless the job is gone by now."""
         body = {"status": dict(status)}
         self._found(self._custom.patch_namespaced_custom_object_status, GROUP, VERSION, namespace, PLURAL, name, body)
 

@@ -1,4 +1,4 @@
-"""What the processes of a PaddleJob find in their environment: the variables that paddle-operator made."""
+"""The environment of a PaddleJob's processes: the variables that paddle-operator introduced."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ELASTIC_NP = "PADDLE_ELASTIC_NP"
 
 
 def pod_name(job: PaddleJob, role: str, index: int) -> str:
-    """Returns ``JOB-ROLE-INDEX``; the pod, its host name and its service have it."""
+    """Returns ``JOB-ROLE-INDEX``, the name of the pod, its host and its service."""
     return f"{job.name}-{role}-{index}"
 
 
 def first_port(job: PaddleJob) -> int:
-    """Returns the first of the 20 ports that each pod of the job may listen at.
+    """Returns the first of the 20 ports that each pod of the job may listen on.
 
-    Pods have addresses of their own, so every job takes the same ports. With ``intranet: Host`` jobs share the nodes'
-    addresses, so the ports follow from the job's identity: the same in every process, different between most jobs.
+    Each pod has its own address, so every job takes the same ports. With ``intranet: Host``, jobs share the nodes'
+    addresses, so the ports are derived from the job's identity: the same in every process, different between most jobs.
     """
     if job.intranet != HOST:
         return FIRST_PORT
@@ -35,7 +35,7 @@ def first_port(job: PaddleJob) -> int:
 
 
 def plan_variables(job: PaddleJob, hosts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Returns what every pod of a job of fixed size gets.
+    """Returns the variables of every pod of a fixed-size job.
 
     Args:
         job: the job.
@@ -70,9 +70,9 @@ def plan_variables(job: PaddleJob, hosts: Mapping[str, Sequence[str]]) -> dict[s
 
 
 def plan_elastic_variables(job: PaddleJob, etcd_server: str | None) -> dict[str, str]:
-    """Returns what every pod of an elastic job gets, beside ``PADDLE_ELASTIC_NP``, which changes.
+    """Returns the variables of every pod of an elastic job, except ``PADDLE_ELASTIC_NP``, which changes.
 
-    Without ``etcd_server`` the launcher finds etcd through the variables that Kubernetes makes for a service named
+    Without ``etcd_server``, the launcher finds etcd through the variables that Kubernetes sets for a service named
     ``paddle-elastic-etcd`` in the namespace of the job.
     """
     variables = {

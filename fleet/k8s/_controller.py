@@ -1,4 +1,4 @@
-"""A queue of jobs to look at, and the thread that brings one after the other nearer to what it asks for."""
+"""A queue of jobs to reconcile, and the thread that reconciles them one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESYNC_S = 60.0
 
 
 class Objects(Protocol):
-    """What a controller asks of a cluster; :class:`fleet.k8s._cluster.Cluster` answers."""
+    """What a controller needs from a cluster; :class:`fleet.k8s._cluster.Cluster` implements it."""
 
     def job(self, namespace: str, name: str) -> Document | None:
         """Returns a job; None when it is gone."""
@@ -42,7 +42,7 @@ class Objects(Protocol):
 
 
 class Queue:
-    """Keys with the time at which each is due; a key that waits is there once."""
+    """Keys with the time at which each is due; a waiting key is in the queue once."""
 
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
@@ -51,7 +51,7 @@ class Queue:
         self._closed = False
 
     def add(self, key: Key, delay_s: float = 0.0) -> None:
-        """Makes ``key`` due after ``delay_s``, or earlier where it already was."""
+        """Makes ``key`` due after ``delay_s``, or when it already is due if that is earlier."""
         with self._changed:
             due = time.monotonic() + delay_s
             if due < self._due.get(key, float("inf")):
@@ -66,7 +66,7 @@ class Queue:
             while not self._closed:
                 now = time.monotonic()
                 while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
-                    heapq.heappop(self._heap)  # was made due earlier meanwhile
+                    heapq.heappop(self._heap)  # has been made due earlier
                 if self._heap and self._heap[0][0] <= now:
                     _, key = heapq.heappop(self._heap)
                     del self._due[key]
@@ -84,7 +84,7 @@ class Queue:
 
 
 class Controller:
-    """Looks at one job after the other, in a thread; a job that failed to be looked at is looked at again later."""
+    """Reconciles one job after the other, in a thread; retries later when that fails."""
 
     def __init__(self, cluster: Objects, *, namespace: str | None, etcd_server: str | None) -> None:
         self.queue = Queue()
@@ -98,7 +98,7 @@ class Controller:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the job it is at."""
+        """Ends the thread after its current job."""
         self._closing.set()
         self.queue.close()
         self._thread.join(_LONGEST_RETRY_S)
@@ -118,7 +118,7 @@ class Controller:
             self.queue.add(key)
 
     def _guarded(self, key: Key, act: Callable[[], None]) -> None:
-        """Nothing that one job does may end the thread."""
+        """No job may end the thread."""
         try:
             act()
             self._failures.pop(key, None)
@@ -128,7 +128,7 @@ class Controller:
             known = isinstance(error, FleetError)
             LOGGER.log(
                 logging.WARNING if known else logging.ERROR,
-                "%s: %s; tried again in %.0f s",
+                "%s: %s; retrying in %.0f s",
                 "/".join(key),
                 error,
                 delay_s,
@@ -138,7 +138,7 @@ class Controller:
                 self.queue.add(key, delay_s)
 
     def reconcile(self, namespace: str, name: str) -> None:
-        """Brings one job one step nearer; raises what the cluster or etcd refused, after saying it in the status."""
+        """Reconciles one job by one step; writes a refusal of the cluster or etcd to the status, then raises it."""
         document = self._cluster.job(namespace, name)
         if document is None:
             return
@@ -163,6 +163,6 @@ class Controller:
 
 
 def _asks_for_volcano(document: Document) -> bool:
-    """Returns whether the job may have a PodGroup; asked before the document is checked."""
+    """Returns whether the job may have a PodGroup; called before the document is checked."""
     spec: Any = document.get("spec") or {}
     return "schedulingPolicy" in spec or VOLCANO in f"{spec}"

@@ -1,4 +1,4 @@
-"""The operator's part in kopf: what it watches, and how it finds the cluster."""
+"""The operator's kopf handlers: what it watches, and how it finds the cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options:
     Args:
         namespace: the one to watch; None watches all.
         etcd_server: host:port of etcd for elastic jobs.
-        kubeconfig: file that says where the cluster is; None uses the account of the pod.
+        kubeconfig: kubeconfig file of the cluster; None uses the account of the pod.
     """
 
     namespace: str | None = None
@@ -34,7 +34,7 @@ class Options:
 def register(registry: Any, options: Options) -> None:
     """Adds the operator's handlers to kopf's ``registry``.
 
-    They only say which job to look at; a thread of its own looks, so kopf writes nothing to any object.
+    They only queue jobs; a separate thread reconciles them, so kopf writes nothing to any object.
     """
     running: list[Controller] = []
 

@@ -1,4 +1,4 @@
-"""A PaddleJob document, checked and taken apart; what is wrong in it is said before anything is made from it."""
+"""Parses and checks a PaddleJob document; errors are raised before anything is created from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POD_IP, SERVICE, HOST = "PodIP", "Service", "Host"
 ALWAYS, NEVER, ON_FAILURE, ON_COMPLETION = "Always", "Never", "OnFailure", "OnCompletion"
 VOLCANO = "volcano"
 
-# Whoever makes the pods sets these; a value of the user's would be one process's word against all others'.
+# Whoever creates the pods sets these; a user's value in one process would contradict all others.
 RESERVED = (
     "POD_IP", "PADDLE_TRAINER_ID", "TRAINING_ROLE", "PADDLE_TRAINING_ROLE", "PADDLE_PORT", "PADDLE_TRAINERS",
     "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_ELASTIC_JOB_ID",
@@ -52,7 +52,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddleJob:
-    """A checked job; servers stand first in ``roles``."""
+    """A checked job; servers come first in ``roles``."""
 
     name: str
     namespace: str
@@ -84,12 +84,12 @@ class PaddleJob:
 
     @property
     def uses_volcano(self) -> bool:
-        """Whether Volcano schedules the pods, all together."""
+        """Whether Volcano schedules the pods as a gang."""
         return self.scheduling is not None or any(r.pod_spec.get("schedulerName") == VOLCANO for r in self.roles)
 
 
 def read_job(document: object) -> PaddleJob:
-    """Returns the job that ``document`` (a PaddleJob as YAML gives it) describes.
+    """Returns the job that ``document`` (a PaddleJob parsed from YAML) describes.
 
     Raises:
         ConfigError: a field is missing, has a wrong value or contradicts another.
@@ -105,12 +105,12 @@ def read_job(document: object) -> PaddleJob:
     root = _mapping(document, "the document")
     kind = f"{root.get('apiVersion')} {root.get('kind')}"
     if kind != f"{API_VERSION} {KIND}":
-        raise ConfigError(f"The document is a {kind!r}; it takes a {KIND} of {API_VERSION}.")
+        raise ConfigError(f"The document is a {kind!r}; it must be a {KIND} of {API_VERSION}.")
     metadata, spec = _mapping(root.get("metadata"), "metadata"), _mapping(root.get("spec"), "spec")
     _known(spec, _SPEC, "spec")
     if spec.get(HETER) is not None:
         raise UnsupportedOptionError(
-            "spec.heter is given: jobs of CPU and GPU worker stages are not supported. Leave it out; the workers of a "
+            "spec.heter is set: heterogeneous jobs of CPU and GPU workers are not supported. Omit it; the workers of a "
             "job with servers may use GPUs."
         )
     roles = tuple(_role(name, spec[name]) for name in (PS, WORKER) if spec.get(name) is not None)
@@ -134,11 +134,11 @@ def read_job(document: object) -> PaddleJob:
 
 def _check_together(job: PaddleJob) -> None:
     if job.with_gloo and not job.has_servers:
-        raise ConfigError(f"spec.withGloo is {job.with_gloo} in a job without ps, where it says nothing. Leave it out.")
+        raise ConfigError(f"spec.withGloo is {job.with_gloo} in a job without ps, where it has no meaning. Omit it.")
     if job.is_elastic and job.has_servers:
         raise UnsupportedOptionError(
-            "spec.elastic is 1 in a job with ps: servers that are started anew have lost their parameters. Leave "
-            "elastic out, or leave ps out."
+            "spec.elastic is 1 in a job with ps: restarted servers have lost their parameters. Omit elastic, or "
+            "omit ps."
         )
     _check_sizes(job)
     for role in job.roles:
@@ -162,7 +162,7 @@ def _check_sizes(job: PaddleJob) -> None:
     if least > pods:
         raise ConfigError(
             f"spec.schedulingPolicy.minAvailable is {least} and the job has {pods} pods: Volcano would never start "
-            f"them. Write at most {pods}, or leave it out for all."
+            f"them. Write at most {pods}, or omit it for all."
         )
     if job.intranet == SERVICE:
         check_service_name(job.name, "spec.intranet is Service")
@@ -173,7 +173,7 @@ def _check_sizes(job: PaddleJob) -> None:
 
 
 def check_service_name(name: str, reason: str) -> None:
-    """Raises ConfigError where ``name`` cannot begin the name of a service, which takes a letter there."""
+    """Raises ConfigError where ``name`` cannot begin the name of a service, which must begin with a letter."""
     if not name[0].isalpha():
         raise ConfigError(
             f"metadata.name is {name!r} and {reason}: the pods get services, whose names begin with a letter. Choose "
@@ -182,11 +182,11 @@ def check_service_name(name: str, reason: str) -> None:
 
 
 def check_list_size(role: str, replicas: int, num_bytes: int) -> None:
-    """Raises ConfigError where the addresses of a role do not fit into one variable of a process."""
+    """Raises ConfigError where the addresses of a role do not fit in one environment variable."""
     if num_bytes >= _VARIABLE_BYTES:
         raise ConfigError(
-            f"spec.{role}.replicas is {replicas}: a variable with the addresses of all has about {num_bytes} bytes, "
-            f"and a process takes {_VARIABLE_BYTES} at most in one. Use fewer pods"
+            f"spec.{role}.replicas is {replicas}: the variable with all addresses has about {num_bytes} bytes, "
+            f"and the limit is {_VARIABLE_BYTES}. Use fewer pods"
             + (" with more devices each, or a job with elastic: 1, which has no such list." if role == WORKER else ".")
         )
 
@@ -212,7 +212,7 @@ def _role(name: str, value: object) -> Role:
         container = _mapping(item, f"{where}.containers[{i}]")
         for key in ("name", "image"):
             if not isinstance(container.get(key), str) or not container[key]:
-                raise ConfigError(f"{where}.containers[{i}].{key} is {container.get(key)!r}; it takes a text.")
+                raise ConfigError(f"{where}.containers[{i}].{key} is {container.get(key)!r}; it takes a string.")
         _check_lists(container, f"{where}.containers[{i}]")
     _check_variables(containers[0], f"{where}.containers[0].env")
     _check_place(template, name)
@@ -222,7 +222,7 @@ def _role(name: str, value: object) -> Role:
 
 
 def _check_lists(container: Mapping[str, Any], where: str) -> None:
-    """Checks what is added to, or read, when pods are made of the template."""
+    """Checks the fields that are extended or read when pods are created from the template."""
     for key in ("env", "envFrom", "ports"):
         listed = container.get(key) or []
         if not isinstance(listed, list):
@@ -236,7 +236,7 @@ def _check_lists(container: Mapping[str, Any], where: str) -> None:
 
 
 def _check_place(template: Mapping[str, Any], name: str) -> None:
-    """Checks what says where a pod belongs: its metadata, and the names that the job gives each pod."""
+    """Checks what identifies a pod: its metadata, and the names that the job gives each pod."""
     where = f"spec.{name}.template"
     metadata = _mapping(template.get("metadata") or {}, f"{where}.metadata")
     for key in ("labels", "annotations"):
@@ -253,8 +253,8 @@ def _check_variables(container: Mapping[str, Any], where: str) -> None:
     for item in container.get("env") or []:
         if item["name"] in RESERVED:
             raise ConfigError(
-                f"{where} sets {item['name']}, which the job sets for each pod. Leave it out; spec.intranet chooses "
-                "what pods call each other by, spec.withGloo the exchange of host arrays."
+                f"{where} sets {item['name']}, which the job sets for each pod. Omit it; spec.intranet selects "
+                "the addresses of the pods, spec.withGloo the exchange of host arrays."
             )
 
 
@@ -290,10 +290,10 @@ def _scheduling(value: object) -> Mapping[str, Any] | None:
     _known(policy, _SCHEDULING, "spec.schedulingPolicy")
     least = policy.get("minAvailable", 1)
     if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-        raise ConfigError(f"spec.schedulingPolicy.minAvailable is {least!r}; it takes a whole number from 1.")
+        raise ConfigError(f"spec.schedulingPolicy.minAvailable is {least!r}; it takes an integer from 1.")
     for key in ("queue", "priorityClass"):
         if not isinstance(policy.get(key, "x"), str):
-            raise ConfigError(f"spec.schedulingPolicy.{key} is {policy[key]!r}; it takes a text.")
+            raise ConfigError(f"spec.schedulingPolicy.{key} is {policy[key]!r}; it takes a string.")
     _mapping(policy.get("minResources", {}), "spec.schedulingPolicy.minResources")
     return policy
 
@@ -337,5 +337,5 @@ def _count(role: Mapping[str, Any], role_name: str, name: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_REPLICAS:
-        raise ConfigError(f"spec.{role_name}.{name} is {value!r}; it takes a whole number from 1 to {_MAX_REPLICAS}.")
+        raise ConfigError(f"spec.{role_name}.{name} is {value!r}; it takes an integer from 1 to {_MAX_REPLICAS}.")
     return value

@@ -1,4 +1,4 @@
-"""Pods, services, the ConfigMap and the PodGroup of a PaddleJob, as the documents Kubernetes takes."""
+"""Pods, services, the ConfigMap and the PodGroup of a PaddleJob, as Kubernetes documents."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ POD_GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 def plan_pod(job: PaddleJob, role: Role, index: int, etcd_server: str | None = None) -> Document:
     """Returns pod ``index`` of ``role``: the user's template with the job's variables in its first container.
 
-    A pod of a job of fixed size reads the endpoint lists from the ConfigMap, so it starts when that exists. A pod of
-    an elastic job reads from it only the number of pods, anew at every start of the container.
+    A pod of a fixed-size job reads the endpoint lists from the ConfigMap, so it starts when that exists. A pod of an
+    elastic job reads from it only the number of pods, again at every start of the container.
     """
     name = pod_name(job, role.name, index)
     template = copy.deepcopy(dict(role.template))
@@ -55,7 +55,7 @@ def plan_pod(job: PaddleJob, role: Role, index: int, etcd_server: str | None = N
     else:
         container["envFrom"] = [*(container.get("envFrom") or []), {"configMapRef": {"name": job.name}}]
     if job.intranet == HOST:
-        # The host port keeps two pods of the job off one node, where they would share address and port.
+        # The host port keeps two pods of the job off the same node, where they would share address and port.
         port = first_port(job)
         container["ports"] = [*(container.get("ports") or []), {"containerPort": port, "hostPort": port}]
         spec |= {"hostNetwork": True, "dnsPolicy": spec.get("dnsPolicy") or "ClusterFirstWithHostNet"}
@@ -63,7 +63,7 @@ def plan_pod(job: PaddleJob, role: Role, index: int, etcd_server: str | None = N
 
 
 def restart_policy(job: PaddleJob, role: Role) -> str:
-    """Returns the user's restartPolicy; without one OnFailure for what can be started anew, else Never."""
+    """Returns the user's restartPolicy; without one, OnFailure for pods that can restart, else Never."""
     if job.is_elastic:
         return "OnFailure"
     given = role.pod_spec.get("restartPolicy")
@@ -73,7 +73,7 @@ def restart_policy(job: PaddleJob, role: Role) -> str:
 
 
 def plan_own_variables(role: Role, index: str) -> list[Document]:
-    """Returns the variables that say which process of which role a pod is."""
+    """Returns the variables with the role and index of a pod."""
     return [
         {"name": "PADDLE_TRAINER_ID", "value": index},
         {"name": "TRAINING_ROLE", "value": TRAINING_ROLES[role.name]},
@@ -82,12 +82,12 @@ def plan_own_variables(role: Role, index: str) -> list[Document]:
 
 
 def secret_name(job: PaddleJob) -> str:
-    """Returns the name of the Secret with the job's key; an operator makes one for each job it sees."""
+    """Returns the name of the Secret with the job's key; an operator creates one for each job it sees."""
     return f"{job.name}-key-{job.uid[:8]}" if job.uid else f"{job.name}-key"
 
 
 def secret_variables(job: PaddleJob, container: Mapping[str, Any], *, needed: bool) -> list[Document]:
-    """Returns the variable by which the processes prove that they belong to the job; none where the user set it.
+    """Returns the variable with which the processes prove that they belong to the job; none where the user set it.
 
     A container waits for a Secret that is ``needed``; parameter servers refuse to listen without one.
     """
@@ -98,7 +98,7 @@ def secret_variables(job: PaddleJob, container: Mapping[str, Any], *, needed: bo
 
 
 def plan_secret(job: PaddleJob) -> Document:
-    """Returns the Secret without its key, which is drawn when the Secret is made."""
+    """Returns the Secret without its key, which is generated when the Secret is created."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -128,7 +128,7 @@ def _named(variables: Mapping[str, str]) -> list[Document]:
 
 
 def plan_service(job: PaddleJob, role: Role, index: int) -> Document:
-    """Returns the headless service that makes the name of pod ``index`` an address, before the pod is ready too."""
+    """Returns the headless service that resolves the name of pod ``index``, even before the pod is ready."""
     name = pod_name(job, role.name, index)
     first = first_port(job)
     ports = [{"name": f"p-{i}", "port": first + i} for i in range(PORTS_PER_POD)]
@@ -156,7 +156,7 @@ def plan_config_map(job: PaddleJob, data: Mapping[str, str]) -> Document:
 
 
 def plan_pod_group(job: PaddleJob) -> Document:
-    """Returns Volcano's PodGroup: the pods are started together or not at all."""
+    """Returns Volcano's PodGroup: the pods start together or not at all."""
     policy = job.scheduling or {}
     spec: Document = {"minMember": policy.get("minAvailable", sum(role.replicas for role in job.roles))}
     for key, name in (("queue", "queue"), ("priorityClass", "priorityClassName"), ("minResources", "minResources")):
@@ -171,7 +171,7 @@ def plan_pod_group(job: PaddleJob) -> Document:
 
 
 def owner(job: PaddleJob) -> Document:
-    """Returns the owner reference by which Kubernetes deletes an object together with the job."""
+    """Returns the owner reference with which Kubernetes deletes an object together with the job."""
     if not job.uid:
         return {}
     reference = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}

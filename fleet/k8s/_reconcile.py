@@ -1,4 +1,4 @@
-"""What an operator has to do next for one PaddleJob: a pure function of the job and the objects there are."""
+"""What an operator must do next for one PaddleJob: a pure function of the job and its existing objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CREATE, DELETE, PATCH, SCALE, CLEAN = "create", "delete", "patch", "scale", "cle
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One change: an object to ``create``, ``delete`` or ``patch``, or the job on etcd to ``scale`` or to ``clean``."""
+    """One change: an object to ``create``, ``delete`` or ``patch``, or the job in etcd to ``scale`` or ``clean``."""
 
     verb: str
     kind: str
@@ -50,7 +50,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Plan:
-    """The changes, in order, and the status to write after them; None leaves the status as it is."""
+    """The changes, in order, and the status to write after them; None does not change the status."""
 
     actions: tuple[Action, ...]
     status: Document | None
@@ -59,15 +59,15 @@ class Plan:
 def plan_reconcile(
     document: Mapping[str, Any], observed: Observed, *, now: str, etcd_server: str | None = None
 ) -> Plan:
-    """Returns what brings the cluster one step nearer to what the job asks for.
+    """Returns the next step that brings the cluster closer to what the job asks for.
 
     Args:
         document: the PaddleJob as the cluster holds it, with its status.
         observed: the objects that belong to it.
         now: the time, as Kubernetes writes times.
-        etcd_server: host:port of etcd, handed to the pods of elastic jobs; their changes of size are written there.
+        etcd_server: host:port of etcd, passed to the pods of elastic jobs; their size changes are written there.
 
-    Nothing is done twice: called again with the result of its actions it returns none.
+    It is idempotent: called again with the result of its actions, it returns none.
     """
     old: Mapping[str, Any] = document.get("status") or {}
     if document["metadata"].get("deletionTimestamp"):
@@ -77,10 +77,10 @@ def plan_reconcile(
     except FleetError as error:
         if old.get("phase") in FINAL:
             return Plan((), None)
-        if observed.pods:  # a running job was edited: it goes on as it is
+        if observed.pods:  # a running job was edited: it continues unchanged
             phase = end_of_pods(observed.pods, is_elastic=document["spec"].get("elastic") == 1)
             if phase is None:
-                return _with_status([], document, {**old, "message": f"{error} The job goes on as it was."})
+                return _with_status([], document, {**old, "message": f"{error} The job continues unchanged."})
             ended = {"phase": phase, "completionTime": now}
             message = f"{_end_message(phase, observed.pods)} {error}".strip()
             return _with_status([], document, {**old, **ended, "message": message})
@@ -94,7 +94,7 @@ def plan_reconcile(
     phase = derive_phase(job, statuses, old.get("phase"))
     if lost and phase not in FINAL:
         phase, actions = FAILED, []
-        message = f"The pod {lost} is gone, and the other pods know its address only. Make the job again."
+        message = f"The pod {lost} is gone, and the other pods know only its old address. Create the job again."
     if phase == RUNNING and any(action.verb == SCALE for action in actions):
         phase = SCALING
     if phase in FINAL:
@@ -112,7 +112,7 @@ def _with_status(actions: list[Action], document: Mapping[str, Any], status: Doc
 
 
 def _at_fixed_size(job: PaddleJob, observed: Observed) -> tuple[PaddleJob, str]:
-    """Returns the job at the size its pods were told, and what to say when another one was asked for."""
+    """Returns the job at the size its pods were given, and a message when a different one was requested."""
     if job.is_elastic or observed.config_map is None:
         return job, ""
     data = observed.config_map.get("data") or {}
@@ -127,7 +127,7 @@ def _at_fixed_size(job: PaddleJob, observed: Observed) -> tuple[PaddleJob, str]:
     wanted = ", ".join(f"{role.name}.replicas is {role.replicas}" for role in job.roles if role.name in changed)
     running = ", ".join(f"{told[name]}" for name in changed)
     return replace(job, roles=roles), (
-        f"{wanted} and the job runs with {running}: its processes were told that number. Only worker.replicas of "
+        f"{wanted} and the job runs with {running}: its processes were given that number. Only worker.replicas of "
         "elastic jobs can be edited."
     )
 
@@ -138,14 +138,14 @@ def _wanted_pods(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None, now: str) -> tuple[list[Action], str]:
-    """Returns the changes of objects; the second is the name of a pod whose loss the job cannot survive."""
+    """Returns the changes to objects, and the name of a pod whose loss the job cannot survive."""
     there = {pod["metadata"]["name"]: pod for pod in observed.pods}
     services = {service["metadata"]["name"] for service in observed.services}
     places = [(role, index) for role in job.roles for index in range(role.replicas)]
     wanted = {pod_name(job, role.name, index) for role, index in places}
     first: list[Action] = []
     if not observed.pods and observed.config_map is None:
-        if job.is_elastic and etcd_server is not None:  # what an earlier job of this name left would end this one
+        if job.is_elastic and etcd_server is not None:  # what an earlier job with this name left would end this one
             first.append(Action(verb=CLEAN, kind="etcd", name=elastic_job_id(job)))
         secret = plan_secret(job)
         first.append(Action(verb=CREATE, kind="Secret", name=secret["metadata"]["name"], body=secret))
@@ -171,9 +171,9 @@ def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None, n
 
 
 def _has_failed_for_good(pod: Mapping[str, Any], now: str) -> bool:
-    """Returns whether a pod was evicted, or lost its node: its containers do not start again, so another one is made.
+    """Returns whether a pod was evicted or lost its node: its containers do not restart, so it must be replaced.
 
-    A very young one was refused by its node, and so would the next one be; it is looked at again a little later.
+    A very young one was refused by its node, and its replacement would be, too; it is checked again a little later.
     """
     made = pod["metadata"].get("creationTimestamp")
     is_young = made is not None and (_time(now) - _time(made)).total_seconds() < _YOUNG_S
@@ -185,7 +185,7 @@ def _time(text: str) -> datetime:
 
 
 def _plan_data(job: PaddleJob, observed: Observed) -> list[Action]:
-    """Returns what makes the ConfigMap say what the pods have to know."""
+    """Returns the changes that bring the ConfigMap up to date."""
     if job.is_elastic:
         return _plan_size(job, observed)
     if observed.config_map is not None:
@@ -197,7 +197,7 @@ def _plan_data(job: PaddleJob, observed: Observed) -> list[Action]:
 
 
 def _plan_size(job: PaddleJob, observed: Observed) -> list[Action]:
-    """Returns what makes an elastic job's size known: etcd first, so that a failure there is tried again."""
+    """Returns the changes that publish an elastic job's size: etcd first, so that a failure there is retried."""
     size = f"{job.worker.replicas}"
     config_map = plan_config_map(job, {ELASTIC_NP: size})
     if observed.config_map is None:
@@ -205,7 +205,7 @@ def _plan_size(job: PaddleJob, observed: Observed) -> list[Action]:
     if (observed.config_map.get("data") or {}).get(ELASTIC_NP) == size:
         return []
     group = []
-    if observed.pod_group is not None:  # with the old number, Volcano would never start a pod that is made anew
+    if observed.pod_group is not None:  # with the old number, Volcano would never start a replacement pod
         body = {"spec": {"minMember": plan_pod_group(job)["spec"]["minMember"]}}
         group = [Action(verb=PATCH, kind="PodGroup", name=job.name, body=body)]
     return [
@@ -254,7 +254,7 @@ def _end_message(phase: str, pods: Sequence[Mapping[str, Any]]) -> str:
         status = pod.get("status") or {}
         if status.get("phase") == "Failed":
             codes = [
-                f"{container.get('name')} ended with {ended['exitCode']}"
+                f"{container.get('name')} exited with {ended['exitCode']}"
                 for container in status.get("containerStatuses") or []
                 if (ended := (container.get("state") or {}).get("terminated")) and ended.get("exitCode")
             ]

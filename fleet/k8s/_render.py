@@ -1,4 +1,4 @@
-"""Translation of a PaddleJob into what a cluster without an operator for it runs."""
+"""Translates a PaddleJob into objects that a cluster without its operator can run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fleet.k8s._render_trainjob import NODE, plan_trainjob
 
 @dataclass(frozen=True)
 class Rendered:
-    """The documents, in the order in which they are to be made, and what a reader should know about them."""
+    """The documents, in creation order, and notes for the reader."""
 
     documents: tuple[Document, ...]
     notes: tuple[str, ...]
@@ -57,8 +57,8 @@ def _check_clean_pod_policy(job: PaddleJob, target: str) -> None:
     if job.clean_pod_policy in (None, NEVER):
         return
     instead = {
-        "pods": "nothing watches plain pods and deletes them at the end",
-        "jobset": "a JobSet keeps its finished pods, and its ttlSecondsAfterFinished deletes the JobSet as well",
+        "pods": "nothing watches plain pods or deletes them at the end",
+        "jobset": "a JobSet keeps its finished pods, and its ttlSecondsAfterFinished also deletes the JobSet",
         "trainjob": "a TrainJob keeps its finished pods",
     }[target]
     raise UnsupportedOptionError(
@@ -70,7 +70,7 @@ def _check_clean_pod_policy(job: PaddleJob, target: str) -> None:
 def _check_names(job: PaddleJob, target: str) -> None:
     """Checks the names that the cluster makes from the job's.
 
-    A pod of a JobSet, which a TrainJob is too, is called NAME-ROLE-0-INDEX and five random characters.
+    A pod of a JobSet, which a TrainJob also is, is named NAME-ROLE-0-INDEX plus five random characters.
     """
     check_service_name(job.name, f"--to is {target}")
     if target == "pods":
@@ -80,7 +80,7 @@ def _check_names(job: PaddleJob, target: str) -> None:
         longest = f"{job.name}-{part}-0-{role.replicas - 1}-xxxxx"
         if not is_label(longest):
             raise ConfigError(
-                f"metadata.name is {job.name!r}: its pods would be called like {longest!r}, which has {len(longest)} "
+                f"metadata.name is {job.name!r}: its pods would have names like {longest!r}, which has {len(longest)} "
                 f"characters, and a {target} takes 63. Choose a name that is {len(longest) - 63} shorter."
             )
 
@@ -91,23 +91,23 @@ def _notes(job: PaddleJob, target: str) -> list[str]:
         notes.append("Finished pods are kept (cleanPodPolicy is not set); kubectl delete removes them.")
     if any(secret_variables(job, role.pod_spec["containers"][0], needed=True) for role in job.roles):
         name = secret_name(job)
-        wait = "its pods wait for" if job.has_servers else "its processes know each other by"
+        wait = "its pods wait for" if job.has_servers else "its processes authenticate with"
         notes.append(
-            f"{job.name}: {wait} the Secret {name}. Make it first: kubectl -n {job.namespace} create secret generic "
+            f"{job.name}: {wait} the Secret {name}. Create it first: kubectl -n {job.namespace} create secret generic "
             f"{name} --from-literal={SECRET_FIELD}=$(python -c 'import secrets; print(secrets.token_hex(32))')"
         )
     if job.intranet in (None, POD_IP) and target == "pods":
-        notes.append("Pods call each other by name, not by address: addresses are known only to an operator.")
+        notes.append("Pods use names, not addresses: only an operator knows the addresses.")
     if job.is_elastic:
         notes.append(
-            "A failed pod is started again. The number of pods stays: to change it, use the operator, or python -m "
+            "A failed pod restarts. The number of pods is fixed: to change it, use the operator, or python -m "
             "fleet.elastic and a new set of pods."
         )
     return notes
 
 
 def plan_pods(job: PaddleJob, etcd_server: str | None) -> list[Document]:
-    """Returns services, ConfigMap and pods that run the job without anybody watching over it."""
+    """Returns services, ConfigMap and pods that run the job without a controller."""
     named = replace(job, intranet=job.intranet if job.intranet == HOST else SERVICE)
     pairs = [(role, index) for role in named.roles for index in range(role.replicas)]
     hosts = {role.name: [pod_name(job, role.name, i) for i in range(role.replicas)] for role in named.roles}
@@ -132,7 +132,7 @@ def _make_secret_optional(pod: Document, *, optional: bool) -> None:
 
 
 def _call_by_name(pod: Document, name: str) -> None:
-    """Sets POD_IP to the pod's name, which the endpoint lists hold; with a host network it would be an address."""
+    """Sets POD_IP to the pod's name, as in the endpoint lists; with a host network it would be an address."""
     for variable in pod["spec"]["containers"][0]["env"]:
         if variable["name"] == "POD_IP":
             variable.pop("valueFrom", None)

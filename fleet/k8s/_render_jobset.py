@@ -25,16 +25,16 @@ _WITHOUT_LIMIT = 2147483647
 def plan_jobset(job: PaddleJob, etcd_server: str | None) -> list[Document]:
     """Returns the JobSet, and Volcano's PodGroup before it where the job has one.
 
-    Raises UnsupportedOptionError for an elastic job with bounds, and for a pod that is always started again.
+    Raises UnsupportedOptionError for an elastic job with bounds, and for a pod that always restarts.
 
-    The job succeeds when the workers have: servers that still run are ended then. It fails with the first pod that
-    fails for good.
+    The job succeeds when the workers do; servers that still run are then ended. It fails with the first pod that
+    fails permanently.
     """
     worker = job.worker
     if job.is_elastic and (worker.requests, worker.limits) not in ((None, None), (worker.replicas, worker.replicas)):
         raise UnsupportedOptionError(
             f"spec.worker has requests {worker.requests} and limits {worker.limits}, and the size of a JobSet is "
-            "fixed. Leave them out (failed pods are started again all the same), or run the job with the operator."
+            "fixed. Omit them (failed pods restart anyway), or run the job with the operator."
         )
     for role in job.roles:
         if role.pod_spec.get("restartPolicy") == "Always":
@@ -73,7 +73,7 @@ def _replicated_job(job: PaddleJob, role: Role, etcd_server: str | None) -> Docu
             }
         },
     }
-    # Volcano starts all pods or none, so there the workers cannot come later; they wait for the servers themselves.
+    # Volcano starts all pods or none, so the workers cannot start later; they wait for the servers themselves.
     if job.has_servers and role.name == WORKER and not job.uses_volcano:
         replicated["dependsOn"] = [{"name": PS, "status": "Ready"}]
     return replicated

@@ -1,4 +1,4 @@
-"""A collective PaddleJob as a Kubeflow TrainJob with a runtime of its own, which holds the pod template."""
+"""A collective PaddleJob as a Kubeflow TrainJob with its own runtime, which holds the pod template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleet.errors import UnsupportedOptionError
 from fleet.k8s._job import HOST, PaddleJob
 from fleet.k8s._objects import LABEL_JOB, Document, restart_policy, secret_variables
 
-# Kubeflow's controller finds the trainer by this label and by this name of its container.
+# Kubeflow's controller finds the trainer by this label and this container name.
 _STEP_LABEL, NODE = "trainer.kubeflow.org/trainjob-ancestor-step", "node"
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 _TORCHRUN = re.compile(r"PET_(NNODES|NPROC_PER_NODE|NODE_RANK|MASTER_ADDR|MASTER_PORT)")
@@ -19,7 +19,7 @@ def plan_trainjob(job: PaddleJob, etcd_server: str | None) -> list[Document]:
     """Returns a TrainingRuntime and the TrainJob that uses it.
 
     Kubeflow sets torchrun's variables (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR ...), which the launcher reads.
-    Raises UnsupportedOptionError for a job that is more than workers of a fixed number.
+    Raises UnsupportedOptionError for a job that is more than a fixed number of workers.
     """
     _check(job)
     worker = job.worker
@@ -59,7 +59,7 @@ def plan_trainjob(job: PaddleJob, etcd_server: str | None) -> list[Document]:
 
 
 def gpus(container: Document) -> int:
-    """Returns how many NVIDIA GPUs the container is given."""
+    """Returns how many NVIDIA GPUs the container gets."""
     limits = (container.get("resources") or {}).get("limits") or {}
     text = f"{limits.get('nvidia.com/gpu', 0)}"
     return int(text) if text.isdigit() else 0
@@ -69,7 +69,7 @@ def _check(job: PaddleJob) -> None:
     where = "Use --to jobset or --to pods, or run the job with the operator."
     if job.has_servers:
         raise UnsupportedOptionError(
-            f"spec.ps is given, and a TrainJob has no parameter servers: its nodes are all alike. {where}"
+            f"spec.ps is set, and a TrainJob has no parameter servers: its nodes are all alike. {where}"
         )
     if job.is_elastic:
         raise UnsupportedOptionError(
@@ -77,8 +77,8 @@ def _check(job: PaddleJob) -> None:
         )
     if job.uses_volcano:
         raise UnsupportedOptionError(
-            "spec.schedulingPolicy or schedulerName asks for Volcano; for a TrainJob the runtime's podGroupPolicy "
-            f"does so, which the cluster's administrator sets. {where}"
+            "spec.schedulingPolicy or schedulerName asks for Volcano; for a TrainJob the cluster's administrator "
+            f"sets this in the runtime's podGroupPolicy. {where}"
         )
     if job.intranet == HOST:
         raise UnsupportedOptionError(
@@ -87,9 +87,9 @@ def _check(job: PaddleJob) -> None:
     policy = restart_policy(job, job.worker)
     if policy != "Never":
         raise UnsupportedOptionError(
-            f"A pod of this job is restarted by itself ({policy}), and the other nodes of a TrainJob would not know. "
+            f"A pod of this job restarts on its own ({policy}), and the other nodes of a TrainJob would not know. "
             "Write restartPolicy: Never."
         )
     for variable in job.worker.pod_spec["containers"][0].get("env") or []:
         if _TORCHRUN.fullmatch(variable["name"]):
-            raise UnsupportedOptionError(f"The container sets {variable['name']}, which Kubeflow sets. Leave it out.")
+            raise UnsupportedOptionError(f"The container sets {variable['name']}, which Kubeflow sets. Omit it.")

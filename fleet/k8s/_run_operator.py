@@ -1,4 +1,4 @@
-"""``python -m fleet.k8s operator``: runs the handlers of ``fleet.k8s._handlers`` until it is told to stop."""
+"""``python -m fleet.k8s operator``: runs the handlers of ``fleet.k8s._handlers`` until it is stopped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fleet.k8s._job import is_label
 
 
 def run_operator(arguments: argparse.Namespace) -> int:
-    """Runs the operator until a signal comes; returns the exit status.
+    """Runs the operator until a signal arrives; returns the exit status.
 
     Raises:
-        ConfigError: ``--liveness`` is not an address and a port, ``--namespace`` no name, ``--kubeconfig`` no file.
+        ConfigError: ``--liveness``, ``--namespace`` or ``--kubeconfig`` is not an address and port, a name, or a file.
         UnsupportedOptionError: the extra is not installed.
     """
     liveness = liveness_url(arguments.liveness)
     if arguments.namespace is not None and not is_label(arguments.namespace):
         raise ConfigError(
             f"--namespace is {arguments.namespace!r}; it takes the name of a namespace: lower-case letters, digits and "
-            "'-'. Leave it out to watch all."
+            "'-'. Omit it to watch all."
         )
     if arguments.kubeconfig is not None and not Path(arguments.kubeconfig).is_file():
         raise ConfigError(f"--kubeconfig is {arguments.kubeconfig!r}; no such file exists.")
@@ -47,10 +47,10 @@ def run_operator(arguments: argparse.Namespace) -> int:
 
 
 def liveness_url(text: str | None) -> str | None:
-    """Returns where the health check listens, of ``address:port``; raises ConfigError for other text."""
+    """Returns where the health check listens, from ``address:port``; raises ConfigError for other text."""
     if text is None:
         return None
     address, _, port = text.rpartition(":")
     if not address or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--liveness is {text!r}; it takes address:port, the address being one of this pod.")
+        raise ConfigError(f"--liveness is {text!r}; it takes address:port, with an address of this pod.")
     return f"http://{text}/healthz"

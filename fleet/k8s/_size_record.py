@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 def write_size(server: str | None, job_id: str, replicas: int) -> None:
     """Sets the number of nodes of the job ``job_id``.
 
-    A job whose launchers have not met yet gets its record here. Else pods that started before the edit would write the
-    old number into it, and refuse those that were made after it; so their launchers are refused, and their containers
-    start again with the new one.
+    A job whose launchers have not met yet gets its record here. Otherwise pods started before the edit would write the
+    old number into it, and refuse pods created after it. With the record their launchers are refused, and their
+    containers restart with the new number.
 
     Args:
         server: host:port of etcd.
-        job_id: the job's name on etcd.
+        job_id: the job's name in etcd.
         replicas: the number of nodes.
 
     Raises:
@@ -45,7 +45,7 @@ def write_size(server: str | None, job_id: str, replicas: int) -> None:
 
 
 def forget_job(server: str | None, job_id: str) -> None:
-    """Removes what an earlier job named ``job_id`` left on etcd; its record would end or refuse a new one's launchers.
+    """Removes what an earlier job named ``job_id`` left in etcd; its record would end or refuse a new job's launchers.
 
     Raises LaunchError when etcd cannot be reached, or launchers of the earlier job are still alive.
     """
@@ -56,7 +56,7 @@ def forget_job(server: str | None, job_id: str) -> None:
 
 @contextlib.contextmanager
 def _opened(server: str, job_id: str) -> Iterator[tuple[EtcdStore, ElasticJob]]:
-    # Only standard library and the etcd client; they are needed where an elastic job is made or edited.
+    # Only the standard library and the etcd client; needed where an elastic job is created or edited.
     from fleet.env import Environment
     from fleet.launch.cli.elastic_command import ElasticJob
     from fleet.launch.membership.etcd import EtcdStore

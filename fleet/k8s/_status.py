@@ -1,4 +1,4 @@
-"""What state a PaddleJob is in, derived from its pods: the status that ``kubectl get pdj`` shows."""
+"""The state of a PaddleJob, derived from its pods: the status that ``kubectl get pdj`` shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTS = ("pending", "starting", "running", "failed", "succeeded", "unknown")
 def pod_state(pod: Mapping[str, Any]) -> str:
     """Returns the state of one pod: one of the counts of a role's status.
 
-    A pod that Kubernetes calls Running and one of whose containers does not run is "starting".
+    A pod that Kubernetes calls Running is "starting" while one of its containers does not run.
     """
     status = pod.get("status") or {}
     phase = status.get("phase") or "Pending"
@@ -56,11 +56,11 @@ def _reference(pod: Mapping[str, Any]) -> Document:
 
 
 def derive_phase(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]], previous: str | None) -> str:
-    """Returns the phase that the pods' states give, ``previous`` where they give none.
+    """Returns the phase that follows from the pods' states, ``previous`` where none does.
 
-    Roles are looked at one by one, servers first: a failed pod ends the job, then one that starts or waits says so. A
-    job is Running when every pod runs and Completed when every pod, servers too, has ended with 0. A failed pod of an
-    elastic job will be made again, so it counts as one that waits.
+    Roles are checked one by one, servers first: a failed pod ends the job; otherwise a starting or waiting pod sets the
+    phase. A job is Running when every pod runs, and Completed when every pod, servers included, has exited with 0. A
+    failed pod of an elastic job will be replaced, so it counts as waiting.
     """
     if previous in FINAL:
         return f"{previous}"
@@ -81,7 +81,7 @@ def derive_phase(job: PaddleJob, statuses: Mapping[str, Mapping[str, Any]], prev
 
 
 def end_of_pods(pods: Sequence[Mapping[str, Any]], *, is_elastic: bool) -> str | None:
-    """Returns the phase in which a job has ended whose document is wrong by now; None while it runs."""
+    """Returns the phase in which a job ended whose document has since become invalid; None while it runs."""
     states = [pod_state(pod) for pod in pods]
     if "failed" in states and not is_elastic:
         return FAILED
@@ -101,10 +101,9 @@ def next_status(
     now: str,
     began: str | None = None,
 ) -> Document:
-    """Returns the whole status; the times are set once and stay.
+    """Returns the whole status; the times are set once.
 
-    A job that completes between two looks at its pods was never seen running; its start is then that of its first pod,
-    ``began``.
+    A job that completes between two checks was never seen running; its start is then that of its first pod, ``began``.
     """
     status: Document = {"phase": phase, "mode": job.mode, "message": message, **statuses}
     started = old.get("startTime") or {RUNNING: now, COMPLETED: began or now}.get(phase)

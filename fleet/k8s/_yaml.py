@@ -1,10 +1,9 @@
-"""YAML as kubectl reads it: what is a text there is a text here, in both directions.
+"""YAML as kubectl reads it: a string there is a string here, in both directions.
 
 [Note: Two readings of YAML]
-PyYAML and kubectl differ in which words without quotes are numbers: 12:30:00 is 45000 for PyYAML and a text for
-kubectl, 1e-3 a text for PyYAML and a number for kubectl, which then refuses it as the value of a variable. So the
-reader takes kubectl's rules, and the writer puts quotes around each text that either of them could take for something
-else.
+PyYAML and kubectl differ in which unquoted words are numbers: 12:30:00 is 45000 for PyYAML and a string for kubectl;
+1e-3 is a string for PyYAML and a number for kubectl, which then refuses it as the value of a variable. So the reader
+follows kubectl's rules, and the writer quotes each string that either of them could read as something else.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _OTHER_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "
 
 
 class _Loader(LimitedLoader):
-    """Refuses a name that stands twice in one mapping; one of the two would be dropped."""
+    """Refuses a duplicate name in a mapping; one of the two would be dropped."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -36,7 +35,7 @@ class _Loader(LimitedLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the name {key.value!r} stands twice in one mapping", key.start_mark
+                        None, None, f"the name {key.value!r} appears twice in one mapping", key.start_mark
                     )
                 seen.add(key.value)
         made: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -67,7 +66,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def read_documents(text: str, label: str) -> list[Any]:
-    """Returns the documents of ``text`` that hold anything; raises ConfigError that begins with ``label``."""
+    """Returns the non-empty documents of ``text``; raises ConfigError that begins with ``label``."""
     try:
         documents = [document for document in _documents(text) if document is not None]
     except (yaml.YAMLError, ValueError) as error:
@@ -85,5 +84,5 @@ def _documents(text: str) -> Iterator[Any]:
 
 
 def write_documents(documents: Iterable[Any]) -> str:
-    """Returns ``documents`` as one YAML text, fields in the order they were written."""
+    """Returns ``documents`` as one YAML text; fields keep their order."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)

@@ -1,6 +1,6 @@
 """The operator for ``kopf run -m fleet.k8s.operator``, with kopf's own flags; all namespaces, no etcd.
 
-``python -m fleet.k8s operator`` is the same operator with flags of its own.
+``python -m fleet.k8s operator`` is the same operator with its own flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DistributedStrategy: the one object whose switches become wrappers around torch modules and optimizers.
+"""DistributedStrategy: the object whose switches become wrappers around torch modules and optimizers.
 
 Nothing here is written per option: names, types, defaults, bounds and meanings come from the registry of
 ``fleet.strategies``. A wrong type, an unknown key or a value out of range raises before anything changes.
@@ -33,7 +33,7 @@ else:
 
 __all__ = ["BuildStrategy", "DistributedStrategy", "ExecutionStrategy"]
 
-# Names of older releases -> what replaced them (requirements 003-12 to 003-15).
+# Names from older releases -> what replaced them (requirements 003-12 to 003-15).
 RENAMED = {
     "exec_strategy": "execution_strategy",
     "forward_recompute": "recompute",
@@ -79,7 +79,7 @@ def schema() -> Mapping[str, Option]:
     return _schema(tuple(REGISTRY.values()), tuple(GROUPS))
 
 
-@lru_cache(maxsize=4)  # reading one attribute must not describe all of them anew
+@lru_cache(maxsize=4)  # reading one attribute must not describe all of them again
 def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], ...]) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
     for strategy in strategies:
@@ -103,18 +103,19 @@ def _resets() -> dict[str, Mapping[str, Mapping[str, Any]]]:
 
 
 class Job(Protocol):
-    """What has copied a strategy: the session."""
+    """What copied a strategy: the session."""
 
     closed: bool
 
 
 class DistributedStrategy(TypedOptions):
-    """Holds every option of a job; assign the ones you want, the rest keep their defaults.
+    """Holds every option of a job; assign the ones you want, and the rest keep their defaults.
 
-    Assigning a ``*_configs`` option merges the given keys over the current values. Reading one returns a live
-    dictionary, whose keys are attributes too: a value written into it is checked and kept as if it had been assigned.
-    Assigning an option that has no meaning on torch warns once with the reason; one that cannot be honoured is refused
-    with the reason by ``fleet.init`` or ``fleet.distributed_*``. Those copy the strategy: a later change warns.
+    Assigning a ``*_configs`` option merges the given keys into the current values. Reading one returns a live
+    dictionary, whose keys are also attributes: a value written into it is checked and kept like an assignment.
+    Assigning an option that has no meaning on torch warns once with the reason. ``fleet.init`` and
+    ``fleet.distributed_*`` refuse one that cannot be honoured, with the reason. They copy the strategy, so a later
+    change warns.
 
     Raises:
         UnknownOptionError: the option or key does not exist; the message names the nearest one.
@@ -139,7 +140,7 @@ class DistributedStrategy(TypedOptions):
     def _assign(self, name: str, value: Any) -> None:
         option = _option(name)
         if isinstance(value, ConfigView):
-            value = value.config  # warned of already
+            value = value.config  # already warned about
         current = self._values[option.name]
         without_effect: list[tuple[str, str]] = []
         if isinstance(current, Config) and not isinstance(value, Config):
@@ -149,7 +150,7 @@ class DistributedStrategy(TypedOptions):
             label = f"DistributedStrategy.{option.name}"
             new = converted(label, option.kind, value)
             if option.group is not None:
-                option.group(**{option.name: new})  # raises what the rules of the group say
+                option.group(**{option.name: new})  # raises where the group's rules are broken
             if isinstance(new, dict) and not isinstance(value, Replacement):
                 new = {**current, **new}
             if option.rule.no_meaning:
@@ -166,7 +167,7 @@ class DistributedStrategy(TypedOptions):
         self._warn_of_copy([name])
 
     def write_view(self, key: str, value: Any) -> None:
-        """Takes a change that was made in what reading the option ``key`` returned."""
+        """Applies a change that was made in the view of the option ``key``."""
         setattr(self, key, value)
 
     def _show_views(self) -> None:
@@ -181,10 +182,10 @@ class DistributedStrategy(TypedOptions):
             if name in self._told:
                 continue
             self._told.add(name)
-            other = ", or hand the strategy to fleet.distributed_optimizer(optimizer, strategy)"
+            other = ", or pass the strategy to fleet.distributed_optimizer(optimizer, strategy)"
             _warn_user(
-                f"DistributedStrategy.{name} was set after {call} had copied the strategy, and has no "
-                f"effect any more. Set it before that call{other if 'init' in call else ''}."
+                f"DistributedStrategy.{name} was set after {call} had copied the strategy, and no longer "
+                f"has an effect. Set it before that call{other if 'init' in call else ''}."
             )
 
     def _read(self, name: str) -> Any:
@@ -249,7 +250,7 @@ class DistributedStrategy(TypedOptions):
         return {name: plain(self._values[name]) for name in names}
 
     def _to_save(self) -> dict[str, Any]:
-        """Returns the assigned options; of their keys, those that a new strategy would not have by itself."""
+        """Returns the assigned options, with the keys whose values differ from a new strategy's."""
         reset = {option: keys for changes in _resets().values() for option, keys in changes.items()}
         saved = {}
         for name in self._assigned:
@@ -262,7 +263,7 @@ class DistributedStrategy(TypedOptions):
         return saved
 
     def update(self, changes: Mapping[str, Any]) -> None:
-        """Assigns every option of ``changes``, or none of them when one is wrong.
+        """Assigns every option in ``changes``, or none of them when one is wrong.
 
         The order of ``changes`` does not matter: a switch whose assignment resets keys (``a_sync``) comes first.
         """
@@ -295,13 +296,13 @@ class DistributedStrategy(TypedOptions):
         return strategy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the assigned options as YAML; the file is replaced as a whole."""
+        """Writes the assigned options as YAML; replaces the file atomically."""
         from fleet.options.files import write_yaml
 
         write_yaml(path, self._to_save())
 
     def save_to_prototxt(self, path: str | os.PathLike[str]) -> None:
-        """Writes the assigned options in protobuf text format; the file is replaced as a whole."""
+        """Writes the assigned options in protobuf text format; replaces the file atomically."""
         from fleet.options.files import write_prototxt
 
         write_prototxt(path, self._to_save(), schema())
@@ -310,7 +311,7 @@ class DistributedStrategy(TypedOptions):
         """Merges the options of a protobuf text file into this object.
 
         Raises:
-            ConfigError: the file cannot be read or an entry is wrong; names the line. Nothing is changed then.
+            ConfigError: the file cannot be read or an entry is wrong; names the line. Nothing is changed.
         """
         from fleet.options.files import read_prototxt
 
@@ -320,7 +321,7 @@ class DistributedStrategy(TypedOptions):
 
 
 class SettingsObject(ConfigView):
-    """The settings that Fleet models as an object (``build_strategy``); one of its own until it is assigned."""
+    """The settings that Fleet models as an object (``build_strategy``); independent until it is assigned."""
 
     kinds: ClassVar[dict[str, type[SettingsObject]]] = {}
     option: ClassVar[str] = ""
@@ -363,7 +364,7 @@ class BuildStrategy(SettingsObject, BuildStrategyConfigView, option="build_strat
         Reduce = 1
 
     class GradientScaleStrategy(IntEnum):
-        """By what gradients are divided, for ``gradient_scale_strategy``."""
+        """What gradients are divided by, for ``gradient_scale_strategy``."""
 
         CoeffNumDevice = 0
         One = 1
@@ -385,7 +386,7 @@ def _option(name: str) -> Option:
 
 
 def _without_effect(label: str, default: Config, changes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns label and reason of every changed key that has no meaning; keys that keep their default say nothing."""
+    """Returns label and reason of every changed key that has no meaning; keys with their default are omitted."""
     found: list[tuple[str, str]] = []
     for key, value in changes.items():
         inner, place = getattr(default, key), f"{label}[{key!r}]"
@@ -412,7 +413,7 @@ def without_effect(strategy: DistributedStrategy) -> list[str]:
 
 
 def _warn(settings: list[tuple[str, str]]) -> None:
-    """Warns once, at the user's line, about all the settings of one assignment that change nothing."""
+    """Warns once, at the user's line, about all settings of one assignment that change nothing."""
     if not settings:
         return
     if len(settings) == 1:
@@ -424,7 +425,7 @@ def _warn(settings: list[tuple[str, str]]) -> None:
 
 
 def _warn_user(text: str) -> None:
-    """Warns at the line of the user's that led here."""
+    """Warns at the user's line that led here."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("fleet."):
         level, frame = level + 1, frame.f_back
@@ -432,11 +433,11 @@ def _warn_user(text: str) -> None:
 
 
 def mark_copied(strategy: DistributedStrategy, call: str, job: Job) -> None:
-    """Lets ``strategy`` warn once for each option that is changed after ``call`` has copied it, while ``job`` runs."""
+    """Makes ``strategy`` warn once for each option changed after ``call`` has copied it, while ``job`` runs."""
     strategy.__dict__.update(_copy=(call, weakref.ref(job)), _told=set())
 
 
-# What happens to an option, and the head of the table. Words of another language stand in docs/options.LANGUAGE.yaml.
+# What happens to an option, and the head of the table. Other languages are in docs/options.LANGUAGE.yaml.
 ENGLISH: Mapping[str, Any] = {
     "option": "Option",
     "type": "Type",
@@ -464,7 +465,7 @@ def words_of(language: str, folder: Path = DOCS) -> Mapping[str, Any]:
 
 
 def strategy_table(strategy: DistributedStrategy) -> str:
-    """Returns a table of the options that were assigned or are on, with those of their keys that matter.
+    """Returns a table of the options that were assigned or are on, with the keys that matter.
 
     Example:
         >>> from fleet.options import DistributedStrategy
@@ -514,7 +515,7 @@ def option_table_markdown(language: str = "en") -> str:
 
 
 def option_listing_markdown(language: str = "en") -> str:
-    """Returns the table of the options, then for every option that has keys a section with the table of its keys.
+    """Returns the table of the options, then a section with a table of keys for every option that has keys.
 
     The keys are described in English in every language.
     """

@@ -12,7 +12,7 @@ from fleet.strategies._declare.strategy_plan import chosen_strategies, ordered, 
 def explain(
     strategy: DistributedStrategy, world_size: int = 2, file: TextIO | None = None, *, collective: bool = True
 ) -> str:
-    """Prints and returns what ``strategy`` does on ``world_size`` workers; a strategy that is refused is shown too.
+    """Prints and returns what ``strategy`` does on ``world_size`` workers, even when it is refused.
 
     Args:
         strategy: the options.

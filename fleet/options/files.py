@@ -1,7 +1,7 @@
 """A strategy on disk: YAML, and the protobuf text format of Fleet's own files.
 
-Readers return entries of (option, value, place), the place being ``FILE, line N`` for messages. Writers replace the
-file as a whole, so that a reader never sees half of one.
+Readers return entries of (option, value, place), where place is ``FILE, line N`` for messages. Writers replace the
+file atomically, so that a reader never sees half of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Entries = list[tuple[str, Any, str]]
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Replaces ``path`` by a file that holds ``text``; on an error the old file stays."""
+    """Replaces ``path`` with a file that holds ``text``; on an error the old file stays."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -38,7 +38,7 @@ def write_text(path: PathLike, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-        os.chmod(temporary, mode)  # mkstemp makes a file that only its owner can read
+        os.chmod(temporary, mode)  # mkstemp creates a file that only its owner can read
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -60,7 +60,7 @@ def _read_text(path: PathLike) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{os.fspath(path)} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     if len(text) > MAX_TEXT:
-        raise ConfigError(f"{os.fspath(path)} has more than {MAX_TEXT} characters, the most a strategy has. Is it one?")
+        raise ConfigError(f"{os.fspath(path)} has more than {MAX_TEXT} characters, the limit for a strategy.")
     return text
 
 
@@ -68,7 +68,7 @@ def _read_text(path: PathLike) -> str:
 
 
 class _Loader(LimitedLoader):
-    """Reads plain data only, takes ``1e-3`` for a number, and refuses a key that stands twice."""
+    """Reads plain data only, reads ``1e-3`` as a number, and refuses a duplicate key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of ``node``; raises ConfigError for a repeated key."""
@@ -77,7 +77,7 @@ class _Loader(LimitedLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     line = key.start_mark.line + 1
-                    raise ConfigError(f"{self.name}, line {line}: {key.value!r} stands twice. Remove one of the two.")
+                    raise ConfigError(f"{self.name}, line {line}: {key.value!r} appears twice. Remove one of the two.")
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
@@ -105,13 +105,13 @@ def read_yaml(path: PathLike) -> Entries:
         if node is None:
             return []
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{source}, line {node.start_mark.line + 1}: a mapping of option to value is expected.")
+            raise ConfigError(f"{source}, line {node.start_mark.line + 1}: expected a mapping of option to value.")
         values = loader.construct_mapping(node, deep=True)
         lines = {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{source}, line {line}: this is not YAML: {error.problem}.") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of what is tagged as something that it is not
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: from a value with the wrong tag
         raise ConfigError(f"{source} is not YAML: {error}.") from error
     finally:
         loader.dispose()
@@ -119,7 +119,7 @@ def read_yaml(path: PathLike) -> Entries:
 
 
 def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
-    """Replaces ``path`` by a YAML file of ``values``, in their order."""
+    """Replaces ``path`` with a YAML file of ``values``, in their order."""
     write_text(path, yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=None, allow_unicode=False))
 
 
@@ -127,7 +127,7 @@ def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
 
 
 def write_prototxt(path: PathLike, values: Mapping[str, Any], schema: Mapping[str, Option]) -> None:
-    """Replaces ``path`` by a protobuf text file of ``values``, which ``schema`` describes."""
+    """Replaces ``path`` with a protobuf text file of ``values``, which ``schema`` describes."""
     entries: list[Entry] = []
     for name, value in values.items():
         entries += _entries_of(name, schema[name].kind, schema[name].rule, value)
@@ -158,7 +158,7 @@ def _is_map(kind: Any) -> bool:
 
 
 def _map_entries(name: str, value: Mapping[str, Any]) -> list[Entry]:
-    """Returns a free dictionary as protobuf writes maps: one ``name { key: ... value: ... }`` for each key."""
+    """Returns a free-form dictionary as a protobuf map: one ``name { key: ... value: ... }`` for each key."""
     return [Entry(name, (Entry("key", key, 0), Entry("value", _free_value(item), 0)), 0) for key, item in value.items()]
 
 
@@ -169,11 +169,11 @@ def _free_value(value: Any) -> Any:
 
 
 def read_prototxt(path: PathLike, schema: Mapping[str, Option]) -> Entries:
-    """Returns the options of a protobuf text file, each with the type that ``schema`` says.
+    """Returns the options of a protobuf text file, each with the type that ``schema`` gives.
 
     Raises:
-        ConfigError: the file cannot be read, is not text format, or holds an unknown name or a wrong type; names the
-            line.
+        ConfigError: the file cannot be read, is not in text format, or holds an unknown name or a wrong type; names
+            the line.
     """
     source = os.fspath(path)
     found: Entries = []
@@ -181,7 +181,7 @@ def read_prototxt(path: PathLike, schema: Mapping[str, Option]) -> Entries:
         place = f"{source}, line {entries[0].line}"
         option = schema.get(name)
         value = _value_of(source, name, option.kind, option.rule, entries) if option is not None else None
-        found.append((name, value, place))  # an unknown name: assigning it says so, and knows the old names
+        found.append((name, value, place))  # an unknown name: the assignment reports it, and recognises old names
     return found
 
 
@@ -205,7 +205,7 @@ def _value_of(source: str, name: str, kind: Any, rule: Rule, entries: list[Entry
             return [_map_of(source, name, [Entry(name, part.value, part.line) for part in item]) for item in items]
         return [_scalar_of(f"{place}: {name}", inner, rule, item) for item in items]
     if len(entries) > 1:
-        raise ConfigError(f"{place}: {name} stands twice and takes one value. Remove one of the two.")
+        raise ConfigError(f"{place}: {name} appears twice and takes one value. Remove one of the two.")
     return _scalar_of(f"{place}: {name}", kind, rule, entries[0].value)
 
 
@@ -253,7 +253,7 @@ _TRUE, _FALSE = ("true", "True", "t"), ("false", "False", "f")
 
 
 def _scalar_of(label: str, kind: Any, rule: Rule, value: Any) -> Any:
-    """Returns ``value`` as ``kind``; what the type does not settle is left to the assignment, which explains it."""
+    """Returns ``value`` as ``kind``; the assignment checks the rest and explains what is wrong."""
     if isinstance(value, Word):
         if kind is bool and value in _TRUE + _FALSE:
             return value in _TRUE

@@ -1,4 +1,4 @@
-"""docs/strategies.md: one section for each strategy, written from its ``guide`` and what it declares."""
+"""docs/strategies.md: one section for each strategy, from its ``guide`` and its declarations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fleet.strategies._declare.strategy import Strategy
 
 
 def strategies_markdown() -> str:
-    """Returns the sections of every strategy that is offered, by name, and the list of those that are not."""
+    """Returns a section for every supported strategy, by name, and the list of the unsupported ones."""
     offered = [s for s in REGISTRY.values() if s.refused is None]
     sections = "\n".join(_section(strategy) for strategy in sorted(offered, key=lambda s: s.name))
     refused = [f"- `{s.name}`: {s.refused}." for s in sorted(REGISTRY.values(), key=lambda s: s.name) if s.refused]
-    return sections + ("\n## Not offered\n\n" + "\n".join(refused) + "\n" if refused else "")
+    return sections + ("\n## Not supported\n\n" + "\n".join(refused) + "\n" if refused else "")
 
 
 def _section(strategy: type[Strategy]) -> str:
@@ -41,7 +41,7 @@ def _facts(strategy: type[Strategy]) -> Iterator[str]:
 
 
 def conflicts_of(strategy: type[Strategy]) -> list[tuple[str, str]]:
-    """Returns what cannot be on together with ``strategy``, and why, whichever file says so."""
+    """Returns what cannot be on together with ``strategy``, and why, whichever file declares it."""
     own = list(strategy.conflicts.items())
     said_elsewhere = [(s.name, s.conflicts[strategy.name]) for s in REGISTRY.values() if strategy.name in s.conflicts]
     return sorted(own + said_elsewhere)

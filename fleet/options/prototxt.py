@@ -1,4 +1,4 @@
-"""Protobuf text format: text to a tree of entries and back, without a schema.
+"""Protobuf text format: parses text into a tree of entries and formats it again, without a schema.
 
 A message is a list of entries ``name: value`` or ``name { ... }``. Values are strings (single or double quoted, with
 escapes, adjacent ones joined), numbers (decimal, hexadecimal, octal, with an ``f`` at the end, ``inf``, ``nan``),
@@ -97,11 +97,11 @@ class _Parser:
             if token is None:
                 if end is None:
                     return entries
-                raise self._error(opened, f"a block that begins here is not closed; write {end!r} after its last entry")
+                raise self._error(opened, f"this block is not closed; write {end!r} after its last entry")
             if token.kind == "mark" and token.text == end:
                 return entries
             if token.kind != "word" or token.text.startswith("-"):
-                raise self._error(token.line, f"{token.text!r} stands where the name of an option is expected")
+                raise self._error(token.line, f"expected the name of an option, got {token.text!r}")
             entries.append(self._entry(token, depth))
             self._skip(",;")
 
@@ -147,7 +147,7 @@ class _Parser:
             self._place += 1
         try:
             return b"".join(_unescaped(text) for text in texts).decode("utf-8")
-        except (ValueError, OverflowError):  # also of a code that is no character
+        except (ValueError, OverflowError):  # also for a code that is not a character
             raise self._error(first.line, f"the string {first.text:.80} is not UTF-8") from None
 
     def _next(self) -> _Token | None:
@@ -170,7 +170,7 @@ class _Parser:
 
 
 def _number(text: str) -> int | float | None:
-    """Returns the number, ``None`` where a whole one has more than 64 bits."""
+    """Returns the number, or ``None`` for an integer of more than 64 bits."""
     digits = "".join(text.split())
     bare = digits.lstrip("-")
     is_hex = bare[:2] in ("0x", "0X")
@@ -209,7 +209,7 @@ def _as_ascii(letter: str) -> str:
 
 
 def format_entries(entries: Iterable[Entry], indent: str = "") -> str:
-    """Returns ``entries`` as text, one a line; the inverse of :func:`parse`."""
+    """Returns ``entries`` as text, one per line; the inverse of :func:`parse`."""
     lines = []
     for entry in entries:
         if isinstance(entry.value, tuple):

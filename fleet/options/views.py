@@ -1,9 +1,9 @@
-"""Views: the dictionaries and lists of a strategy, which a user may change in place.
+"""Views: the dictionaries and lists of a strategy, which users can change in place.
 
 [Note: Views]
-A view holds a copy of what the strategy holds, so that it reads as any dict or list: ``json``, ``**``, ``==``. A change
-of a view becomes an assignment to the strategy, which checks it as any other and then brings all its views up to
-date. Thus a view that was kept shows what was assigned later, and a change that is refused shows nowhere.
+A view holds a copy of what the strategy holds, so that it reads like any dict or list: ``json``, ``**``, ``==``. A
+change to a view becomes an assignment to the strategy, which checks it like any other and then updates all its views.
+So a view shows what was assigned after it was read, and a refused change shows nowhere.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ViewClass = TypeVar("ViewClass", bound="type[Any]")
 
 
 class Owner(Protocol):
-    """Where a view hangs: a strategy, or another view."""
+    """The owner of a view: a strategy, or another view."""
 
     def write_view(self, key: Any, value: Any) -> None:
-        """Puts ``value`` in place of what the view under ``key`` shows."""
+        """Replaces what the view under ``key`` shows with ``value``."""
 
 
 class _Detached:
     def write_view(self, key: Any, value: Any) -> None:
         raise ConfigError(
-            f"What was read from {key!r} is no longer part of the strategy: another value is there. Read it again."
+            f"The view read from {key!r} is no longer part of the strategy: its value was replaced. Read it again."
         )
 
 
 class View:
-    """What the views have in common; copies of one, and what a pickle holds, are plain and independent."""
+    """What the views have in common; copies and pickles of a view are plain and independent."""
 
     _plain: ClassVar[type[Any]]
     _owner: Owner
@@ -57,7 +57,7 @@ class View:
 class ConfigView(View, dict[str, Any]):
     """The settings of a ``*_configs`` option, by key and by attribute.
 
-    The keys are fixed: ``del``, ``pop`` and ``clear`` bring their defaults back.
+    The keys are fixed: ``del``, ``pop`` and ``clear`` restore their defaults.
     """
 
     _plain = dict
@@ -101,21 +101,21 @@ class ConfigView(View, dict[str, Any]):
         return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Returns the value of ``key``; every key has one already."""
+        """Returns the value of ``key``; every key already has one."""
         return self[key]
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Returns the value of ``key``, which then has its default."""
+        """Returns the value of ``key`` and restores its default."""
         found = plain(self[key])
         self.write_view(key, plain(getattr(type(self.config)(), key)))
         return found
 
     def popitem(self) -> Any:
         """Raises ConfigError: the keys are fixed."""
-        raise ConfigError(f"{self.config.option}.popitem(): the keys are fixed. clear() brings all defaults back.")
+        raise ConfigError(f"{self.config.option}.popitem(): the keys are fixed. clear() restores all defaults.")
 
     def clear(self) -> None:
-        """Brings the default of every key back."""
+        """Restores the default of every key."""
         self.update(type(self.config)().as_dict())
 
     def _read(self, name: str) -> Any:
@@ -134,7 +134,7 @@ class ConfigView(View, dict[str, Any]):
 
 
 def _changed_as_a_whole(*names: str) -> Callable[[ViewClass], ViewClass]:
-    """Makes the named methods work on a plain copy, which then takes the place of what the view shows."""
+    """Makes the named methods work on a plain copy, which then replaces what the view shows."""
 
     def through_a_copy(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ class ListView(View, list[Any]):
         self.show(items)
 
     def show(self, items: Iterable[Any]) -> None:
-        """Brings the view up to date; what was read from its places before may have moved, and is detached."""
+        """Updates the view; views read from its items before may have moved, and are detached."""
         if repr(self) == repr(plain(items)):
             return
         stays = self.__dict__.pop("_stays", False)
@@ -183,7 +183,7 @@ class ListView(View, list[Any]):
         list.__setitem__(self, slice(None), made)
 
     def write_view(self, key: Any, value: Any) -> None:
-        """Puts ``value`` into the place ``key``; every place stays what it is."""
+        """Replaces the item at index ``key`` with ``value``; the length stays the same."""
         self.__dict__["_stays"] = True
         try:
             self[key] = value
@@ -193,7 +193,7 @@ class ListView(View, list[Any]):
 
 @_changed_as_a_whole("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
 class DictView(View, dict[str, Any]):
-    """A dictionary of free keys inside a strategy, such as ``sparse_table_configs``."""
+    """A dictionary with free keys inside a strategy, such as ``sparse_table_configs``."""
 
     _plain = dict
 
@@ -214,12 +214,12 @@ class DictView(View, dict[str, Any]):
         dict.update(self, made)
 
     def write_view(self, key: Any, value: Any) -> None:
-        """Puts ``value`` under ``key``."""
+        """Assigns ``value`` to ``key``."""
         self[key] = value
 
 
 def view_of(old: Any, value: Any, owner: Owner, key: Any, config_view: type[ConfigView] = ConfigView) -> Any:
-    """Returns what shows ``value``: ``old`` brought up to date where it can, a new view, or the value itself."""
+    """Returns what shows ``value``: ``old`` updated where possible, a new view, or the value itself."""
     kind: Any = None
     if isinstance(value, Config):
         kind = config_view
@@ -235,7 +235,7 @@ def view_of(old: Any, value: Any, owner: Owner, key: Any, config_view: type[Conf
     return value if kind is None else kind(value, owner, key)
 
 
-for _dumper in (SafeRepresenter, Representer):  # yaml knows dict and list, and not what is made of them
+for _dumper in (SafeRepresenter, Representer):  # yaml knows dict and list, but not their subclasses
     _dumper.add_multi_representer(ConfigView, SafeRepresenter.represent_dict)
     _dumper.add_multi_representer(DictView, SafeRepresenter.represent_dict)
     _dumper.add_multi_representer(ListView, SafeRepresenter.represent_list)

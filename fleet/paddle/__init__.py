@@ -1,1 +1,1 @@
-"""Names that exist for scripts from Paddle only; their public paths are those of ``fleet``."""
+"""Names that exist only for scripts from Paddle; their public paths are those of ``fleet``."""

@@ -12,9 +12,9 @@ from fleet.strategies.data_parallel import wrap_data_parallel
 
 
 class DataParallel(FleetModel):
-    """A module whose gradients are averaged over all workers while backward runs.
+    """A module whose gradients are averaged over all workers during backward.
 
-    Names, attributes and ``state_dict`` are those of ``layers``. In a single process it behaves as ``layers``.
+    Names, attributes and ``state_dict`` are those of ``layers``. In a single process it behaves like ``layers``.
 
     Args:
         layers: the user's module, on the device it trains on.
@@ -45,7 +45,7 @@ class DataParallel(FleetModel):
         if not isinstance(layers, nn.Module):
             raise ConfigError(f"DataParallel(layers) takes a torch.nn.Module, got {layers!r}.")
         if strategy is not None:
-            raise ConfigError("DataParallel(strategy=...) takes None; options go to fleet.init(strategy=...).")
+            raise ConfigError("DataParallel(strategy=...) takes None; pass options to fleet.init(strategy=...).")
         for name, value in (("comm_buffer_size", comm_buffer_size), ("last_comm_buffer_size", last_comm_buffer_size)):
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise ConfigError(f"DataParallel({name}={value!r}): it must be greater than 0, in MiB.")

@@ -1,4 +1,4 @@
-"""group_sharded_parallel: sharding by one call, without a strategy, and save_group_sharded_model."""
+"""group_sharded_parallel: sharding in one call, without a strategy; and save_group_sharded_model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shard_by_groups(
     offload: bool,
     buffer_max_size: int,
 ) -> tuple[FleetModel, FleetOptimizer]:
-    """Returns ``model`` and ``optimizer`` divided among the workers of ``group``; nothing changes when it raises."""
+    """Returns ``model`` and ``optimizer`` sharded over the workers of ``group``; nothing changes when it raises."""
     if isinstance(model, FleetModel) or not isinstance(model, nn.Module):
         raise ConfigError(f"group_sharded_parallel(model=...) takes your torch.nn.Module, got {model!r}.")
     if isinstance(optimizer, FleetOptimizer) or not isinstance(optimizer, Optimizer):
@@ -59,7 +59,7 @@ def shard_by_groups(
     others = [step.name for step in session.plan.steps if step.name != "data_parallel"]
     if others:
         raise ConfigError(
-            f"group_sharded_parallel() shards and does nothing else, while {', '.join(others)} is on. Use "
+            f"group_sharded_parallel() only shards, and {', '.join(others)} is on. Use "
             "strategy.sharding with fleet.distributed_model() and fleet.distributed_optimizer()."
         )
     strategies = _strategies(session, level, group, dp_group, offload, buffer_max_size)
@@ -82,7 +82,7 @@ def shard_by_groups(
 def check_arguments(
     level: object, buffer_max_size: object, segment_size: int, sync_comm: bool, exclude_layer: Sequence[Any] | None
 ) -> None:
-    """Raises for a wrong argument, and warns of one that changes nothing."""
+    """Raises for a wrong argument, and warns about one that has no effect."""
     if level not in LEVELS:
         raise ConfigError(f"group_sharded_parallel(level={level!r}) takes one of 'os', 'os_g', 'p_g_os'.")
     if type(buffer_max_size) is not int or buffer_max_size < 1:
@@ -90,19 +90,19 @@ def check_arguments(
     if exclude_layer:
         raise UnsupportedOptionError(
             f"group_sharded_parallel(exclude_layer={exclude_layer!r}) cannot be honoured: torch's fully_shard neither "
-            "divides nor exchanges what it leaves out. Use level='os', which keeps every layer whole."
+            "shards nor exchanges what it excludes. Use level='os', which shards no layer."
         )
     useless = [("sync_comm", sync_comm, False), ("segment_size", segment_size, 2**20)]
     for name, value, default in useless:
         if value != default:
-            reason = "torch waits exactly where data is needed" if name == "sync_comm" else "every parameter is divided"
+            reason = "torch waits exactly where data is needed" if name == "sync_comm" else "every parameter is sharded"
             warnings.warn(
-                f"group_sharded_parallel({name}={value!r}) changes nothing: {reason}.", OptionWarning, stacklevel=4
+                f"group_sharded_parallel({name}={value!r}) has no effect: {reason}.", OptionWarning, stacklevel=4
             )
 
 
 def save_states(model: FleetModel, output: str, optimizer: FleetOptimizer | None, writes: bool) -> None:
-    """Writes whole states to ``output``/model.pdmodel and model.pdopt where ``writes``; every worker must call it."""
+    """Writes full states to ``output``/model.pdmodel and model.pdopt where ``writes``; every worker must call it."""
     if not isinstance(model, FleetModel) or not isinstance(optimizer, FleetOptimizer | None):
         raise ConfigError(
             "save_group_sharded_model() takes the model and the optimizer that group_sharded_parallel() returned, got "

@@ -1,6 +1,6 @@
-"""StrategyFactory: the four ways of training with parameter servers, as scripts of Fleet 1.x choose them.
+"""StrategyFactory: the four modes of parameter-server training, as Fleet 1.x scripts choose them.
 
-Each returns a :class:`fleet.DistributedStrategy`; ``half_async`` can be had in this way only.
+Each returns a :class:`fleet.DistributedStrategy`; ``half_async`` is available only here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["HalfAsyncStrategy", "StrategyFactory"]
 
 
 class HalfAsyncStrategy(DistributedStrategy):
-    """A strategy whose workers push the sum of CPU_NUM batches, wait for it, and never for each other."""
+    """A strategy whose workers push the sum of CPU_NUM batches and wait for the push, never for each other."""
 
     _half_async = True
 
 
 class StrategyFactory:
-    """Makes a strategy for each mode; hand it to ``fleet.distributed_optimizer``.
+    """Creates a strategy for each mode; pass it to ``fleet.distributed_optimizer``.
 
     Example:
         >>> StrategyFactory.create_geo_strategy(100).a_sync_configs["k_steps"]
@@ -56,7 +56,7 @@ class StrategyFactory:
         """Returns a strategy whose workers train alone and exchange every ``update_frequency`` steps."""
         if isinstance(update_frequency, bool) or not isinstance(update_frequency, int) or update_frequency < 1:
             raise ConfigError(
-                f"create_geo_strategy(update_frequency={update_frequency!r}) takes a whole number of 1 or more."
+                f"create_geo_strategy(update_frequency={update_frequency!r}) takes an integer of 1 or more."
             )
         strategy = DistributedStrategy()
         strategy.a_sync = True

@@ -1,4 +1,4 @@
-"""Fleet's own contract of a collective worker: PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS ...
+"""Fleet's contract for a collective worker: PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS ...
 
 Standard library only.
 """
@@ -23,16 +23,16 @@ _MAX_SAVED = 1 << 26
 
 
 def fleet_variables(env: Environment) -> list[str]:
-    """Returns the names of Fleet's worker variables that are set; empty when Fleet's launcher is not the starter."""
+    """Returns Fleet's worker variables that are set; empty when Fleet's launcher did not start this process."""
     return [name for name in (*_RANK, *_WORLD, _ENDPOINTS) if env.has(name)]
 
 
 def read_fleet(env: Environment) -> RoleRecord:
-    """Returns the record of Fleet's contract.
+    """Returns the record that Fleet's contract describes.
 
-    Without an endpoint list the number of workers comes from PADDLE_TRAINERS_NUM and the meeting point from
-    PADDLE_MASTER or MASTER_ADDR and MASTER_PORT. Torch's RANK, WORLD_SIZE and MASTER_ADDR, when set, must say the
-    same as Fleet's.
+    Without an endpoint list, the number of workers comes from PADDLE_TRAINERS_NUM and the rendezvous address from
+    PADDLE_MASTER or MASTER_ADDR and MASTER_PORT. Torch's RANK, WORLD_SIZE and MASTER_ADDR, when set, must agree
+    with Fleet's.
 
     Raises:
         ConfigError: a variable is missing or two contradict each other; the message names them.
@@ -73,26 +73,26 @@ def check_collective_role(env: Environment) -> None:
 
 
 def read_list(env: Environment, name: str) -> tuple[str, ...]:
-    """Returns a comma-separated variable; one too long for the environment comes from PADDLE_BACKUP_ENV_PATH."""
+    """Returns a comma-separated variable; PADDLE_BACKUP_ENV_PATH holds one that is too long for the environment."""
     values = env.list(name)
     path = env.raw("PADDLE_BACKUP_ENV_PATH")
     if values or path is None:
         return tuple(values)
     try:
         with open(path, encoding="utf-8") as file:
-            saved = json.loads(file.read(_MAX_SAVED))  # what is longer is cut, and no JSON
+            saved = json.loads(file.read(_MAX_SAVED))  # anything longer is truncated, and so not JSON
     except FileNotFoundError:
         raise ConfigError(f"PADDLE_BACKUP_ENV_PATH names {path!r}, and there is no such file.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"PADDLE_BACKUP_ENV_PATH names {path!r}, which cannot be read as JSON: {error}.") from error
     text = saved.get(name, "") if isinstance(saved, dict) else None
     if not isinstance(text, str):
-        raise ConfigError(f"PADDLE_BACKUP_ENV_PATH names {path!r}; it holds one object of variable names and texts.")
+        raise ConfigError(f"PADDLE_BACKUP_ENV_PATH names {path!r}; it holds one object of variable names and strings.")
     return tuple(Environment({name: text}).list(name))
 
 
 def read_device_ids(env: Environment, *names: str) -> tuple[int, ...]:
-    """Returns the device numbers in the first of ``names`` that is set; commas part workers, colons one's devices."""
+    """Returns the device numbers in the first of ``names`` that is set; colons join the devices of one worker."""
     for name in names:
         parts = [part for item in env.list(name) for part in item.split(":")]
         if parts:
@@ -104,10 +104,10 @@ def read_device_ids(env: Environment, *names: str) -> tuple[int, ...]:
 
 
 def agreed_int(env: Environment, names: tuple[str, ...]) -> int | None:
-    """Returns the number that the set ones of ``names`` agree on; ``None`` when none is set."""
+    """Returns the number on which those of ``names`` that are set agree; ``None`` when none is set."""
     found = {name: env.int(name) for name in names if env.has(name)}
     if len(set(found.values())) > 1:
-        raise ConfigError(f"{found!r} contradict each other in the environment. Unset the one that is not meant.")
+        raise ConfigError(f"{found!r} contradict each other in the environment. Unset the wrong one.")
     return next(iter(found.values()), None)
 
 
@@ -118,8 +118,8 @@ def _rank_and_world(env: Environment, endpoints: tuple[str, ...]) -> tuple[int, 
         world_size = max(len(endpoints), 1)
     elif endpoints and len(endpoints) != world_size:
         raise ConfigError(
-            f"PADDLE_TRAINERS_NUM is {world_size!r} and {_ENDPOINTS} lists {len(endpoints)} addresses; it lists one "
-            "for each worker."
+            f"PADDLE_TRAINERS_NUM is {world_size!r} and {_ENDPOINTS} lists {len(endpoints)} addresses; it must list "
+            "one for each worker."
         )
     if rank is None:
         if world_size > 1:
@@ -135,7 +135,7 @@ def _rank_and_world(env: Environment, endpoints: tuple[str, ...]) -> tuple[int, 
 def _check_torch_agrees(env: Environment, rank: int, world_size: int) -> None:
     pairs = (("RANK", rank, "PADDLE_TRAINER_ID"), ("WORLD_SIZE", world_size, "PADDLE_TRAINERS_NUM"))
     if not env.has("RANK"):
-        return  # WORLD_SIZE alone may be left in a shell; without a rank it says nothing about this process
+        return  # WORLD_SIZE alone may be left over in a shell; without a rank it says nothing about this process
     for name, value, fleet_name in pairs:
         if env.has(name) and env.int(name) != value:
             raise ConfigError(
@@ -149,8 +149,8 @@ def _master(env: Environment, endpoints: tuple[str, ...], world_size: int) -> st
     fleet_master, torch_master = _fleet_master(env), _torch_master(env)
     if fleet_master and torch_master and fleet_master != torch_master:
         raise ConfigError(
-            f"PADDLE_MASTER is {fleet_master!r} and MASTER_ADDR with MASTER_PORT is {torch_master!r}; they name one "
-            "place, where the workers meet. Unset the pair that is not meant."
+            f"PADDLE_MASTER is {fleet_master!r} and MASTER_ADDR with MASTER_PORT is {torch_master!r}; both name the "
+            "rendezvous address and must agree. Unset the wrong one."
         )
     master = torch_master or fleet_master or (endpoints[0] if endpoints else None)
     if master is None and world_size > 1:
@@ -161,7 +161,7 @@ def _master(env: Environment, endpoints: tuple[str, ...], world_size: int) -> st
                 "of every server, the same in each process; a collective job needs PADDLE_MASTER, host:port of rank 0."
             )
         raise ConfigError(
-            f"PADDLE_TRAINERS_NUM is {world_size!r} and nothing says where the workers meet: PADDLE_MASTER, "
+            f"PADDLE_TRAINERS_NUM is {world_size!r} and no rendezvous address is set: PADDLE_MASTER, "
             f"MASTER_ADDR with MASTER_PORT, and {_ENDPOINTS} are not set. Start the script with "
             "python -m fleet.launch, or set PADDLE_MASTER to host:port of worker 0."
         )
@@ -171,7 +171,7 @@ def _master(env: Environment, endpoints: tuple[str, ...], world_size: int) -> st
 
 
 def _fleet_master(env: Environment) -> str | None:
-    """PADDLE_MASTER as host:port; a URL is the launcher's own meeting point, not that of the workers."""
+    """PADDLE_MASTER as host:port; a URL is the launcher's own rendezvous, not that of the workers."""
     text = env.raw("PADDLE_MASTER")
     return None if text is None or "://" in text else text.strip()
 
@@ -192,7 +192,7 @@ def _check_own_endpoint(env: Environment, record: RoleRecord) -> None:
 
 
 def _with_local_place(record: RoleRecord, local_rank: int | None, local_size: int | None) -> RoleRecord:
-    """What the starter says about the place on the node stands over what the endpoints suggest."""
+    """What the starter says about the local rank overrides what the endpoints suggest."""
     local_rank = record.local_rank if local_rank is None else local_rank
     local_size = record.local_world_size if local_size is None else local_size
     check_rank(local_rank, local_size, "PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")
@@ -200,7 +200,7 @@ def _with_local_place(record: RoleRecord, local_rank: int | None, local_size: in
 
 
 def _num_nodes(env: Environment) -> int:
-    """The number of nodes as the starter says it; 0 when it does not."""
+    """The number of nodes according to the starter; 0 when it does not say."""
     hosts = env.list("PADDLE_TRAINERS")
     if hosts:
         return len(set(hosts))

@@ -1,4 +1,4 @@
-"""Fleet's contract of a parameter-server job: PADDLE_PSERVERS_IP_PORT_LIST, TRAINING_ROLE, PADDLE_TRAINERS_NUM ...
+"""Fleet's contract for a parameter-server job: PADDLE_PSERVERS_IP_PORT_LIST, TRAINING_ROLE, PADDLE_TRAINERS_NUM ...
 
 Standard library only.
 """
@@ -31,7 +31,7 @@ def has_servers(env: Environment) -> bool:
     name = next((name for name in _ROLE_NAMES if env.has(name)), _ROLE_NAMES[0])
     if env.str(name).strip().upper() == "PSERVER":
         raise ConfigError(
-            f"{name} is {env.raw(name)!r} and {_SERVERS} is not set; it lists ip:port of every server, comma separated."
+            f"{name} is {env.raw(name)!r} and {_SERVERS} is not set; it lists ip:port of every server, comma-separated."
         )
     return False
 
@@ -56,8 +56,8 @@ def read_ps(env: Environment) -> RoleRecord:
     check_endpoints(endpoints, _ENDPOINTS)
     if endpoints and len(endpoints) != world_size:
         raise ConfigError(
-            f"PADDLE_TRAINERS_NUM is {world_size!r} and {_ENDPOINTS} lists {len(endpoints)} addresses; it lists one "
-            "for each worker."
+            f"PADDLE_TRAINERS_NUM is {world_size!r} and {_ENDPOINTS} lists {len(endpoints)} addresses; it must list "
+            "one for each worker."
         )
     rank = _worker_rank(env, world_size) if kind is Role.WORKER else _server_index(env, servers)
     with_gloo, master, gloo_path = _gloo(env)
@@ -92,7 +92,7 @@ def _read_role(env: Environment) -> Role:
         raise ConfigError(f"{name} is {env.raw(name)!r}; it is {choices}.")
     if kind is Role.HETER_WORKER:
         raise UnsupportedOptionError(
-            f"{name} is {env.raw(name)!r}: jobs of CPU and GPU worker stages are not supported. Use {choices}; "
+            f"{name} is {env.raw(name)!r}: heterogeneous jobs of CPU and GPU workers are not supported. Use {choices}; "
             "TRAINER workers may use GPUs."
         )
     if kind is Role.COORDINATOR:
@@ -113,12 +113,12 @@ def _worker_rank(env: Environment, world_size: int) -> int:
 def _server_index(env: Environment, servers: tuple[str, ...]) -> int:
     """The position of POD_IP:PADDLE_PORT in the list.
 
-    The Kubernetes operator can give another PADDLE_PORT than its list holds; there PADDLE_TRAINER_ID is the position
-    as well, and the port of the list, which the workers dial, is the right one.
+    The Kubernetes operator can set a PADDLE_PORT that is not in its list. Then PADDLE_TRAINER_ID is the position, and
+    the port in the list, which the workers connect to, is the right one.
     """
     for name in ("POD_IP", "PADDLE_PORT"):
         if not env.has(name):
-            raise ConfigError(f"{name} is not set; a PSERVER finds itself in {_SERVERS} by POD_IP and PADDLE_PORT.")
+            raise ConfigError(f"{name} is not set; a PSERVER finds its entry in {_SERVERS} by POD_IP and PADDLE_PORT.")
     host, port = env.str("POD_IP").strip(), env.int("PADDLE_PORT")
     own = split_endpoint(join_endpoint(host, port), "POD_IP:PADDLE_PORT")
     places = [split_endpoint(server, _SERVERS) for server in servers]
@@ -134,7 +134,7 @@ def _server_index(env: Environment, servers: tuple[str, ...]) -> int:
 
 
 def _gloo(env: Environment) -> tuple[int, str | None, str | None]:
-    """Returns the switch for host collectives, and where those meet: host:port or a shared folder."""
+    """Returns the switch for host collectives, and their rendezvous: host:port or a shared folder."""
     with_gloo = env.int("PADDLE_WITH_GLOO")
     if with_gloo not in (0, 1, 2):
         raise ConfigError(f"PADDLE_WITH_GLOO is {with_gloo!r}; it is 0 (off), 1 (workers) or 2 (workers and servers).")
@@ -147,22 +147,22 @@ def _gloo(env: Environment) -> tuple[int, str | None, str | None]:
         raise ConfigError(f"PADDLE_GLOO_RENDEZVOUS is {rendezvous!r}; it is 2 (shared folder) or 3 (host:port).")
     if rendezvous == 2:
         if not env.has("PADDLE_GLOO_FS_PATH"):
-            raise ConfigError("PADDLE_GLOO_FS_PATH is not set; PADDLE_GLOO_RENDEZVOUS=2 meets in that folder.")
+            raise ConfigError("PADDLE_GLOO_FS_PATH is not set; with PADDLE_GLOO_RENDEZVOUS=2 it is the shared folder.")
         return with_gloo, None, env.str("PADDLE_GLOO_FS_PATH")
     endpoint = env.raw("PADDLE_GLOO_HTTP_ENDPOINT")
     if endpoint is None and env.has("PADDLE_GLOO_HTTP_HOST") and env.has("PADDLE_GLOO_HTTP_PORT"):
         endpoint = join_endpoint(env.str("PADDLE_GLOO_HTTP_HOST").strip(), env.int("PADDLE_GLOO_HTTP_PORT"))
     if endpoint is None:
-        raise ConfigError("PADDLE_GLOO_HTTP_ENDPOINT is not set; with PADDLE_WITH_GLOO the processes meet there.")
+        raise ConfigError("PADDLE_GLOO_HTTP_ENDPOINT is not set; PADDLE_WITH_GLOO needs it as the rendezvous.")
     split_endpoint(endpoint, "PADDLE_GLOO_HTTP_ENDPOINT")
     return with_gloo, endpoint.strip(), None
 
 
 def _beside_worker_0(endpoint: str, servers: tuple[str, ...], workers: tuple[str, ...]) -> str:
-    """Returns where the workers meet: worker 0 opens the store, so the host is worker 0's where that is known.
+    """Returns the rendezvous address. Worker 0 serves the store, so the host is worker 0's where that is known.
 
-    The Kubernetes operators name the host of server 0, which is another pod. paddle-operator 0.3.5 names the server's
-    own port as well (its correction looks for a port that the job does not use); what it meant is 18 further.
+    The Kubernetes operators name the host of server 0, which is another pod. paddle-operator 0.3.5 also names the
+    server's own port (its correction looks for a port that the job does not use); the intended port is 18 higher.
     """
     host, port = split_endpoint(endpoint, "PADDLE_GLOO_HTTP_ENDPOINT")
     if endpoint in servers:

@@ -1,4 +1,4 @@
-"""RoleRecord: who this process is in the job, as one immutable value; what it says is consistent.
+"""RoleRecord: the role of this process in the job, as one immutable, consistent value.
 
 Standard library only.
 """
@@ -27,11 +27,11 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleRecord:
-    """Who this process is, who the others are, and where they meet.
+    """The role of this process, its peers, and their rendezvous.
 
     ``global_rank`` counts within the role: on a parameter server it is the index among the servers. ``world_size`` is
-    the number of workers for every role. ``master`` is the host:port where the workers meet, ``None`` in a single
-    process. ``agent_store`` says that the starter serves the store there already (torchrun); otherwise rank 0 does.
+    the number of workers for every role. ``master`` is the host:port of the rendezvous, ``None`` in a single
+    process. ``agent_store`` says that the starter already serves the store there (torchrun); otherwise rank 0 does.
     ``generation`` counts restarts of the job. ``source`` names the starter: "fleet launcher", "torchrun", "kubeflow",
     "torch variables" (RANK and WORLD_SIZE set by someone else), "srun", "mpirun", "user defined" (a role maker with
     given values) or "single process".
@@ -53,7 +53,7 @@ class RoleRecord:
     agent_store: bool = False
     generation: int = 0
     with_gloo: int = 0  # parameter server: 0 none, 1 workers, 2 workers and servers exchange host arrays
-    gloo_path: str | None = None  # shared folder where they meet instead of at ``master``
+    gloo_path: str | None = None  # shared folder that replaces ``master`` as the rendezvous
 
     @property
     def master_host(self) -> str:
@@ -72,7 +72,7 @@ def read_hosts(endpoints: tuple[str, ...], name: str) -> list[str]:
 
 
 def place_by_endpoints(record: RoleRecord, name: str) -> RoleRecord:
-    """Returns ``record`` with local rank, local size and node count counted from its worker endpoints."""
+    """Returns ``record`` with local rank, local size and node count derived from its worker endpoints."""
     hosts = read_hosts(record.worker_endpoints, name)
     own = hosts[record.global_rank]
     return replace(
@@ -84,12 +84,12 @@ def place_by_endpoints(record: RoleRecord, name: str) -> RoleRecord:
 
 
 def place_by_numbers(record: RoleRecord, local: tuple[int | None, int | None], names: tuple[str, str]) -> RoleRecord:
-    """Returns ``record`` with local rank, local size and node count where no endpoint list tells them.
+    """Returns ``record`` with local rank, local size and node count where there is no endpoint list.
 
-    ``local`` is what the starter said, ``names`` its two variables. When it said nothing, the workers are all on this
-    node if they meet at a loopback address, and one on each node if not.
+    ``local`` is what the starter set, ``names`` its two variables. Without them, all workers are on this node if the
+    rendezvous is at a loopback address; otherwise each node has one worker.
 
-    Raises ConfigError when only one of the two is known, or when they do not fit.
+    Raises ConfigError when only one of the two is known, or when they do not match.
     """
     local_rank, local_size = local
     if local_size is None:
@@ -100,7 +100,7 @@ def place_by_numbers(record: RoleRecord, local: tuple[int | None, int | None], n
             local_rank, local_size = 0, 1
     if local_rank is None or local_size is None:
         known, missing = names if local_rank is not None else names[::-1]
-        raise ConfigError(f"{known} is set and {missing} is not; the place on the node takes both. Set {missing}.")
+        raise ConfigError(f"{known} is set and {missing} is not; both are needed. Set {missing}.")
     check_rank(local_rank, local_size, *names)
     if local_size > record.world_size:
         raise ConfigError(
@@ -117,14 +117,14 @@ def check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> N
         raise ConfigError(f"{world_name} is {world_size!r}; a job has at least one process.")
     if not 0 <= rank < world_size:
         raise ConfigError(
-            f"{rank_name} is {rank!r} and {world_name} is {world_size!r}; a rank lies between 0 and {world_size - 1}. "
+            f"{rank_name} is {rank!r} and {world_name} is {world_size!r}; a rank is between 0 and {world_size - 1}. "
             "Start every process of the job with the same number of processes."
         )
 
 
 def check_endpoints(endpoints: tuple[str, ...], name: str) -> None:
-    """Raises ConfigError for a malformed endpoint or one that stands twice."""
+    """Raises ConfigError for a malformed or duplicate endpoint."""
     read_hosts(endpoints, name)
     twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
     if twice:
-        raise ConfigError(f"{name} holds {twice!r} more than once; every process has an address of its own.")
+        raise ConfigError(f"{name} holds {twice!r} more than once; every process needs a different address.")

@@ -1,4 +1,4 @@
-"""srun and mpirun: the variables they give each process, and a meeting point worked out from them.
+"""srun and mpirun: the variables they set for each process, and a rendezvous address derived from them.
 
 Standard library only.
 """
@@ -15,7 +15,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.role.record import RoleRecord, check_rank
 
-_MAX_HOSTS = 100_000  # of a list; a range of a few characters can stand for any number
+_MAX_HOSTS = 100_000  # in a list; a range of a few characters can expand to any number
 _DEFAULT_PORT = 29500  # torch's
 _FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the range from which systems hand out free ports
 
@@ -28,7 +28,7 @@ def is_slurm_task(env: Environment) -> bool:
 def is_mpi_process(env: Environment) -> bool:
     """Returns whether mpirun started this process.
 
-    srun can set PMI_RANK as well. Then there is a step, and MPICH's and Intel's MPI_LOCALRANKID is absent.
+    srun can also set PMI_RANK. Then there is a step, and MPI_LOCALRANKID of MPICH and Intel MPI is absent.
     """
     if env.has("OMPI_COMM_WORLD_RANK"):
         return True
@@ -38,8 +38,8 @@ def is_mpi_process(env: Environment) -> bool:
 def read_slurm(env: Environment) -> RoleRecord:
     """Returns the record of a task of an srun step.
 
-    The workers meet at MASTER_ADDR and MASTER_PORT where set; otherwise on the first node of the step (loopback when
-    there is one node), at a port worked out from the numbers of job and step.
+    The rendezvous is at MASTER_ADDR and MASTER_PORT where set; otherwise on the first node of the step (loopback when
+    there is one node), at a port derived from the numbers of job and step.
     """
     world_name = "SLURM_STEP_NUM_TASKS" if env.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, world_size = _need_int(env, "SLURM_PROCID"), _need_int(env, world_name)
@@ -69,8 +69,8 @@ def read_slurm(env: Environment) -> RoleRecord:
 def read_mpi(env: Environment) -> RoleRecord:
     """Returns the record of a process of Open MPI's, MPICH's or Intel MPI's mpirun.
 
-    The workers meet at MASTER_ADDR, or on loopback when all of them are on this node. The port is MASTER_PORT, or
-    worked out from Open MPI's name of the job, or 29500.
+    The rendezvous is at MASTER_ADDR, or on loopback when all workers are on this node. The port is MASTER_PORT, or
+    derived from Open MPI's job name, or 29500.
     """
     if env.has("OMPI_COMM_WORLD_RANK"):
         rank_name, world_name = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
@@ -122,7 +122,7 @@ def expand_hosts(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
 
 
 def task_counts(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
-    """Returns the tasks of each node of Slurm's short form.
+    """Returns the number of tasks of each node from Slurm's short form.
 
     Example:
         >>> task_counts("2(x3),1")
@@ -142,9 +142,7 @@ def _expand_range(text: str, whole: str, name: str) -> list[str]:
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,20})(?:-([0-9]{1,20}))?", item.strip())
         if match is None:
-            raise ConfigError(
-                f"{name} is {whole!r:.200}; between its brackets stand numbers and ranges such as [1-3,7]."
-            )
+            raise ConfigError(f"{name} is {whole!r:.200}; its brackets hold numbers and ranges such as [1-3,7].")
         first, last = match[1], match[2] or match[1]
         if len(numbers) + int(last) - int(first) >= _MAX_HOSTS:
             raise ConfigError(f"{name} is {whole!r:.200}; it names more than {_MAX_HOSTS} hosts.")
@@ -173,7 +171,7 @@ def _slurm_master(env: Environment, hosts: list[str], num_nodes: int) -> str:
         return join_endpoint(address.strip(), env.int("MASTER_PORT"))
     job, step = env.raw("SLURM_JOB_ID"), env.raw("SLURM_STEP_ID")
     if job is None:
-        raise ConfigError("SLURM_JOB_ID is not set, from which the port of rank 0 is worked out. Set MASTER_PORT.")
+        raise ConfigError("SLURM_JOB_ID is not set, and the port of rank 0 is derived from it. Set MASTER_PORT.")
     return join_endpoint(address.strip(), _port_from(f"{job}.{step}"))
 
 
@@ -214,7 +212,7 @@ def _first_int(env: Environment, names: tuple[str, ...]) -> int:
     name = next((name for name in names if env.has(name)), None)
     if name is None:
         raise ConfigError(
-            f"{' and '.join(names)} are not set: this mpirun does not say where a process stands on its node. "
+            f"{' and '.join(names)} are not set: this mpirun does not give a process its local rank. "
             f"Set {names[-1]}, or start the script with torchrun or python -m fleet.launch."
         )
     return env.int(name)

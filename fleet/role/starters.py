@@ -1,13 +1,13 @@
-"""Who am I, asked of the environment: one pure function for each way a job can be started.
+"""Reads the role from the environment: one pure function for each way to start a job.
 
 [Note: Who wins]
-Starters nest, and the inner one decides, because it knows how many processes there are:
+Starters nest, and the innermost decides, because it knows how many processes there are:
 
-1. Fleet's own variables (PADDLE_TRAINER_ID ...). The launcher sets torch's beside them; they must agree.
-2. RANK: torchrun, Kubeflow's PyTorchJob, or a script of the user. torchrun inside a Slurm allocation is this case.
-3. mpirun, also inside a Slurm allocation (there the Slurm variables describe mpirun's own daemons).
-4. srun: only a task of a step. A batch shell has SLURM_PROCID=0 too, and is not a task (see ``_refuse_batch_shell``).
-5. Nothing: a single process; but what says that there should be more is an error, never a smaller job.
+1. Fleet's own variables (PADDLE_TRAINER_ID ...). The launcher also sets torch's; they must agree.
+2. RANK: torchrun, Kubeflow's PyTorchJob, or a user's script. torchrun inside a Slurm allocation is this case.
+3. mpirun, even inside a Slurm allocation (there the Slurm variables describe mpirun's own daemons).
+4. srun: only a task of a step. A batch shell also has SLURM_PROCID=0, and is not a task (see ``_refuse_batch_shell``).
+5. Nothing: a single process; but a variable that implies several processes is an error, never a smaller job.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ALONE = "To run a single process on purpose, set PADDLE_TRAINERS_NUM=1."
 
 
 def read_record(env: Environment) -> RoleRecord:
-    """Returns who this process is in a collective job, from whichever starter started it.
+    """Returns the role of this process in a collective job, from whichever starter started it.
 
     Raises:
-        ConfigError: variables are missing, contradict each other, or ask for a job that this process is not in.
+        ConfigError: variables are missing, contradict each other, or describe a job that this process is not in.
 
     Example:
         >>> read_record(Environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})).source
@@ -53,7 +53,7 @@ def _reader(env: Environment) -> Callable[[Environment], RoleRecord]:
 
 
 def read_single(env: Environment) -> RoleRecord:
-    """Returns the record of a process that no starter started; refuses one that was meant to be part of a job."""
+    """Returns the record of a process without a starter; refuses one that was meant to be part of a job."""
     world_size = env.int("WORLD_SIZE")
     if world_size > 1:
         raise ConfigError(
@@ -73,8 +73,8 @@ def read_single(env: Environment) -> RoleRecord:
 def _refuse_batch_shell(env: Environment) -> None:
     """Raises when a Slurm allocation for several tasks runs this process outside srun.
 
-    A shell of sbatch or salloc shows SLURM_NTASKS, and in a batch shell SLURM_PROCID=0, whether or not the user meant
-    to type srun. A forgotten srun gives a job of one process that looks well, so it is refused.
+    A shell of sbatch or salloc has SLURM_NTASKS, and a batch shell SLURM_PROCID=0, whether or not the user forgot
+    srun. A forgotten srun gives a one-process job that looks fine, so it is refused.
     """
     if not env.has("SLURM_JOB_ID"):
         return
@@ -90,11 +90,10 @@ def _refuse_batch_shell(env: Environment) -> None:
 
 
 def read_torch(env: Environment) -> RoleRecord:
-    """Returns the record of torch's contract: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the local pair.
+    """Returns the record that torch's contract describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, the local pair.
 
-    Without LOCAL_RANK and LOCAL_WORLD_SIZE the place on the node is what srun says; outside a step the process is the
-    only one of its node (Kubeflow starts one in each pod), unless MASTER_ADDR is a loopback address: then all
-    processes are on this node.
+    Without LOCAL_RANK and LOCAL_WORLD_SIZE, srun gives the local rank. Outside a step the process is the only one on
+    its node (Kubeflow starts one in each pod), unless MASTER_ADDR is loopback: then all processes are on this node.
     """
     if not env.has("WORLD_SIZE"):
         raise ConfigError(f"RANK is {env.raw('RANK')!r} and WORLD_SIZE is not set. Set both, or neither.")

@@ -46,7 +46,7 @@ _OWN = frozenset(
         "_compiled_call_impl",
     }
 )
-# These give way to a method of the user's that has their name, as everything does that comes from nn.Module alone.
+# A method of the user's with one of these names takes precedence, as over everything that comes from nn.Module alone.
 _GIVES_WAY = (
     "clear_gradients",
     "scale_loss",
@@ -74,29 +74,29 @@ class ModelObserver(Protocol):
         """Called before workers may take different numbers of batches."""
 
     def before_load(self) -> None:
-        """Called before a state is taken over."""
+        """Called before a state is loaded."""
 
     def before_save(self) -> None:
-        """Called before a state is handed out."""
+        """Called before a state is returned."""
 
     def meet(self, call: str) -> None:
-        """Called where every worker must call; returns when all have."""
+        """Called where every worker must call; returns when every worker has."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Called with an error of the wrapped module; raises what it means for the job."""
+        """Called with an error of the wrapped module; raises an error that says what it means for the job."""
 
 
 class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
 
     ``module`` is the user's module. Assigning an attribute assigns it there. A method that the user's class defines
-    stands before one that all modules have (``compile``, ``eval``, ``to``). A method of the user's module that
-    itself runs submodules would bypass the gradient exchange; calling one while gradients are recorded raises, until
+    takes precedence over one that all modules have (``compile``, ``eval``, ``to``). A method of the user's module that
+    runs submodules itself would bypass the gradient exchange; calling one while gradients are recorded raises, until
     :meth:`mark_forward_method` names it.
 
-    A deep copy shares nothing with the model but the job. It exchanges gradients as DistributedDataParallel's does
-    where data parallel is all that happens to gradients; otherwise, and after ``torch.load``, it computes and is saved,
-    and a backward pass to its parameters raises.
+    A deep copy shares only the job with the model. Where data parallel is all that happens to gradients, the copy
+    exchanges them as a copy of DistributedDataParallel does. Otherwise, and after ``torch.load``, the copy computes and
+    can be saved, and a backward pass to its parameters raises.
 
     Args:
         module: the user's module, after strategies have rewritten parts of it.
@@ -126,7 +126,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         self._follow_mode()
 
     def _follow_mode(self) -> None:
-        """Takes the mode of the user's module; its parts, which may be frozen in evaluation mode, keep theirs."""
+        """Takes the mode of the user's module; its submodules, which may be frozen in evaluation mode, keep theirs."""
         wrapper: nn.Module | None = self._chain
         while wrapper is not None and wrapper is not self.module:
             wrapper.training, wrapper = self.module.training, inner_of(wrapper)
@@ -168,18 +168,18 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         return [p for name, p in reducer.module.named_parameters() if name not in reducer.parameters_to_ignore]
 
     def release_group(self) -> None:
-        """Lets go of the process group; the exchange of gradients is over."""
+        """Releases the process group; gradients are no longer exchanged."""
         reducer = data_parallel_in(self._chain)
         if reducer is not None:
             for name in ("reducer", "logger", "process_group", "fleet_keywords"):
                 reducer.__dict__.pop(name, None)
 
     def clear_gradients(self) -> None:
-        """Forgets every gradient, as ``zero_grad`` does; Fleet's name."""
+        """Clears every gradient, as ``zero_grad`` does; Fleet's name."""
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets every gradient."""
+        """Clears every gradient."""
         super().zero_grad(set_to_none=set_to_none)
         if type(self.module).zero_grad is not nn.Module.zero_grad:
             self.module.zero_grad(set_to_none=set_to_none)
@@ -187,7 +187,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
             self._observer.after_clear(list(self.parameters()))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
+        """Returns a context in which backward keeps gradients local; a later backward exchanges them."""
         no_sync = getattr(self._chain, "no_sync", None)
         return cast("AbstractContextManager[None]", no_sync()) if no_sync is not None else nullcontext()
 
@@ -213,11 +213,11 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         return nullcontext() if reducer is None else cast("AbstractContextManager[Any]", reducer.join(*args, **kwargs))
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Returns what ``torch.distributed.algorithms.join.Join([model])`` runs on a worker that is out of batches."""
+        """Returns what ``torch.distributed.algorithms.join.Join([model])`` runs on a worker without batches."""
         reducer = self._joining()
         if reducer is None:
             raise ConfigError(
-                "Join([model]): no gradients are exchanged here. Use model.join(), which does nothing then."
+                "Join([model]): no gradients are exchanged here. Use model.join(), which is then a no-op."
             )
         return reducer.join_hook(**kwargs)
 
@@ -231,7 +231,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         return loss
 
     def apply_collective_grads(self) -> None:
-        """Does nothing: gradients were exchanged during backward (Fleet's older loops call this)."""
+        """A no-op: gradients were exchanged during backward (Fleet's older loops call this)."""
 
     def mark_forward_method(self, name: str) -> None:
         """Makes ``model.<name>(...)`` run through the wrapped module, like ``model(...)``.
@@ -251,8 +251,8 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the user's module, under the user's names.
 
-        Where sharding divides the parameters it holds DTensors, of which this worker has a part, and a warning says
-        so; :meth:`full_state_dict` and :meth:`local_state_dict` are what can be saved.
+        Where sharding shards the parameters, the state holds DTensors, of which this worker has a shard, and a warning
+        says so. Save what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
         """
         if self._observer is not None:
             self._observer.before_save()
@@ -265,7 +265,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         """Returns the whole state on the host, which a plain module loads; every worker must call it.
 
         Args:
-            keep: False takes part in gathering and returns ``{}``, to save memory on workers that do not write.
+            keep: False takes part in the gather and returns ``{}``, which saves memory on workers that do not write.
 
         Example:
             >>> state = model.full_state_dict(keep=fleet.is_first_worker())
@@ -279,32 +279,32 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         return state if keep else {}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns this worker's part as plain tensors on the host; each worker saves its own, and none waits.
+        """Returns this worker's shard as plain tensors on the host; each worker saves its own, and none waits.
 
-        :meth:`load_state_dict` takes it on the worker of the same rank in a job of as many workers.
+        :meth:`load_state_dict` loads it on the worker of the same rank in a job with as many workers.
         """
         if self._observer is not None:
             self._observer.before_save()
         return local_state(self.module.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state of the user's module: its own, a whole one on every worker, or this worker's part.
+        """Loads a state of the user's module: its own, a whole one on every worker, or this worker's shard.
 
-        Raises CheckpointError for the part of another worker, and ConfigError for ``assign`` with divided parameters.
+        Raises CheckpointError for the shard of another worker, and ConfigError for ``assign`` with sharded parameters.
         """
         if self._observer is not None:
             self._observer.before_load()
         own = self.module.state_dict()
         if has_parts(own):
             if assign:
-                raise ConfigError("load_state_dict(assign=True) would replace the parameters that sharding divided.")
+                raise ConfigError("load_state_dict(assign=True) would replace the parameters that were sharded.")
             state_dict = state_like(state_dict, own)
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads worker 0's ``state_dict``, a whole state, on all workers; every worker must call it.
 
-        The argument of the other workers is not looked at and may be ``{}``.
+        The argument of the other workers is ignored and may be ``{}``.
         """
         if self._observer is not None:
             self._observer.meet("model.load_full_state_dict()")
@@ -313,7 +313,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Loads a state as Fleet does: entries that are not part of the module ('epoch') are left alone.
 
-        Raises RuntimeError when an entry of the module is missing or has another shape, and CheckpointError for a
+        Raises RuntimeError when an entry of the module is missing or has a different shape, and CheckpointError for a
         tensor that the module does not have.
         """
         return self.load_state_dict(known_entries(state_dict, [*self.module.state_dict(), PART]))
@@ -322,7 +322,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     load_dict = set_state_dict
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over the parameters under the user's names; with sharding over the parts that optimizers update."""
+        """Iterates over the parameters under the user's names; with sharding, over the shards being updated."""
         return ((name, part_of(p)) for name, p in self.module.named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -381,8 +381,8 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     def _check_whole(self, call: str) -> None:
         if has_parts(dict(self.named_parameters())):
             raise ConfigError(
-                f"{call}: sharding stages 2 and 3 divided the model, and a worker holds a part of it. Save "
-                "model.full_state_dict(), which a plain module loads; keep an average of the parts beside "
+                f"{call}: sharding stages 2 and 3 sharded the model, and a worker holds a shard of it. Save "
+                "model.full_state_dict(), which a plain module loads; keep an average of the shards in "
                 "model.parameters(), which torch._foreach_lerp_ updates; or set sharding_configs['stage'] to 1."
             )
 
@@ -420,7 +420,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         return call
 
     def _redirect(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``method`` run inside the forward of the wrapped module."""
+        """Runs ``method`` inside the forward of the wrapped module and returns its result."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -446,7 +446,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
 
 def _methods_of_the_users(kind: type[nn.Module]) -> list[str]:
-    """Returns the names of methods that the user's class and every module or FleetModel have, and which are called."""
+    """Returns the called methods that the user's class has in common with every module or FleetModel."""
     own = [name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)]
     return [
         name
@@ -457,7 +457,7 @@ def _methods_of_the_users(kind: type[nn.Module]) -> list[str]:
 
 
 def _loaded(module: nn.Module) -> FleetModel:
-    """Returns what ``torch.load`` makes of a model that was saved as a whole."""
+    """Returns what ``torch.load`` makes of a model that was pickled whole."""
     model = FleetModel(module, module)
     object.__setattr__(model, "_trains", False)
     return model
@@ -465,8 +465,8 @@ def _loaded(module: nn.Module) -> FleetModel:
 
 def _refuse_training(gradient: Tensor) -> None:
     raise ConfigError(
-        "backward() came to a copy of a model that fleet.distributed_model() returned (copy.deepcopy, AveragedModel, "
-        "torch.load), whose gradients nothing exchanges and unscales. To train it, pass its module: "
+        "backward() reached a copy of a model that fleet.distributed_model() returned (copy.deepcopy, AveragedModel, "
+        "torch.load), whose gradients nothing exchanges or unscales. To train it, pass its module: "
         "fleet.distributed_model(twin.module). For gradients of inputs alone: twin.requires_grad_(False)."
     )
 
@@ -508,7 +508,7 @@ def _no_backward(module: nn.Module, method: str) -> Iterator[None]:
     try:
         yield
     finally:
-        is_open = False  # amp may have put itself around it meanwhile
+        is_open = False  # amp may have wrapped it in the meantime
         if torch.autograd.backward is refuse:
             torch.autograd.backward = original
 
@@ -516,7 +516,7 @@ def _no_backward(module: nn.Module, method: str) -> Iterator[None]:
 def runs_inside(module: nn.Module, method: str, what: str) -> str:
     """Returns the message for a ``method`` that was marked although it runs ``what``."""
     return (
-        f"model.{method}() was marked with mark_forward_method() and so runs inside the wrapped forward, and it calls "
+        f"model.{method}() was marked with mark_forward_method(), so it runs inside the wrapped forward, and it calls "
         f"{what} there, before gradients can be exchanged. Do not mark it; {_instead_of_self(module, method)}"
     )
 
@@ -529,6 +529,6 @@ def _instead_of_self(module: nn.Module, method: str) -> str:
 
 
 def _enter_module(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Leads a state that a module around ``model`` loads, under the user's names, to the user's module."""
+    """Passes a state that a module around ``model`` loads, under the user's names, to the user's module."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)

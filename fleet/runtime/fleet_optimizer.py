@@ -1,4 +1,4 @@
-"""FleetOptimizer: what ``fleet.distributed_optimizer`` returns. A torch optimizer with Fleet's calls beside torch's."""
+"""FleetOptimizer: what ``fleet.distributed_optimizer`` returns, a torch optimizer that also has Fleet's calls."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class StepObserver(Protocol):
         """Called after each step of the user."""
 
     def meet(self, call: str) -> None:
-        """Called where every worker must call; returns when all have."""
+        """Called where every worker must call; returns when every worker has."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Called with an error of the optimizer inside; raises what it means for the job."""
+        """Called with an error of the optimizer inside; raises an error that says what it means for the job."""
 
 
 class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
-    """Steps the optimizer inside, through whatever the strategies put around it.
+    """Steps the optimizer inside, through whatever the strategies wrapped around it.
 
-    Everything of ``torch.optim.Optimizer`` works as before, and Fleet's calls as well: ``minimize``, ``clear_grad``,
+    Everything in ``torch.optim.Optimizer`` works as before, and so do Fleet's calls: ``minimize``, ``clear_grad``,
     ``get_lr``, ``set_lr``, ``set_state_dict``.
     """
 
@@ -51,11 +51,11 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         super().__init__(chain)
         self.user_optimizer = user_optimizer
         self._observer: StepObserver | None = observer
-        self._filled = False  # a gradient came since the last step or clear; kept once minimize() has to know
+        self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
         self._counted: dict[nn.Parameter, Any] = {}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Updates the parameters; what a step means is up to the strategies that are on."""
+        """Updates the parameters; what a step means depends on the strategies that are on."""
         observer = self._observer
         if observer is not None:
             observer.before_step()
@@ -81,14 +81,14 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         """Updates the parameters once with the gradients of ``loss``, and leaves the gradients in place.
 
         Fleet's eager loop calls ``loss.backward()`` first; the static form does not. Both work: when no backward pass
-        has come from ``loss`` to the output of the model, this call clears the optimizer's gradients and runs
-        ``loss.backward()``; otherwise it uses the gradients that are there.
+        from ``loss`` has reached the output of the model, this call clears the optimizer's gradients and runs
+        ``loss.backward()``; otherwise it uses the existing gradients.
 
         Args:
             loss: the loss, or a list of losses that are added.
             startup_program: accepted for Fleet's signature; torch has no programs.
             parameter_list: restricts the update to these parameters.
-            no_grad_set: leaves these parameters out of the update.
+            no_grad_set: excludes these parameters from the update.
 
         Returns:
             An empty list (Fleet's operators) and the pairs of parameter and gradient.
@@ -104,8 +104,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         left_out = {p for p in self.parameters() if (only is not None and id(p) not in only) or id(p) in never}
         if left_out and self.merges():
             raise ConfigError(
-                "minimize(parameter_list=..., no_grad_set=...) restricts one update, and an update takes the gradients "
-                "of several batches here. Set requires_grad of the other parameters to False instead."
+                "minimize(parameter_list=..., no_grad_set=...) restricts one update, and here an update takes the "
+                "gradients of several batches. Set requires_grad of the other parameters to False instead."
             )
         if total.grad_fn is not None and not self._has_backward(total):
             self.zero_grad()
@@ -130,15 +130,15 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def amp_init(
         self, place: object = None, scope: object = None, test_program: object = None, use_fp16_test: bool = False
     ) -> None:
-        """Checks that mixed precision is ready; Fleet's scripts call it once after the model was initialised.
+        """Checks that mixed precision is ready; Fleet's scripts call it once after they initialise the model.
 
-        There is nothing left to convert: ``distributed_model`` made the model compute in 16 bit, in evaluation too.
+        There is nothing left to convert: ``distributed_model`` made the model compute in 16 bits, in evaluation too.
 
         Args:
             place: the device, as torch names it (``"cuda:0"``, a ``torch.device``), or ``None``.
             scope: accepted for Fleet's signature; torch has no scopes.
             test_program: accepted for Fleet's signature; torch has no programs.
-            use_fp16_test: accepted; evaluation runs through the same model, and so in 16 bit.
+            use_fp16_test: accepted; evaluation runs through the same model, and so in 16 bits.
 
         Raises:
             ConfigError: amp is off, or ``place`` is not the device of this worker.
@@ -171,18 +171,18 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._filled = False
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
-        """Clears the gradients: forgets them, or with ``set_to_zero`` fills them with zeros."""
+        """Clears the gradients: sets them to None, or with ``set_to_zero`` fills them with zeros."""
         self.zero_grad(set_to_none=not set_to_zero)
 
     clear_gradient = clear_gradients = clear_grad
 
     def get_lr(self) -> float:
-        """Returns the learning rate: the first parameter group's, without the factor that Fleet's groups may have."""
+        """Returns the first parameter group's learning rate, without the factor that Fleet's groups may have."""
         group = self.param_groups[0]
         return float(group["lr"]) / (group.get("lr_factor", 1.0) or 1.0)
 
     def set_lr(self, value: float) -> None:
-        """Sets the learning rate of every parameter group, times the factor that a group of Fleet's form has.
+        """Sets the learning rate of every parameter group, times the factor that a group in Fleet's form has.
 
         Raises ConfigError for a negative or non-number.
         """
@@ -196,17 +196,17 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state; with sharding this worker's part of it, and a warning says so."""
+        """Returns the state; with sharding, this worker's shard of it, and a warning says so."""
         state = super().state_dict()
         if PART in state or has_parts(state):
             warn_of_parts("optimizer")
         return state
 
     def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Returns the whole state on the host, which any number of workers load; every worker must call it.
+        """Returns the whole state on the host, which any number of workers can load; every worker must call it.
 
         Args:
-            keep: False takes part in gathering and returns ``{}``.
+            keep: False takes part in the gather and returns ``{}``.
         """
         state = super().state_dict()
         inner: Optimizer = self
@@ -222,11 +222,11 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         return whole if keep else {}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns this worker's part as plain tensors on the host; each worker saves its own."""
+        """Returns this worker's shard as plain tensors on the host; each worker saves its own."""
         return local_state(super().state_dict())
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state; entries that no optimizer state has ('epoch') are left alone."""
+        """Loads a state; entries that no optimizer state has ('epoch') are ignored."""
         known = {*super().state_dict(), PART}
         self.load_state_dict({name: value for name, value in state_dict.items() if name in known})
 
@@ -239,7 +239,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def _has_backward(self, loss: Tensor) -> bool:
         """Returns whether the user's loop ran backward for ``loss``; the same on all ranks that run the same script.
 
-        Known from the wrapped models that ``loss`` was computed by; without one, from the gradients of this process.
+        Known from the wrapped models that computed ``loss``; without one, from the gradients of this process.
         """
         forwards = forwards_behind(loss)
         if not forwards:
@@ -250,14 +250,14 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
             return False
         if all(made.differentiated == "minimize" for made in forwards):
             raise ConfigError(
-                "minimize(loss) was called for a loss that another minimize() has differentiated already, and its "
+                "minimize(loss) was called for a loss that another minimize() has already differentiated, and its "
                 "graph is gone. Call loss.backward() once, then minimize(loss) of each optimizer."
             )
         return True
 
     def _has_gradients(self) -> bool:
-        """Returns whether a gradient came since the last step or clear."""
-        if not self._counted:  # so far nobody has counted
+        """Returns whether a gradient arrived since the last step or clear."""
+        if not self._counted:  # nothing has counted so far
             self._filled = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters())
         for parameter in self.parameters():
             if parameter.requires_grad and parameter not in self._counted:

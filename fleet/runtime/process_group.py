@@ -1,9 +1,9 @@
-"""Start of the process group: one store, every rank announces itself, and an absent one is named, not waited for.
+"""Starts the process group: one store, in which every rank announces itself; absent ranks are named at the timeout.
 
 [Note: Whose store]
-Under torchrun the agent already serves the store at MASTER_ADDR:MASTER_PORT and every worker is a client. Everywhere
+Under torchrun the agent already serves the store at MASTER_ADDR:MASTER_PORT, and every worker is a client. Everywhere
 else rank 0 serves it, on a socket bound to the master's address only. torch's own server listens on all interfaces,
-which is why the socket is made here.
+so the socket is created here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _REPORT_EVERY_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where and as whom this process meets the others.
+    """Where this process joins the rendezvous, and as which rank.
 
     ``prefix`` keeps generations apart in a store that outlives them. ``agent_store`` is True when the launcher serves
-    the store itself (torchrun). ``anew`` says that failed processes come back one by one under the same prefix: such a
-    one waits until rank 0 has come back, too. Timeouts are in seconds: ``wait_s`` for the peers to come,
+    the store itself (torchrun). ``anew`` says that failed processes restart one by one under the same prefix: each
+    waits until rank 0 has restarted, too. Timeouts are in seconds: ``wait_s`` for the peers to join,
     ``operation_s`` for every later collective. ``num_nodes`` of 1 keeps everything on this machine.
     """
 
@@ -54,11 +54,11 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
     """Starts the default process group and returns it; an existing one is returned as it is.
 
     Raises:
-        RendezvousError: not every rank came within ``meeting.wait_s`` seconds; the message lists the absent ones.
+        RendezvousError: not every rank joined within ``meeting.wait_s`` seconds; the message lists the absent ones.
     """
     if not dist.is_initialized():
-        # Its functions take the default group as an argument's default when they are imported, which the first
-        # DistributedDataParallel does. Imported now they hold none, and the group can end before Python does.
+        # Importing it binds the current default group as an argument's default, and the first
+        # DistributedDataParallel imports it. Imported now, it holds no group, and the group can end before Python does.
         importlib.import_module("torch.distributed.nn.functional")
         if meeting.num_nodes > 1:
             _choose_interface(meeting.host)
@@ -79,9 +79,9 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
 
 
 def _choose_interface(master: str) -> None:
-    """Names the interface for gloo and NCCL where neither the user nor the launcher did: the one towards ``master``.
+    """Sets gloo's and NCCL's interface to the one towards ``master``, where neither the user nor the launcher set it.
 
-    gloo takes the address of the host's own name otherwise, which Debian and Ubuntu map to 127.0.1.1.
+    Otherwise gloo takes the address of the host's own name, which Debian and Ubuntu map to 127.0.1.1.
     """
     environment = Environment()
     if (interface := interface_to("", [master])) is not None:
@@ -107,9 +107,9 @@ def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
 def _store_of_next_meeting(
     meeting: Meeting, store: dist.Store, deadline: float, say: Callable[[str], None]
 ) -> dist.Store:
-    """Returns the store that rank 0 opens when it has come back: in ``store`` this rank has met the others before."""
+    """Returns the store that rank 0 opens after its restart; this rank has already joined once in ``store``."""
     who = f"[rank {meeting.global_rank} of {meeting.world_size}]"
-    say(f"{who} came back, and the others have not ended yet; waiting until all meet again")
+    say(f"{who} restarted, and the others have not ended yet; waiting for all to rejoin")
     while True:
         try:
             store.check(["fleet"])
@@ -117,8 +117,8 @@ def _store_of_next_meeting(
             break  # rank 0, which served it, has ended
         if time.monotonic() >= deadline:
             raise RendezvousError(
-                f"{who} came back, and rank 0 still trains with its predecessor after {meeting.wait_s:g} s. Start all "
-                "of them again. FLAGS_stop_check_timeout sets the time to wait, in seconds."
+                f"{who} restarted, and after {meeting.wait_s:g} s rank 0 still trains with its predecessor. Restart "
+                "all of them. FLAGS_stop_check_timeout sets the time to wait, in seconds."
             )
         time.sleep(0.1)
     _wait_for_server(meeting, deadline, say)
@@ -143,8 +143,8 @@ def _open_store(meeting: Meeting, serves: bool) -> dist.Store:
 def _listen(host: str, port: int, num_nodes: int = 1) -> socket.socket:
     """Returns a listening socket bound to the address of ``host``, or to every address if that is not ours.
 
-    A master behind address translation (a Kubernetes service) names an address that no interface holds. The name of
-    this machine leads to loopback here (127.0.1.1 on Debian), and to its real address on the other nodes.
+    A master behind address translation (a Kubernetes service) has an address that no interface holds. The name of this
+    machine resolves to loopback here (127.0.1.1 on Debian), and to its real address on the other nodes.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if num_nodes > 1 and means_itself(str(address[0])) and not means_itself(host):
@@ -180,8 +180,8 @@ def _wait_for_server(meeting: Meeting, deadline: float, say: Callable[[str], Non
             now = time.monotonic()
         if now >= deadline:
             raise RendezvousError(
-                f"[rank {meeting.global_rank} of {meeting.world_size}] nobody answered at {endpoint} within "
-                f"{meeting.wait_s:g} s. Absent ranks: [0], which serves the meeting point. Is it running, and can this "
+                f"[rank {meeting.global_rank} of {meeting.world_size}] no answer at {endpoint} within "
+                f"{meeting.wait_s:g} s. Absent ranks: [0], which serves the rendezvous. Is it running, and can this "
                 "host reach it? FLAGS_stop_check_timeout sets the time to wait, in seconds."
             )
         if now >= report_at:
@@ -213,8 +213,8 @@ def _wait_for_ranks(
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.1)
     except dist.DistError as error:
-        # Rank 0 serves the meeting point, and has given up first.
+        # Rank 0 serves the rendezvous and gave up first.
         raise RendezvousError(
-            f"{who} rank 0 left the meeting point before every rank had come; absent ranks when last seen: {absent}. "
-            "Its log says more."
+            f"{who} rank 0 left the rendezvous before every rank had joined; absent ranks when last seen: {absent}. "
+            "See its log."
         ) from error

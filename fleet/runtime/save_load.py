@@ -1,4 +1,4 @@
-"""save and load: files that are whole or not there, and reading that never runs code.
+"""save and load: files that are complete or absent, and reading that never runs code.
 
 [Note: How a file stays whole]
 The data goes to a new file in the same folder, which is flushed to the disk, read back without its tensor data, and
@@ -23,19 +23,19 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive
 from fleet.strategies._shared.parts import has_parts
 
-_STALE_AFTER_S = 3600.0  # a temporary file that nobody has written to for so long belongs to a process that died
+_STALE_AFTER_S = 3600.0  # a temporary file unwritten for this long belongs to a process that died
 _CHUNK_BYTES = 1 << 20
 _CONTENTS = "tensors, numbers, texts, lists and dictionaries: model.state_dict(), optimizer.state_dict(), an epoch"
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
-    """Writes ``obj`` to exactly ``path`` (no suffix is added); the previous file is replaced whole, or not at all.
+    """Writes ``obj`` to exactly ``path`` (no suffix is added); replaces the previous file atomically.
 
-    Missing folders are made.
+    Missing folders are created.
 
     Args:
         obj: tensors, numbers, texts, lists and dictionaries of them, as ``state_dict()`` returns.
-        path: the file's name; ``.pdparams`` and ``.pdopt`` are Fleet's habit.
+        path: the file's name; Fleet's convention is ``.pdparams`` and ``.pdopt``.
 
     Raises:
         ConfigError: ``obj`` holds something that :func:`load` would refuse; nothing was written.
@@ -49,8 +49,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"save(path={str(path)!r}): this is a folder. Name a file in it.")
     if has_parts(obj):
         raise ConfigError(
-            "save(): the state holds DTensors, of which this worker has a part only. Call full_state_dict() on every "
-            "worker and save what it returns on one; or save what local_state_dict() returns on each, to its own file."
+            "save(): the state holds DTensors, of which this worker has only a shard. Call full_state_dict() on every "
+            "worker and save its result on one; or save the result of local_state_dict() on each, to separate files."
         )
     target = Path(os.path.realpath(target))  # a link stays a link
     try:
@@ -65,7 +65,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"save(path={str(path)!r}): {error.strerror or error}. A previous file of this name is untouched."
+            f"save(path={str(path)!r}): {error.strerror or error}. A previous file with this name is untouched."
         ) from error
 
 
@@ -74,12 +74,12 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
 
     Args:
         path: the file.
-        map_location: device the tensors come to; the CPU by default, so that a file written on a GPU loads anywhere.
-        check_sums: compare the data with the check sums in the file first, which reads it twice; torch itself does
-            not look at them. ``False`` also reads files that were written without them.
+        map_location: device of the loaded tensors; the CPU by default, so that a file written on a GPU loads anywhere.
+        check_sums: verify the checksums in the file first, which reads it twice; torch itself ignores them. ``False``
+        also reads files that were written without them.
 
     Raises:
-        CheckpointError: the file is absent, cut short, damaged, packed, or holds objects other than plain data.
+        CheckpointError: the file is absent, truncated, damaged, compressed, or holds objects other than plain data.
 
     Example:
         >>> state = load("checkpoint.pdparams")
@@ -103,16 +103,16 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
 
 
 def _paddle_model_in(folder: Path) -> str:
-    from fleet.ps.files.manifest import paddle_model_in  # which a job without servers does not need
+    from fleet.ps.files.manifest import paddle_model_in  # not needed in a job without servers
 
     return paddle_model_in(folder)
 
 
 def known_entries(state_dict: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Returns the entries of ``state_dict`` that ``known`` names; other entries may be anything but tensors.
+    """Returns the entries of ``state_dict`` that ``known`` names; the other entries must not be tensors.
 
-    Fleet's scripts put ``state_dict['epoch'] = n`` beside the parameters, and its ``set_state_dict`` leaves such
-    entries alone, where torch's strict loading raises. A tensor that nobody knows is a mistake in both.
+    Fleet's scripts put ``state_dict['epoch'] = n`` beside the parameters, and its ``set_state_dict`` ignores such
+    entries, where torch's strict loading raises. An unknown tensor is an error in both.
 
     Raises:
         CheckpointError: a tensor has a name that is not known.
@@ -132,7 +132,7 @@ def known_entries(state_dict: Mapping[str, Any], known: Iterable[str]) -> dict[s
 
 
 def _compare_sums(target: Path) -> None:
-    """Raises BadZipFile when a part of the file differs from its check sum; other formats have none."""
+    """Raises BadZipFile when a part of the file does not match its checksum; other formats have none."""
     if not zipfile.is_zipfile(target):
         return
     with zipfile.ZipFile(target) as archive:
@@ -154,7 +154,7 @@ def _write(obj: Any, temporary: Path) -> None:
             torch.save(obj, file)
         except OSError:
             raise
-        except Exception as error:  # whatever the object's own reduction raises
+        except Exception as error:  # whatever the object's own __reduce__ raises
             if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise ConfigError(f"save(): {type(obj).__name__} cannot be written: {error}. Save {_CONTENTS}.") from error
@@ -175,13 +175,12 @@ def _reason(call: str, error: Exception) -> str:
     found = re.search(r"Unsupported (?:global|class|operand)[^\n]*?((?:\w+\.)+\w+)", text)
     if found is not None:
         return (
-            f"{call}: it holds an object of {found[1]}, which could run code when it is read. "
-            f"A checkpoint holds {_CONTENTS}."
+            f"{call}: it holds an object of {found[1]}, which could run code when read. A checkpoint holds {_CONTENTS}."
         )
     if "eights only load failed" in text or "eights_only" in text:
         return f"{call}: it holds more than plain data ({text.splitlines()[0][:200]}). A checkpoint holds {_CONTENTS}."
     detail = text.splitlines()[0][:200] if text else type(error).__name__
-    return f"{call}: the file is cut short or damaged ({detail}). Use an earlier checkpoint."
+    return f"{call}: the file is truncated or damaged ({detail}). Use an earlier checkpoint."
 
 
 @contextmanager
@@ -207,7 +206,7 @@ def _escaped(name: str) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes the names in ``folder`` to the disk."""
+    """Flushes the directory entries of ``folder`` to disk."""
     if not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Session: everything one ``fleet.init`` set up. It is handed down; nothing else of the project keeps state.
+"""Session: everything one ``fleet.init`` set up. It is passed down; nothing else in the project keeps state.
 
 Strategies see it as ``fleet.strategies._declare.strategy.Workers``.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Session:
     """One job as this process sees it: its role, its peers, the options, and what was wrapped.
 
-    ``host_group`` can move CPU tensors also where ``process_group`` is NCCL.
+    ``host_group`` can move CPU tensors even where ``process_group`` is NCCL.
     """
 
     role_maker: RoleMakerBase
@@ -67,7 +67,7 @@ class Session:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
-    meet_workers: Callable[..., dist.ProcessGroup] | None = None  # of a job with servers; takes the tensors' device
+    meet_workers: Callable[..., dist.ProcessGroup] | None = None  # in a job with servers; takes the tensors' device
     _host_group: dist.ProcessGroup | None = None
     _roll_call: RollCall | None = None
     _uncaught: UncaughtErrors | None = None
@@ -120,13 +120,13 @@ class Session:
         return (parameter for model in self.models for parameter in model.parameters())
 
     def has_equal_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Returns whether data parallel gives every worker the same gradients of all ``parameters``."""
+        """Returns whether data parallel gives every worker the same gradients for all ``parameters``."""
         exchanged = {p for model in self.models for p in model.exchanged_parameters()}
         return all(p in exchanged for p in parameters if p.requires_grad)
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
-        """A process group that moves CPU tensors; every worker must ask for it at the same point the first time."""
+        """A process group that moves CPU tensors; the first access must come at the same point on every worker."""
         if self._host_group is None and self.meet_workers is not None:
             self._host_group = self.meet_workers()
         if self._host_group is None and self.process_group is not None:
@@ -136,20 +136,20 @@ class Session:
 
     @property
     def roll_call(self) -> RollCall | None:
-        """Where the workers meet in what all must call; None in a single process and before they have a group."""
+        """Where the workers compare the calls that all must make; None in a single process or without a group."""
         if self._roll_call is None and self.world_size > 1 and self.has_group and not self.closed:
             self._roll_call = RollCall.start(self.global_rank, self.world_size, lambda: self.num_steps)
             self._uncaught = UncaughtErrors(self.models, self._roll_call, self._who)
         return self._roll_call
 
     def meet(self, call: str) -> None:
-        """Returns when every worker has made ``call``; raises where one does not, and says where it is."""
+        """Returns when every worker has made ``call``; raises when one does not, and says where it is."""
         if self.roll_call is not None:
             self.roll_call.meet(call)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Makes an error of torch inside the context one that says what it means for the job."""
+        """Turns a torch error inside the context into one that says what it means for the job."""
         try:
             yield
         except RuntimeError as error:
@@ -157,7 +157,7 @@ class Session:
             raise
 
     def explain(self, error: RuntimeError) -> None:
-        """Raises what ``error`` means for the job; returns where it says so itself."""
+        """Raises an error that says what ``error`` means for the job; returns where ``error`` says so itself."""
         meaning = explained(error, self.models, self.roll_call, self._who)
         if meaning is not None:
             raise meaning from error
@@ -167,7 +167,7 @@ class Session:
         return f"[rank {self.global_rank} of {self.world_size}]"
 
     def adopt(self, options: DistributedStrategy) -> None:
-        """Replaces the options and the plan; models that are wrapped already are wrapped again where possible.
+        """Replaces the options and the plan; models that are already wrapped are wrapped again where possible.
 
         Raises ConfigError when the new options cannot run, or when a model was already changed in place.
         """
@@ -179,13 +179,13 @@ class Session:
             stuck = [step.name for step in self.plan.steps if step.stage == Stage.MODULE or step.in_place]
             if stuck or self.optimizers:
                 raise ConfigError(
-                    "distributed_optimizer(strategy=...) brings other options than those the model was wrapped with "
+                    "distributed_optimizer(strategy=...) sets options other than those the model was wrapped with "
                     f"({self.plan}). Give the strategy to fleet.init(), or call distributed_optimizer() first."
                 )
         self.options, self.plan = options, new_plan
         self._make_strategies()
         for model in self.models:
-            model.rewrap(model.module)  # lets go of the old wrapper, whose hooks go with it
+            model.rewrap(model.module)  # drops the old wrapper and its hooks
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
@@ -198,16 +198,16 @@ class Session:
             self._roll_call = self._uncaught = None  # they hold the store, whose server is a thread
 
     def become_served(self) -> None:
-        """Makes a single process that trains alone one whose updates happen on servers.
+        """Turns a single process that trains alone into one whose updates happen on servers.
 
-        What works in both kinds of job (amp, recompute and the like) stays around the models as it is.
+        Strategies that work in both kinds of job (amp, recompute and the like) stay around the models.
 
-        Raises ConfigError when options are on that belong to collective training, which has begun already.
+        Raises ConfigError when options of collective training are on, because it has already begun.
         """
         if strange := [step.name for step in self.plan.steps if not step.in_ps_job]:
             raise ConfigError(
                 f"fleet.init_worker(): the job has no servers and trains with {', '.join(strange)}, which parameter "
-                "servers do not offer. Turn these options off, or leave init_worker() away."
+                "servers do not support. Turn these options off, or omit init_worker()."
             )
         made = plan(self.options, self.world_size, collective=False)
         known = {type(strategy): strategy for strategy in self.strategies}
@@ -225,20 +225,20 @@ class Session:
             self.say(note)
         for optimizer in self.optimizers:
             optimizer.optimizer = self._stepped(optimizer.user_optimizer)
-        for strategy in fresh:  # a_sync, which changes embeddings in place and puts nothing around a model
+        for strategy in fresh:  # a_sync, which changes embeddings in place and wraps no model
             for model in self.models:
                 strategy.prepare_model(model.module)
 
     def wrap_model(self, module: nn.Module) -> FleetModel:
         """Returns ``module`` with every strategy of the plan around it; nothing changes when one refuses it."""
         if isinstance(module, FleetModel):
-            raise ConfigError("distributed_model() was called with a model that it returned before; pass your module.")
+            raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
         acting = [strategy.name for strategy in self.strategies if not isinstance(strategy, JobKind)]
         if acting and any(model.module is module for model in self.models):
             raise ConfigError(
-                "distributed_model() was called for this module before, and "
+                "distributed_model() was already called for this module, and "
                 f"{', '.join(acting)} {_acts(acting)} in it. Use the model that it returned (parameters may "
                 "be added to it), or call fleet.init() and wrap a new module."
             )
@@ -259,7 +259,7 @@ class Session:
     def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:
         """Returns ``optimizer`` with every strategy of the plan around it; nothing changes when one refuses it."""
         if isinstance(optimizer, FleetOptimizer):
-            raise ConfigError("distributed_optimizer() was called with an optimizer that it returned before.")
+            raise ConfigError("distributed_optimizer() was called with an optimizer that it had returned.")
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
         self.checks.forget_optimizer(optimizer)
@@ -285,7 +285,7 @@ class Session:
         self._checked = True
 
     def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
-        """Returns the context in which ``optimizer`` steps; raises ConfigError where its gradients are not right."""
+        """Returns the context in which ``optimizer`` steps; raises ConfigError where its gradients are wrong."""
         return self.checks.stepping(optimizer, has_closure)
 
     def after_step(self) -> None:
@@ -295,9 +295,9 @@ class Session:
             self.health.after_step(self.num_steps)
 
     def after_batch(self, sampler: object = None) -> None:
-        """Writes the checkpoints that are due, and leaves when asked to; called where a loop begins a batch.
+        """Writes the checkpoints that are due, and exits when asked to stop; called where a loop begins a batch.
 
-        ``sampler`` is the one whose loop it is, where that is known.
+        ``sampler`` is the one the loop uses, where that is known.
         """
         for checkpoint in self.checkpoints:
             checkpoint.save_when_due(sampler)
@@ -305,17 +305,17 @@ class Session:
             self.health.leave_when_preempted()
 
     def beat(self, pause: bool = False) -> None:
-        """Says that this worker is alive, and with ``pause`` that it may be silent until the next step."""
+        """Reports that this worker is alive, and with ``pause`` that it may be silent until the next step."""
         if self.health is not None:
             self.health.beat(pause)
 
     def after_clear(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Lets the strategies know that the gradients of ``parameters`` were cleared through their model."""
+        """Tells the strategies that the gradients of ``parameters`` were cleared through their model."""
         for strategy in self.strategies:
             strategy.note_clear(parameters)
 
     def before_forward(self, model: FleetModel) -> None:
-        """Raises ConfigError when training starts although an option that acts in the optimizer has none to act in.
+        """Raises ConfigError when training starts with an option that acts in the optimizer, and there is none.
 
         A loop that does not use ``ElasticSampler.batches`` begins its next batch here.
         """
@@ -332,7 +332,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """Lets go of everything the strategies hold; the session is over."""
+        """Releases everything the strategies hold; the session is over."""
         self.closed = True
         self._leave_roll_call()
         self.checks.close()
@@ -346,34 +346,34 @@ class Session:
 
     @property
     def has_group(self) -> bool:
-        """Whether this session has met other workers in a process group."""
+        """Whether this session shares a process group with other workers."""
         return self.process_group is not None or self._host_group is not None
 
     def release_groups(self) -> None:
-        """Lets go of every process group; nothing trains afterwards, though the script still holds its model.
+        """Releases every process group; nothing trains afterwards, though the script still holds its model.
 
-        The parameters of a sharded model go on holding theirs. No thread of such a group runs Python.
+        The parameters of a sharded model keep theirs. No thread of such a group runs Python.
         """
         for model in self.models:
             model.release_group()
         self.process_group = self._host_group = self.mesh = None
 
     def before_join(self) -> None:
-        """Raises ConfigError when an option needs every worker in every step, so that none can be out of batches."""
+        """Raises ConfigError when an option needs every worker in every step, so that none may run out of batches."""
         stuck = [strategy.name for strategy in self.strategies if strategy.steps_together]
         if stuck:
             raise ConfigError(
                 f"model.join() and Join([model]) let workers have different numbers of batches, and {', '.join(stuck)} "
-                "needs every worker in every step. Give all workers equally many batches, or turn it off."
+                "needs every worker in every step. Give all workers the same number of batches, or turn it off."
             )
 
     def before_load(self) -> None:
-        """Warns when what a model takes over now would not last."""
+        """Warns when a state that a model loads now would not last."""
         if self.server_job is not None and not self.closed:
             self.server_job.before_load()
 
     def before_save(self) -> None:
-        """Warns when what is saved now is not what every worker has."""
+        """Warns when a state saved now is not what every worker has."""
         if self.server_job is not None and not self.closed:
             self.server_job.before_save()
         for optimizer in self.optimizers:
@@ -388,7 +388,7 @@ class Session:
         self.strategies = [step(_config_of(step, self.options), self) for step in self.plan.steps]
 
     def _make_mesh(self) -> None:
-        """Lays the workers out by axis; every worker does it at the same point, when it starts or adopts options."""
+        """Arranges the workers by axis; every worker does so at the same point, when it starts or adopts options."""
         if not self.collective:
             return
         degrees = plan_axes(self.options, self.world_size)
@@ -398,7 +398,7 @@ class Session:
         self.degrees = degrees
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
-        """Returns ``optimizer`` with what all strategies put around it."""
+        """Returns ``optimizer`` as all strategies wrap it."""
         chain = optimizer
         # SHARD comes right after the update rules, see [Note: Stages] of the strategies.
         place = {Stage.SHARD: Stage.UPDATE + 0.5}
@@ -410,7 +410,7 @@ class Session:
         return chain
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Returns the user's module after MODULE-stage strategies, and what all strategies put around it."""
+        """Returns the user's module after MODULE-stage strategies, and the module as all strategies wrap it."""
         names = [name for name, _ in module.named_parameters()]
         for strategy in self.strategies:
             strategy.prepare_model(module)

@@ -1,4 +1,4 @@
-"""start_session: from a role maker and options to a running session; everything is checked before anything starts."""
+"""start_session: from a role maker and options to a running session; checks everything before it starts anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     device = torch.device("cpu") if record.kind is Role.SERVER else choose_device(record, environment)
     show_log()
     alone = record.world_size == 1 and not collective
-    # With servers notes come with the optimizer, and its strategy; alone init_worker() may still start a server.
+    # With servers, the notes come with the optimizer and its strategy. A single process may still start a server later.
     for note in () if record.server_endpoints else made.notes:
         if not (alone and "belongs to the parameter server" in note):
             LOGGER.warning(note)
@@ -64,25 +64,25 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         meet_workers=meet_workers,
     )
     if record.server_endpoints or alone:
-        from fleet.ps_job.server_job import ServerJob  # collective jobs do without the parameter server
+        from fleet.ps_job.server_job import ServerJob  # collective jobs do not import the parameter server
 
         session.server_job = ServerJob(session)
     if record.with_gloo and record.kind is Role.WORKER:
-        session.host_group  # noqa: B018  # the workers meet now, as the environment asks
+        session.host_group  # noqa: B018  # the rendezvous happens now, as the environment asks
     return session
 
 
 def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., dist.ProcessGroup] | None:
-    """Returns what brings the workers of a parameter-server job together; ``None`` on a server.
+    """Returns the function that runs the rendezvous of a parameter-server job's workers; ``None`` on a server.
 
-    They meet at PADDLE_MASTER, or where PADDLE_GLOO_HTTP_ENDPOINT says, at the first operation on host arrays, or in
-    hybrid training at ``init_worker``. Their group moves tensors of the host, and of the device that it is called with.
+    The rendezvous is at PADDLE_MASTER or PADDLE_GLOO_HTTP_ENDPOINT, at the first operation on host arrays or, in
+    hybrid training, in ``init_worker``. The group moves CPU tensors, and tensors of the device passed to the function.
     """
     if record.kind is not Role.WORKER or record.world_size == 1:
         return None
     if record.with_gloo and record.gloo_path is not None:
         raise UnsupportedOptionError(
-            "PADDLE_GLOO_RENDEZVOUS is 2 (a shared folder), which is not offered in a parameter-server job. Use "
+            "PADDLE_GLOO_RENDEZVOUS is 2 (a shared folder), which is not supported in a parameter-server job. Use "
             "3 with PADDLE_GLOO_HTTP_ENDPOINT=host:port of worker 0."
         )
     master = environment.raw("PADDLE_MASTER") or record.master
@@ -91,7 +91,7 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., 
     met = replace(record, master=master)
 
     def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
-        # A launcher that starts failed processes again one by one leaves the generation and so the keys as they are.
+        # A launcher that restarts failed processes one by one keeps the generation, and so the keys.
         meeting = replace(meeting_of(met, environment, device), anew=True)
         return start_process_group(replace(meeting, backend="gloo") if device == _HOST else meeting, LOGGER.info)
 
@@ -99,7 +99,7 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., 
 
 
 def check_role(record: RoleRecord, collective: bool) -> None:
-    """Raises ConfigError when the role cannot run here, and when a job would silently become smaller than asked."""
+    """Raises ConfigError when the role cannot run here, or when the job would silently be smaller than requested."""
     if record.server_endpoints:
         if collective:
             raise ConfigError(
@@ -128,8 +128,8 @@ def _check_platform(record: RoleRecord) -> None:
 def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
     """Returns the device of this worker, and makes it the current one.
 
-    It is a GPU when torch sees one, unless the starter asked for gloo and assigned none: gloo with an assigned GPU is
-    how several workers share it. Raises ConfigError when the assigned GPU is one that torch cannot see.
+    It is a GPU when torch sees one, unless the starter asked for gloo and assigned none. Several workers share a GPU
+    through gloo with that GPU assigned. Raises ConfigError when torch cannot see the assigned GPU.
     """
     selected = environment.list("FLAGS_selected_gpus")
     if not torch.cuda.is_available() or (record.backend == "gloo" and not selected):
@@ -146,16 +146,17 @@ def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
 
 
 def meeting_of(record: RoleRecord, environment: Environment, device: torch.device) -> Meeting:
-    """Returns where the workers of ``record`` meet."""
+    """Returns the rendezvous of the workers of ``record``."""
     if record.master is None:
         raise ConfigError(
-            f"{record.world_size} workers were started by {record.source}, and nothing says where they meet. "
+            f"{record.world_size} workers were started by {record.source}, and no rendezvous address is set. "
             "Set PADDLE_MASTER=host:port, or MASTER_ADDR and MASTER_PORT."
         )
     if record.num_nodes > 1 and record.source in ("srun", "mpirun") and means_itself(record.master_host):
         raise ConfigError(
-            f"{record.source} started the workers of {record.num_nodes} nodes, and they meet at {record.master_host}, "
-            "which means a different machine on each. Set MASTER_ADDR to the address or name of the node of rank 0."
+            f"{record.source} started the workers of {record.num_nodes} nodes, and the rendezvous address is "
+            f"{record.master_host}, which is a different machine on each. Set MASTER_ADDR to the address or name of "
+            "rank 0's node."
         )
     backend = record.backend if record.backend not in (None, "auto") else None
     return Meeting(

@@ -1,9 +1,9 @@
 """UtilBase: what ``fleet.util`` is. Collective operations on host arrays, file shards, printing on one rank.
 
 [Note: Headers]
-Before any data, the processes meet in the roll call and leave one header each: dtype and shape. Thus a call that does
-not match the others', or that not all make, raises on every rank and names the ranks, where a bare gloo call would hang
-or abort; and nothing needs pickle.
+Before any data, each process leaves a header in the roll call: dtype and shape. So a call that does not match the
+others', or that not all make, raises on every rank and names the ranks, where a bare gloo call would hang or abort.
+Nothing needs pickle.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class Peers(Protocol):
 
     @property
     def roll_call(self) -> RollCall | None:
-        """Where the workers meet before they exchange; ``None`` in a single process."""
+        """The roll call that precedes each exchange; ``None`` in a single process."""
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Returns a context in which an error of torch becomes one that says what it means."""
+        """Returns a context in which a torch error becomes one that says what it means."""
 
 
 class UtilBase:
     """Collective operations on host arrays among the workers, file shards, and printing on one rank.
 
     Args:
-        session: the session to work in; ``None`` takes the one that runs, for a class of the script's own that is
-            assigned to ``fleet.util``.
+        session: the session to work in; ``None`` takes the running one, for a class that the script assigns to
+            ``fleet.util``.
 
     Example:
         >>> fleet.util.all_reduce(np.array([1.0, 2.0]), "sum")
@@ -74,7 +74,7 @@ class UtilBase:
         self.fs_client: object = None
 
     def _set_role_maker(self, role_maker: RoleMakerBase) -> None:
-        """Takes rank and size from a role maker where no session runs (Fleet's own way to make a UtilBase)."""
+        """Takes rank and size from a role maker where no session runs (Fleet's own way to create a UtilBase)."""
         record = role_maker.record
         self._peers = SimpleNamespace(
             global_rank=record.global_rank, world_size=record.world_size, host_group=None, record=record
@@ -87,8 +87,8 @@ class UtilBase:
     def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> HostArray:
         """Returns the sum, minimum or maximum of ``input`` over all workers.
 
-        Shape and dtype are those of ``input``, a number gives a numpy number; int64 and float64 are exact. The sum of
-        bool arrays counts, as int64. float16 is summed in float32.
+        Shape and dtype are those of ``input``; a number gives a numpy number; int64 and float64 are exact. The sum of
+        bool arrays is a count, as int64. float16 is summed in float32.
 
         Args:
             input: number, array or tensor; the same shape and dtype on every worker.
@@ -114,10 +114,10 @@ class UtilBase:
             return _number_or_array(_reduce(array, mode, group))
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
-        """Returns the ``input`` of every worker, in rank order; numbers, texts or arrays, whose shapes may differ.
+        """Returns the ``input`` of every worker, in rank order; numbers, strings or arrays, whose shapes may differ.
 
         Raises:
-            ConfigError: a dtype that cannot travel, or a worker that calls something else.
+            ConfigError: a dtype that cannot be sent, or a worker that calls something else.
         """
         array = _as_array(input, "all_gather")
         group = self._group("all_gather", comm_world)
@@ -140,9 +140,9 @@ class UtilBase:
             self._need_peers("barrier").roll_call.meet("fleet.util.barrier()")
 
     def get_file_shard(self, files: Sequence[str]) -> list[str]:
-        """Returns this worker's part of ``files``: a contiguous run; the first workers take one more if need be.
+        """Returns this worker's shard of ``files``: a contiguous run; the first workers take one more if needed.
 
-        With fewer files than workers the last workers get an empty list. Every worker must pass the same list.
+        With fewer files than workers, the last workers get an empty list. Every worker must pass the same list.
 
         Raises:
             ConfigError: ``files`` is not a list, or this process is a parameter server.
@@ -178,14 +178,14 @@ class UtilBase:
         return peers
 
     def _group(self, call: str, comm_world: str) -> dist.ProcessGroup | None:
-        """Returns the group to use, ``None`` for a single process."""
+        """Returns the group to use; ``None`` for a single process."""
         peers = self._need_peers(call)
         if comm_world not in ("worker", "server", "all"):
             raise ConfigError(f"{call}(comm_world={comm_world!r}) takes 'worker', 'server' or 'all'.")
         crosses = comm_world == "server" or (comm_world == "all" and _has_servers(peers))
         if crosses or _is_server(peers):
             raise UnsupportedOptionError(
-                f"{call}(comm_world={comm_world!r}): host arrays travel among workers only. Use comm_world='worker' "
+                f"{call}(comm_world={comm_world!r}): only workers exchange host arrays. Use comm_world='worker' "
                 "on the workers."
             )
         if peers.world_size == 1:
@@ -194,7 +194,7 @@ class UtilBase:
         if group is None:
             if _has_servers(peers):
                 raise NotInitializedError(
-                    f"fleet.util.{call}: nothing says where the workers meet for host arrays. Set PADDLE_MASTER, or "
+                    f"fleet.util.{call}: no rendezvous address for host arrays is set. Set PADDLE_MASTER, or "
                     "PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT, to host:port of worker 0; the launcher does."
                 )
             raise NotInitializedError(f"fleet.util.{call} needs the process group that fleet.init() starts.")
@@ -223,7 +223,7 @@ def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
     if array.dtype.kind not in _KINDS or array.dtype.itemsize == 0 or array.dtype == np.longdouble:
         if array.dtype.kind in "SU":
             return array.astype(f"{array.dtype.kind}1")
-        raise ConfigError(f"{call}() cannot move dtype {array.dtype}; it takes numbers, texts and arrays of them.")
+        raise ConfigError(f"{call}() cannot send dtype {array.dtype}; it takes numbers, strings and arrays of them.")
     if array.ndim > _MAX_DIMS:
         raise ConfigError(f"{call}() takes arrays of at most {_MAX_DIMS} dimensions, got {array.ndim}.")
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
@@ -255,14 +255,14 @@ def _describe(header: list[int]) -> str:
 def _reduce(
     array: np.ndarray[Any, np.dtype[Any]], mode: str, group: dist.ProcessGroup
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """All-reduces in a dtype gloo knows, chosen so that the result in ``array.dtype`` is exact for integers."""
+    """All-reduces in a dtype gloo supports, chosen so that the result in ``array.dtype`` is exact for integers."""
     dtype, shape = array.dtype, array.shape
     flat = array.reshape(-1)
     if dtype.kind == "c":
         moved = flat.view(np.float32 if dtype.itemsize == 8 else np.float64)
     elif dtype.kind == "b":
         moved = flat.view(np.uint8)
-    elif dtype == np.uint64:  # a sum wraps alike in both; the order is kept once the sign bit is flipped
+    elif dtype == np.uint64:  # a sum wraps the same way in both; flipping the sign bit keeps the order
         moved = (flat if mode == "sum" else flat ^ _SIGN).view(np.int64)
     elif dtype == np.float16:
         moved = flat.astype(np.float32)

@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report(environment: Environment) -> str:
-    """Returns the report: versions, machine, role, and the variables that matter, secrets left out."""
+    """Returns the report: versions, machine, role, and the variables that matter, without secrets."""
     rows = [*_versions(), *_machine(), ("role", _role(environment))]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
@@ -88,8 +88,8 @@ def _gpus() -> str:
 
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if names else ""
-    except Exception as error:  # noqa: BLE001 - a driver that does not fit is worth a line, not a crash
-        return f"cannot be asked: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    except Exception as error:  # noqa: BLE001 - an incompatible driver is worth a line, not a crash
+        return f"cannot be queried: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return f"{kinds} (NCCL {nccl})" if names else "none that torch can use"
 

@@ -14,7 +14,7 @@ class ExecuteError(FleetError):
 
 
 class FSFileExistsError(FleetError, FileExistsError):
-    """The target exists and was not to be overwritten."""
+    """The target exists and must not be overwritten."""
 
 
 class FSFileNotExistsError(FleetError, FileNotFoundError):
@@ -22,15 +22,15 @@ class FSFileNotExistsError(FleetError, FileNotFoundError):
 
 
 class FSTimeOut(FleetError, TimeoutError):
-    """An operation did not succeed in the client's time; the last failure is its cause."""
+    """An operation did not succeed within the client's time limit; the last failure is its cause."""
 
 
 class FSShellCmdAborted(ExecuteError):
-    """The command was aborted (exit status 134); it is not tried again."""
+    """The command was aborted (exit status 134); it is not retried."""
 
 
 class FS(ABC):
-    """What every file system can do. Paths are texts; a folder's list holds names, not paths."""
+    """What every file system can do. Paths are strings; a listing holds names, not paths."""
 
     @abstractmethod
     def ls_dir(self, fs_path: str) -> tuple[list[str], list[str]]:
@@ -42,27 +42,27 @@ class FS(ABC):
 
     @abstractmethod
     def is_file(self, fs_path: str) -> bool:
-        """Returns whether there is a file of this name."""
+        """Returns whether a file with this name exists."""
 
     @abstractmethod
     def is_dir(self, fs_path: str) -> bool:
-        """Returns whether there is a folder of this name."""
+        """Returns whether a folder with this name exists."""
 
     @abstractmethod
     def is_exist(self, fs_path: str) -> bool:
-        """Returns whether there is anything of this name."""
+        """Returns whether anything with this name exists."""
 
     @abstractmethod
     def mkdirs(self, fs_path: str) -> None:
-        """Makes a folder and those above it; raises FSFileExistsError when a file of this name exists."""
+        """Creates a folder and its parents; raises FSFileExistsError when a file with this name exists."""
 
     @abstractmethod
     def delete(self, fs_path: str) -> None:
-        """Removes a file, or a folder with all it holds; one that does not exist is no error."""
+        """Removes a file, or a folder with its contents; one that does not exist is not an error."""
 
     @abstractmethod
     def touch(self, fs_path: str, exist_ok: bool = True) -> None:
-        """Makes an empty file; raises FSFileExistsError when it exists and ``exist_ok`` is False."""
+        """Creates an empty file; raises FSFileExistsError when it exists and ``exist_ok`` is False."""
 
     @abstractmethod
     def mv(self, src_path: str, dst_path: str, overwrite: bool = False, test_exists: bool = False) -> None:

@@ -1,9 +1,9 @@
 """HDFSClient: Hadoop's file system through the ``hadoop fs`` command, started without a shell.
 
-[Note: What is tried again]
-A command that fails is tried again a few times, and the whole operation until the client's time is up, because a busy
-name node refuses at random. What cannot get better is not: an absent source, an existing target, missing rights, an
-abort (exit status 134), and an answer of ``-test``.
+[Note: What is retried]
+A command that fails is retried a few times, and the whole operation until the client's time limit, because a busy
+name node refuses at random. Permanent failures are not retried: an absent source, an existing target, missing
+permissions, an abort (exit status 134), and an answer of ``-test``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Done:
 
 
 class _NotAgain(ExecuteError):
-    """A failure that another try cannot change."""
+    """A failure that a retry cannot fix."""
 
 
 class HDFSClient(FS):
@@ -44,14 +44,14 @@ class HDFSClient(FS):
         hadoop_home: folder of the Hadoop installation.
         configs: Hadoop properties, such as ``{"fs.default.name": ..., "hadoop.job.ugi": ...}``; each becomes ``-D``.
         time_out: milliseconds an operation may take with all its retries.
-        sleep_inter: milliseconds between two tries of an operation.
-        retry_times: how often one command is tried again within a try.
-        retry_sleep_s: seconds between those.
+        sleep_inter: milliseconds between two attempts of an operation.
+        retry_times: how often one command is retried within an attempt.
+        retry_sleep_s: seconds between these retries.
 
     Raises:
         ConfigError: there is no ``bin/hadoop`` in ``hadoop_home``, or an argument has the wrong type.
-        ExecuteError: a command failed and cannot succeed later (missing rights).
-        FSTimeOut: a command went on failing until the time was up.
+        ExecuteError: a command failed and cannot succeed later (missing permissions).
+        FSTimeOut: a command kept failing until the time limit.
         FSShellCmdAborted: Hadoop was aborted.
 
     Example:
@@ -76,10 +76,10 @@ class HDFSClient(FS):
             )
         for name, value in (("time_out", time_out), ("sleep_inter", sleep_inter), ("retry_times", retry_times)):
             if type(value) is not int or value < 0:
-                raise ConfigError(f"HDFSClient({name}={value!r}) takes a whole number, not negative.")
+                raise ConfigError(f"HDFSClient({name}={value!r}) takes an integer of at least 0.")
         program = os.path.join(hadoop_home, "bin", "hadoop")
         if not os.access(program, os.X_OK):
-            raise ConfigError(f"HDFSClient(hadoop_home={hadoop_home!r}): {program!r} is not a program.")
+            raise ConfigError(f"HDFSClient(hadoop_home={hadoop_home!r}): {program!r} is not an executable.")
         self._configs = {str(key): str(value) for key, value in (configs or {}).items()}
         self._base = [program, "fs", *[f"-D{key}={value}" for key, value in self._configs.items()]]
         self._time_out_s, self._sleep_s = time_out / 1000, sleep_inter / 1000
@@ -88,15 +88,15 @@ class HDFSClient(FS):
     # ---- looking -------------------------------------------------------------------------------------------------
 
     def is_exist(self, fs_path: str) -> bool:
-        """Returns whether there is anything of this name."""
+        """Returns whether anything with this name exists."""
         return self._operation(lambda end: self._test("-e", fs_path, end))
 
     def is_dir(self, fs_path: str) -> bool:
-        """Returns whether there is a folder of this name."""
+        """Returns whether a folder with this name exists."""
         return self._operation(lambda end: self._test("-d", fs_path, end))
 
     def is_file(self, fs_path: str) -> bool:
-        """Returns whether there is a file of this name."""
+        """Returns whether a file with this name exists."""
         return self._operation(lambda end: self._test("-e", fs_path, end) and not self._test("-d", fs_path, end))
 
     def ls_dir(self, fs_path: str) -> tuple[list[str], list[str]]:
@@ -119,13 +119,13 @@ class HDFSClient(FS):
     # ---- changing ------------------------------------------------------------------------------------------------
 
     def mkdirs(self, fs_path: str) -> None:
-        """Makes a folder and those above it."""
+        """Creates a folder and its parents."""
         if self.is_file(fs_path):
-            raise FSFileExistsError(f"mkdirs({fs_path!r}): there is a file of this name.")
+            raise FSFileExistsError(f"mkdirs({fs_path!r}): a file with this name exists.")
         self._operation(lambda end: self._command(["-mkdir", "-p", fs_path], end))
 
     def delete(self, fs_path: str) -> None:
-        """Removes a file, or a folder with all it holds; one that does not exist is no error."""
+        """Removes a file, or a folder with its contents; one that does not exist is not an error."""
 
         def remove(end: float) -> None:
             if self._test("-e", fs_path, end):
@@ -134,7 +134,7 @@ class HDFSClient(FS):
         self._operation(remove)
 
     def touch(self, fs_path: str, exist_ok: bool = True) -> None:
-        """Makes an empty file; an existing one is left as it is."""
+        """Creates an empty file; an existing one is not changed."""
         if self.is_exist(fs_path):
             if not exist_ok:
                 raise FSFileExistsError(f"touch({fs_path!r}, exist_ok=False): it exists.")
@@ -142,11 +142,11 @@ class HDFSClient(FS):
         self._operation(lambda end: self._command(["-touchz", fs_path], end))
 
     def rename(self, fs_src_path: str, fs_dst_path: str) -> None:
-        """Renames a file or folder without looking first."""
+        """Renames a file or folder without checks."""
         self.mv(fs_src_path, fs_dst_path, test_exists=False)
 
     def mv(self, src_path: str, dst_path: str, overwrite: bool = False, test_exists: bool = True) -> None:
-        """Moves ``src_path`` to the name ``dst_path``; ``test_exists=False`` leaves the two looks beforehand out."""
+        """Moves ``src_path`` to the name ``dst_path``; ``test_exists=False`` skips the two checks before it."""
         if overwrite and self.is_exist(dst_path):
             self.delete(dst_path)
         if test_exists:
@@ -154,12 +154,12 @@ class HDFSClient(FS):
         try:
             self._operation(lambda end: self._command(["-mv", src_path, dst_path], end))
         except FSFileNotExistsError:
-            # A try that seemed to fail may have moved it.
+            # An attempt that seemed to fail may have moved it.
             if self.is_exist(src_path) or not self.is_exist(dst_path):
                 raise
 
     def upload(self, local_path: str, fs_path: str, multi_processes: int = 5, overwrite: bool = False) -> None:
-        """Copies a local file or folder to the name ``fs_path``; a folder's entries go up in parallel."""
+        """Copies a local file or folder to the name ``fs_path``; a folder's entries are copied in parallel."""
         _check_threads(multi_processes)
         if not os.path.exists(local_path):
             raise FSFileNotExistsError(f"upload({local_path!r}, ...): there is no such file or folder.")
@@ -179,7 +179,7 @@ class HDFSClient(FS):
         self.upload(local_dir, f"{dest_dir.rstrip('/')}/{_base_name(local_dir)}", overwrite=overwrite)
 
     def download(self, fs_path: str, local_path: str, multi_processes: int = 5, overwrite: bool = False) -> None:
-        """Copies a file or folder to the local name ``local_path``; a folder's entries come in parallel."""
+        """Copies a file or folder to the local name ``local_path``; a folder's entries are copied in parallel."""
         _check_threads(multi_processes)
         if not self.is_exist(fs_path):
             raise FSFileNotExistsError(f"download({fs_path!r}, ...): there is no such file or folder.")
@@ -216,7 +216,7 @@ class HDFSClient(FS):
         self._operation(lambda end: self._command(["-put", "-f", local_path, fs_path], end))
 
     def _get(self, fs_path: str, local_path: str) -> None:
-        def make_room() -> None:  # of what an earlier try left: -get has no -f in Hadoop 2.7
+        def make_room() -> None:  # removes what an earlier attempt left: -get has no -f in Hadoop 2.7
             if os.path.lexists(local_path):
                 _delete_local(local_path)
 
@@ -231,7 +231,7 @@ class HDFSClient(FS):
         return [(row[0][0], int(row[4]), row[7]) for row in rows if len(row) == 8 and row[0][0] in "d-"]
 
     def _operation(self, act: Callable[[float], T]) -> T:
-        """Runs ``act`` until it succeeds or the client's time is up; ``act`` is given the moment of that."""
+        """Runs ``act`` until it succeeds or the client's time limit, which is passed to ``act``."""
         end = time.monotonic() + self._time_out_s
         last: ExecuteError | None = None
         while last is None or time.monotonic() + self._sleep_s < end:
@@ -247,10 +247,10 @@ class HDFSClient(FS):
                 break
             except ExecuteError as error:
                 last = error
-        raise FSTimeOut(f"{last} It went on failing for {self._time_out_s:g} s.") from last
+        raise FSTimeOut(f"{last} It kept failing for {self._time_out_s:g} s.") from last
 
     def _test(self, flag: str, fs_path: str, end: float) -> bool:
-        """Asks ``hadoop fs -test``: 0 is yes; 1 without a complaint is no; anything else failed."""
+        """Runs ``hadoop fs -test``: 0 is yes; 1 without a complaint is no; anything else is a failure."""
         done = self._run(["-test", flag, fs_path], end)
         if done.returncode == 0:
             return True
@@ -322,7 +322,7 @@ def _base_name(path: str) -> str:
 
 def _check_threads(num_threads: int) -> None:
     if type(num_threads) is not int or num_threads < 1:
-        raise ConfigError(f"multi_processes={num_threads!r} takes a whole number of at least 1.")
+        raise ConfigError(f"multi_processes={num_threads!r} takes an integer of at least 1.")
 
 
 def _in_parallel(num_threads: int, calls: Sequence[Callable[[], None]]) -> None:

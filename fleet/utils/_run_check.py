@@ -1,4 +1,4 @@
-"""run_check: is this installation able to train, on one device and on all of them?"""
+"""run_check: checks that this installation can train, on one device and on all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TIMES = 2.0  # every input and weight of the single check is a constant, so the
 
 
 def run_check() -> None:
-    """Trains two small layers on one device, then on every device of this machine, and prints how that went.
+    """Trains two small layers on one device, then on every device of this machine, and prints the result.
 
-    Prints, in order: a line that the check begins; that one device works; with several devices, that all of them
-    work together; that the installation is complete. When the devices work alone but not together there is a
-    warning with the cause, and the last line says that only a single device can be used.
+    Prints, in order: that the check begins; that one device works; with several devices, that all of them work
+    together; that the installation is complete. When the devices work alone but not together, it warns with the
+    cause, and the last line says that only a single device can be used.
 
     Raises:
         RuntimeError: one device does not work; nothing then says success.
@@ -44,8 +44,8 @@ def run_check() -> None:
         except Exception as error:  # noqa: BLE001 - whatever the devices or the network raise
             warnings.warn(
                 f"fleet does not work on {count} {name}s together. Possible causes:\n"
-                f" 1. fewer than {count} {name}s can be used: look at CUDA_VISIBLE_DEVICES;\n"
-                f" 2. some of the {name}s are busy or full: look at nvidia-smi;\n"
+                f" 1. fewer than {count} {name}s can be used: check CUDA_VISIBLE_DEVICES;\n"
+                f" 2. some of the {name}s are busy or full: check nvidia-smi;\n"
                 " 3. NCCL is not installed correctly, or the devices cannot reach each other.\n"
                 f"The original error is: {error}",
                 stacklevel=2,
@@ -57,9 +57,9 @@ def run_check() -> None:
 
 
 def choose_devices() -> tuple[torch.device, int]:
-    """Returns the device to check and how many of its kind there are; says so where the choice is not obvious.
+    """Returns the device to check and how many of its kind there are; prints the choice where it is not obvious.
 
-    A torch built for GPUs that cannot use one gives a warning with the original error, and the CPU.
+    If torch was built for GPUs and cannot use one, it warns with the original error and returns the CPU.
     """
     others = [kind for kind in ("xpu", "mps") if _is_usable(kind)]
     if torch.cuda.is_available():
@@ -68,7 +68,7 @@ def choose_devices() -> tuple[torch.device, int]:
         return torch.device("cuda", 0), torch.cuda.device_count()
     if torch.version.cuda is not None or torch.version.hip is not None:
         warnings.warn(
-            f"torch was built for GPUs and cannot use one: {_gpu_error()}. The check goes on with the CPU.",
+            f"torch was built for GPUs and cannot use one: {_gpu_error()}. The check continues on the CPU.",
             stacklevel=3,
         )
         print("No GPU can be used: checking the CPU.", flush=True)
@@ -89,7 +89,7 @@ def _gpu_error() -> str:
 
 
 def check_single(device: torch.device) -> None:
-    """Runs forward and backward of a layer from 2 to 4 features, plain and compiled, and compares with the truth.
+    """Runs forward and backward of a layer from 2 to 4 features, plain and compiled, and checks the results.
 
     Raises:
         RuntimeError: a result is wrong; or whatever the device raises.
@@ -130,7 +130,7 @@ def check_parallel(count: int, backend: str, start_method: str = "spawn") -> Non
     """Trains two layers for one step in ``count`` processes, one for each device.
 
     Raises:
-        FleetError: the workers could not meet or be started.
+        FleetError: the workers could not be started, or their rendezvous failed.
         torch.multiprocessing.ProcessRaisedException: a worker failed; carries its traceback.
     """
     from fleet.parallel import spawn

@@ -46,42 +46,42 @@ class LocalFS(FS):
         return folders, [name for name in names if name not in set(folders)]
 
     def is_file(self, fs_path: str) -> bool:
-        """Returns whether there is a file of this name."""
+        """Returns whether a file with this name exists."""
         return os.path.isfile(fs_path)
 
     def is_dir(self, fs_path: str) -> bool:
-        """Returns whether there is a folder of this name."""
+        """Returns whether a folder with this name exists."""
         return os.path.isdir(fs_path)
 
     def is_exist(self, fs_path: str) -> bool:
-        """Returns whether there is anything of this name, even a link that leads nowhere."""
+        """Returns whether anything with this name exists, even a dangling link."""
         return os.path.lexists(fs_path)
 
     def mkdirs(self, fs_path: str) -> None:
-        """Makes a folder and those above it."""
+        """Creates a folder and its parents."""
         if self.is_file(fs_path):
-            raise FSFileExistsError(f"mkdirs({fs_path!r}): there is a file of this name.")
+            raise FSFileExistsError(f"mkdirs({fs_path!r}): a file with this name exists.")
         os.makedirs(fs_path, exist_ok=True)
 
     def delete(self, fs_path: str) -> None:
-        """Removes a file, a link (not what it leads to), or a folder with all it holds."""
+        """Removes a file, a link (not its target), or a folder with its contents."""
         if os.path.islink(fs_path) or os.path.isfile(fs_path):
             os.unlink(fs_path)
         elif os.path.isdir(fs_path):
             shutil.rmtree(fs_path)
 
     def touch(self, fs_path: str, exist_ok: bool = True) -> None:
-        """Makes an empty file, or renews the time of an existing one."""
+        """Creates an empty file, or updates the time of an existing one."""
         if self.is_exist(fs_path) and not exist_ok:
             raise FSFileExistsError(f"touch({fs_path!r}, exist_ok=False): it exists.")
         Path(fs_path).touch()
 
     def rename(self, fs_src_path: str, fs_dst_path: str) -> None:
-        """Renames a file or folder; a file that has the new name is replaced."""
+        """Renames a file or folder; replaces a file with the new name."""
         os.rename(fs_src_path, fs_dst_path)
 
     def mv(self, src_path: str, dst_path: str, overwrite: bool = False, test_exists: bool = False) -> None:
-        """Moves ``src_path`` to the name ``dst_path``; the local disk always looks first, whatever ``test_exists``."""
+        """Moves ``src_path`` to the name ``dst_path``; the local disk always checks first, whatever ``test_exists``."""
         self._check_pair("mv", src_path, dst_path, overwrite)
         if overwrite and os.path.isdir(dst_path):
             self.delete(dst_path)
@@ -115,7 +115,7 @@ class LocalFS(FS):
 
 
 class AFSClient:
-    """Refused: the client of a file system that only Baidu has."""
+    """Refused: the client of a file system internal to Baidu."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse_afs()

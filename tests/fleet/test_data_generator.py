@@ -88,7 +88,7 @@ def test_types_are_tracked() -> None:
     [
         ([("words", [1])], "those of the first sample are"),
         ([("words", [1]), ("prices", [1])], "those of the first sample are"),
-        ([("words", []), ("price", [1])], "at least one number, pad it"),
+        ([("words", []), ("price", [1])], "at least one number; pad it"),
         ([("words", (1,)), ("price", [1])], "takes a list"),
         ([("words", ["1"]), ("price", [1])], "values are int or float"),
         ([("words", [True]), ("price", [1])], "values are int or float"),
@@ -113,7 +113,7 @@ def test_texts_go_as_they_are() -> None:
     generator = MultiSlotStringDataGenerator()
     assert generator._gen_str([("words", ["1926", "08", "17"]), ("label", ["1"])]) == "3 1926 08 17 1 1\n"
     for wrong in ("a b", "", " a", "a\n", 3):
-        with pytest.raises(ConfigError, match="texts without spaces"):
+        with pytest.raises(ConfigError, match="strings without spaces"):
             generator._gen_str([("words", [wrong])])
 
 

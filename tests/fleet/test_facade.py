@@ -122,7 +122,7 @@ def test_strategy_is_copied_at_init() -> None:
     strategy = fleet.DistributedStrategy()
     strategy.fuse_grad_size_in_MB = 8
     fleet.init(is_collective=True, strategy=strategy)
-    with pytest.warns(OptionWarning, match=r"after fleet.init\(\) had copied .* or hand the strategy to"):
+    with pytest.warns(OptionWarning, match=r"after fleet.init\(\) had copied .* or pass the strategy to"):
         strategy.fuse_grad_size_in_MB = 16
     assert fleet.session.options["fuse_grad_size_in_MB"] == 8
     net = nn.Linear(1, 1)

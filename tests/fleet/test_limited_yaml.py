@@ -31,7 +31,7 @@ BOMBS = {
     "laughs": (LAUGHS, "with its aliases it has more than 100000 values"),
     "merges": (MERGES, "with its aliases it has more than 100000 values"),
     "tower": (TOWER, "nested more than 64 deep"),
-    "itself": ("amp: &x [*x]", "holds itself"),
+    "itself": ("amp: &x [*x]", "contains itself"),
     "deep": ("amp: " + "[" * 100_000, "nested more than 64 deep"),
     "digits": ("amp: " + "7" * 100_000, "does not fit 64 bits"),
     "sixties": ("amp: 1" + ":59" * 50_000, "does not fit 64 bits"),
@@ -110,15 +110,15 @@ def test_a_file_that_does_not_end() -> None:
 
 
 TEXTS: dict[str, tuple[Callable[[], object], str]] = {
-    "a number": (lambda: Environment({"PADDLE_TRAINERS_NUM": "7" * 5000}).int("PADDLE_TRAINERS_NUM"), "whole number"),
-    "bits": (lambda: Environment({"PADDLE_TRAINERS_NUM": "7" * 50}).int("PADDLE_TRAINERS_NUM"), "of 64 bits"),
+    "a number": (lambda: Environment({"PADDLE_TRAINERS_NUM": "7" * 5000}).int("PADDLE_TRAINERS_NUM"), "an integer"),
+    "bits": (lambda: Environment({"PADDLE_TRAINERS_NUM": "7" * 50}).int("PADDLE_TRAINERS_NUM"), "64-bit"),
     "a switch": (lambda: Environment({"PADDLE_WITH_GLOO": "y" * 5000}).bool("PADDLE_WITH_GLOO"), "1 or 0"),
     "a port": (lambda: split_endpoint("host:" + "7" * 5000, "PADDLE_MASTER"), "a port from 1 to 65535"),
     "a raised port": (lambda: split_endpoint("host:\u00b2", "PADDLE_MASTER"), "a port from 1 to 65535"),
     "hosts": (lambda: expand_hosts("gpu[0-99999999999]"), "more than 100000 hosts"),
     "products": (lambda: expand_hosts("gpu" + "[0-999]" * 6), "more than 100000 hosts"),
     "lists": (lambda: expand_hosts("gpu[" + ",".join(["0-9999"] * 30) + "]"), "more than 100000 hosts"),
-    "digits": (lambda: expand_hosts("gpu[" + "7" * 5000 + "]"), "between its brackets"),
+    "digits": (lambda: expand_hosts("gpu[" + "7" * 5000 + "]"), "its brackets hold"),
     "tasks": (lambda: task_counts("1(x999999999)"), "at most 100000 nodes"),
     "digits of tasks": (lambda: task_counts("7" * 5000), "at most 100000 nodes"),
 }

@@ -68,8 +68,8 @@ def test_known_layout() -> None:
     ("call", "text"),
     [
         (lambda t: t.get_comm_list("modle"), "Did you mean 'model'"),
-        (lambda t: t.get_axis_list("model", 2), "has places 0 to 1"),
-        (lambda t: t.get_rank(data=0), "takes a place along each of"),
+        (lambda t: t.get_axis_list("model", 2), "has coordinates 0 to 1"),
+        (lambda t: t.get_rank(data=0), "takes a coordinate for each of"),
         (lambda t: t.get_coord(4), "ranks are 0 to 3"),
         (lambda t: CommunicateTopology(["data"], [1, 2]), "one number"),
         (lambda t: CommunicateTopology(["data", "data"], [1, 2]), "different names"),

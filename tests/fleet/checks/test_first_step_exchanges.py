@@ -138,7 +138,9 @@ def test_gradients_that_stay_local() -> None:
         assert "let the closure take the whole batch" in found["lbfgs, merged"]
         for name in ("data_parallel", "stage 1", "stage 2", "stage 3"):
             wanted = (
-                "wait inside the sharded model" if name in ("stage 2", "stage 3") else "differs between the workers"
+                "are still inside the sharded model"
+                if name in ("stage 2", "stage 3")
+                else "differs between the workers"
             )
             assert wanted in found[f"no_sync, {name}"], name
             torch.testing.assert_close(found[f"in turns, {name}"], plainly(double=True), rtol=1e-5, atol=1e-6)

@@ -150,13 +150,13 @@ def test_loops_beside_the_wrapped_objects_are_refused() -> None:
     """Issue 9: the first step says what the loop calls and what it should call."""
     found = run_workers(wrong_loops, 2, backend=None)[0]
     for name in ("raw_step", "scaled_raw_step"):
-        assert "step() was called on the optimizer that distributed_optimizer() was given" in found[name], name
+        assert "step() was called on the optimizer that was passed to distributed_optimizer()" in found[name], name
     assert "test_first_step_loops.py:" in found["raw_step"]
     for name in ("raw_model", "submodule", "raw_model_in_closure", "thawed_raw_model"):
-        assert "Call the model that distributed_model() returned" in found[name], name
+        assert "call the model that distributed_model() returned" in found[name], name
     assert "'0.weight', which did not train when" in found["thawed_raw_model"]
     assert "holds no parameter of a model" in found["other_model"]
-    assert "(1, 1) (group 0), a parameter of no model" in found["unwrapped_criterion"]
+    assert "(1, 1) (group 0), which is not a parameter of any model" in found["unwrapped_criterion"]
 
 
 def evaluates_plain_module(rank: int) -> Any:
@@ -320,5 +320,7 @@ def test_one_process_without_options_trains_in_every_way() -> None:
 def test_one_process_in_which_an_option_acts(option: str) -> None:
     _, raw, _, model = job(OPTIONS[option])
     model(batch(0, 0)).sum().backward()
-    with pytest.raises(ConfigError, match="step\\(\\) was called on the optimizer that distributed_optimizer"):
+    with pytest.raises(
+        ConfigError, match="step\\(\\) was called on the optimizer that was passed to distributed_optimizer"
+    ):
         raw.step()

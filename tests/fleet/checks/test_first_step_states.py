@@ -179,7 +179,7 @@ def load_one_part(rank: int, world_size: int, path: str) -> str:
 
 def test_the_part_of_one_worker_is_not_everyones(tmp_path: Path) -> None:
     for said in run_workers(load_one_part, 2, str(tmp_path / "part.pt"), backend=None):
-        assert "Every worker loaded the same part" in said
+        assert "Every worker loaded the same shard" in said
 
 
 def settings_by_rank(rank: int, world_size: int) -> str:

@@ -48,14 +48,14 @@ def test_quoted_words_reach_the_program_as_they_are(words: list[str]) -> None:
 )
 def test_what_only_a_shell_does_is_refused(text: str) -> None:
     """No shell runs: what it would act on is refused, not passed on and not run."""
-    with pytest.raises(UnsupportedOptionError, match="a shell would act on"):
+    with pytest.raises(UnsupportedOptionError, match="only a shell interprets"):
         split_pipeline(text, "pipe_command")
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [("", "names no program"), ("cat |", "names no program"), ("a || b", "names no program"), ("cat 'x", "quotation")]
-    + [(None, "as text"), (["cat"], "as text")],
+    + [(None, "as a string"), (["cat"], "as text")],
 )
 def test_no_command(text: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):

@@ -29,7 +29,7 @@ def test_a_dataset_of_a_1x_script(name: str, tmp_path: Path) -> None:
 def test_other_names() -> None:
     """The default is Fleet's; what is not offered and what does not exist say so."""
     assert type(fleet.DatasetFactory().create_dataset()) is fleet.QueueDataset
-    with pytest.raises(UnsupportedOptionError, match="has the reason"):
+    with pytest.raises(UnsupportedOptionError, match="says why"):
         fleet.DatasetFactory().create_dataset("BoxPSDataset")
     with pytest.raises(ConfigError, match="Did you mean 'InMemoryDataset'"):
         fleet.DatasetFactory().create_dataset("InMemoryDatase")

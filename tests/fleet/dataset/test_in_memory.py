@@ -103,7 +103,7 @@ def test_preloading_goes_on_beside_the_batches(tmp_path: Path) -> None:
     dataset.set_filelist(write_files(tmp_path, [2, 3], first=4))
     dataset.preload_into_memory(thread_num=2)
     assert written(dataset) == [line(number) for number in range(4)]
-    with pytest.raises(ConfigError, match="under way already"):
+    with pytest.raises(ConfigError, match="already running"):
         dataset.preload_into_memory()
     dataset.wait_preload_done()
     assert written(dataset) == [line(number) for number in range(4, 9)]

@@ -15,5 +15,5 @@ def test_they_say_why(name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=f"fleet.dataset.{name}: "):
         getattr(fleet.dataset, name)()
     assert fleet.dataset.TreeIndex is TreeIndex
-    with pytest.raises(AttributeError, match=f"fleet.{name} does not exist: it is not offered, and fleet.dataset has"):
+    with pytest.raises(AttributeError, match=f"fleet.{name} does not exist: it is not supported, and fleet.dataset"):
         getattr(fleet, name)

@@ -93,7 +93,7 @@ def test_shuffles_are_not_for_streams() -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no slots"):
         next(iter(QueueDataset()))
-    with pytest.raises(ConfigError, match="no file here"):
+    with pytest.raises(ConfigError, match="not a file here"):
         next(iter(made([str(tmp_path / "absent")])))
     with pytest.raises(ConfigError, match="takes a list of file names"):
         made("part-0")  # type: ignore[arg-type]

@@ -78,11 +78,11 @@ def test_damaged_bytes_are_refused_or_read_within_their_bounds(samples: Samples,
 def test_cut_bytes_and_other_columns_are_named() -> None:
     data = Samples((column([[1], [2, 3]], DTYPES[1]),)).to_bytes()
     for wrong, dtypes, rule in [
-        (data[:5], DTYPES[1:2], "no header"),
-        (data[:-1], DTYPES[1:2], "do not agree"),
+        (data[:5], DTYPES[1:2], "not a header"),
+        (data[:-1], DTYPES[1:2], "do not match"),
         (data[:20], DTYPES[1:2], "too early"),
         (data + b"x", DTYPES[1:2], "too many"),
-        (data, DTYPES, "other slots"),
+        (data, DTYPES, "different slots"),
     ]:
         with pytest.raises(ConfigError, match=rule):
             samples_from_bytes(wrong, dtypes)

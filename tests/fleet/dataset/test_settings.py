@@ -45,17 +45,17 @@ def test_defaults_are_those_of_fleet() -> None:
         ({"fleet_send_batch_size": 0}, "at least 1"),
         ({"candidate_size": -1}, "at least 1"),
         ({"parse_ins_id": 1}, "True or False"),
-        ({"fs_name": None}, "takes a text"),
+        ({"fs_name": None}, "takes a string"),
         ({"input_type": 2}, "a line is a batch"),
         ({"input_type": 1, "batch_size": 4}, "batch_size is 1"),
         ({"merge_size": 2}, "set parse_ins_id=True"),
         ({"merge_size": 2, "parse_ins_id": True, "input_type": 1}, "has no id"),
-        ({"merge_size": "2"}, "whole number"),
+        ({"merge_size": "2"}, "integer"),
         ({"fleet_send_sleep_seconds": -1}, "0 or more"),
-        ({"pipe_command": "cat; ls"}, "a shell would act on"),
-        ({"download_cmd": "a | b"}, "pipes belong into pipe_command"),
+        ({"pipe_command": "cat; ls"}, "only a shell interprets"),
+        ({"download_cmd": "a | b"}, "pipes belong in pipe_command"),
         ({"use_var": [1]}, "holds 1"),
-        ({"data_feed_type": "SlotRecordInMemoryDataFeed"}, "other readers of Paddle"),
+        ({"data_feed_type": "SlotRecordInMemoryDataFeed"}, "Paddle's other readers"),
     ],
 )
 def test_wrong_values_change_nothing(options: dict[str, Any], rule: str) -> None:
@@ -69,7 +69,7 @@ def test_wrong_values_change_nothing(options: dict[str, Any], rule: str) -> None
 
 
 def test_unknown_options_get_the_nearest_name() -> None:
-    with pytest.raises(UnknownOptionError, match=r"init\(thread=\.\.\.\) is no option. Did you mean 'thread_num'"):
+    with pytest.raises(UnknownOptionError, match=r"init\(thread=\.\.\.\) is not an option. Did you mean 'thread_num'"):
         InMemoryDataset().init(thread=3)
     for name in set(MEMORY_OPTIONS) - set(BASE_OPTIONS):
         with pytest.raises(UnknownOptionError, match=name):
@@ -86,7 +86,7 @@ def test_init_starts_from_the_defaults_and_update_does_not() -> None:
 
 
 def test_what_has_no_meaning_here_warns() -> None:
-    with pytest.warns(OptionWarning, match="queue_num=4.*changes nothing"):
+    with pytest.warns(OptionWarning, match="queue_num=4.*has no effect"):
         InMemoryDataset().init(queue_num=4)
     InMemoryDataset().init(queue_num=-1, data_feed_type="MultiSlotInMemoryDataFeed")
 
@@ -145,7 +145,7 @@ def test_the_calls_of_older_scripts_set_the_same() -> None:
     queue._set_thread(2)
     queue.set_input_type(1)
     assert (queue._settings.thread_num, queue._settings.input_type) == (2, 1)
-    with pytest.raises(ConfigError, match=r"QueueDataset.set_batch_size\(batch_size=0\) takes a whole number"):
+    with pytest.raises(ConfigError, match=r"QueueDataset.set_batch_size\(batch_size=0\) takes an integer"):
         queue.set_batch_size(0)
     with pytest.warns(OptionWarning, match="set_queue_num") as caught:
         dataset.set_queue_num(4)

@@ -142,7 +142,7 @@ def test_workers_that_read_other_slots_are_told_before_anything_is_sent() -> Non
 
     for found in Threads(2).run(work):
         assert isinstance(found, ConfigError)
-        assert "workers [1] read other slots than worker 0" in str(found)
+        assert "workers [1] read different slots than worker 0" in str(found)
 
 
 def test_places() -> None:

@@ -51,7 +51,7 @@ def test_packed_files(tmp_path: Path) -> None:
     assert read(path, Source()) == b"1 2\n"
     assert read(path, Source((("tr", "1", "9"),))) == b"9 2\n"
     path.write_bytes(b"no gzip")
-    with pytest.raises(ConfigError, match="'gzip -dc' ended with status 1 while it read"):
+    with pytest.raises(ConfigError, match="'gzip -dc' exited with status 1 while it read"):
         read(path, Source())
 
 
@@ -75,7 +75,7 @@ def test_remote_files_come_through_hadoop(tmp_path: Path, monkeypatch: pytest.Mo
     source = Source(fs_name="hdfs://name-node:9000", fs_ugi="user,pw")
     assert read("hdfs:/data/part-0", source) == b"1 2\n"
     assert "-Dhadoop.job.ugi=user,pw" in (tmp_path / "calls.log").read_text()
-    with pytest.raises(ConfigError, match="ended with status 1 while it read 'hdfs:/data/part-1'") as failed:
+    with pytest.raises(ConfigError, match="exited with status 1 while it read 'hdfs:/data/part-1'") as failed:
         read("hdfs:/data/part-1", source)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="cannot be started for 'hdfs:/data/part-1'") as absent:
@@ -94,17 +94,17 @@ def test_what_fails_says_so(tmp_path: Path) -> None:
     """B.7: nonzero exit -> error."""
     path = tmp_path / "part-0"
     path.write_text("1 2\n")
-    with pytest.raises(ConfigError, match="'false' ended with status 1 while it read .*part-0"):
+    with pytest.raises(ConfigError, match="'false' exited with status 1 while it read .*part-0"):
         read(path, Source((("false",),)))
-    with pytest.raises(ConfigError, match="'false' ended with status 1"):
+    with pytest.raises(ConfigError, match="'false' exited with status 1"):
         read(path, Source((("false",), ("cat",))))
     with pytest.raises(ConfigError, match="'no-such-program -x' cannot be started for .*: No such file"):
         read(path, Source((("no-such-program", "-x"),)))
-    with pytest.raises(ConfigError, match="ended by signal 9"):
+    with pytest.raises(ConfigError, match="killed by signal 9"):
         read(path, Source(((sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"),)))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(tmp_path / "absent", Source())
-    with pytest.raises(ConfigError, match="'absent', which is no file here. Nor are 1 others"):
+    with pytest.raises(ConfigError, match="'absent', which is not a file here. 1 more are absent"):
         Source().check_files([str(path), "absent", "too"])
 
 

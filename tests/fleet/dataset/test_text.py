@@ -135,22 +135,22 @@ def test_a_line_may_be_a_whole_batch() -> None:
 
 
 BAD = [
-    (b"", "the line ends where the number of its values should stand"),
+    (b"", "the line ends where the number of its values should be"),
     (b"0 2 1 1 1 0", "it has 0 values.*pad it in the data generator"),
     (b"-1 2 1 1 1 0", "it has -1 values"),
-    (b"two 7 8 2 1 1 1 0", "'two' stands where the number of its values should"),
+    (b"two 7 8 2 1 1 1 0", "'two' is where the number of its values should"),
     (b"2 7", "2 values are announced and 1 follow"),
-    (b"1 7 3 1 1 1 1 0", "'prices' .field 2 of 3.: it has 3 values. Its shape wants 2"),
+    (b"1 7 3 1 1 1 1 0", "'prices' .field 2 of 3.: it has 3 values. Its shape requires 2"),
     (b"1 7 2 1E", "2 values are announced and 1 follow"),
-    (b"1 7.5 2 1 1 1 0", "'7.5' is not a whole number.*float32"),
-    (b"1 x 2 1 1 1 0", "'x' is not a whole number"),
+    (b"1 7.5 2 1 1 1 0", "'7.5' is not an integer.*float32"),
+    (b"1 x 2 1 1 1 0", "'x' is not an integer"),
     (b"1 18446744073709551616 2 1 1 1 0", "does not fit in 64 bits"),
     (b"1 7 2 1 0x1p3 1 0", "'0x1p3' is not a number"),
     (b"1 7 2 1_0 1 1 0", "'1_0' is not a number"),
     (b"1 7 2 1e39 1 1 0", "'1e39' is too large for float32"),
     (b"1 7 2 1 1 1 0 5", "1 values more than its 3 fields, beginning with '5'"),
     (b"1 7 2 1 1", "slot 'label' .field 3 of 3.: the line ends"),
-    (b"1 \xff\xfe 2 1 1 1 0", "is not a whole number"),
+    (b"1 \xff\xfe 2 1 1 1 0", "is not an integer"),
 ]
 
 

@@ -112,12 +112,12 @@ def test_fields_and_parameters_are_dumped(tmp_path: Path, running: Fleet) -> Non
 @pytest.mark.parametrize(
     ("trainer", "rule"),
     [
-        ({"dump_fields": ["x"]}, "go together"),
-        ({"dump_fields_path": "PATH"}, "go together"),
+        ({"dump_fields": ["x"]}, "vice versa"),
+        ({"dump_fields_path": "PATH"}, "vice versa"),
         ({"dump_fields_path": "PATH", "dump_param": ["weight"]}, "names 'weight'; the parameters are"),
         ({"dump_fields_path": "PATH", "dump_fields": ["y"]}, "names 'y'; the step returns"),
         ({"dump_fields_path": "PATH", "dump_fields": ["mean"]}, "0 rows in a batch of 2 samples"),
-        ({"stat_var_names": ["loss"]}, "'loss' is asked for"),
+        ({"stat_var_names": ["loss"]}, "'loss' is requested"),
     ],
 )
 def test_what_cannot_be_dumped(tmp_path: Path, running: Fleet, trainer: dict[str, Any], rule: str) -> None:
@@ -132,7 +132,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         ({"step": 3}, "is a function"),
         ({"step": lambda batch: None, "print_period": 0}, "at least 1"),
         ({"step": lambda batch: None, "fetch_list": "loss"}, "list of names"),
-        ({"step": lambda batch: None, "fetch_list": ["loss"]}, "'loss' is asked for"),
+        ({"step": lambda batch: None, "fetch_list": ["loss"]}, "'loss' is requested"),
         ({"step": lambda batch: 3}, "returned int"),
         ({"step": lambda batch: {"loss": "low"}, "fetch_list": ["loss"], "print_period": 1}, "as str"),
     ]:

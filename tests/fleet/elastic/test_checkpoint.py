@@ -121,7 +121,7 @@ def test_nothing_whole_means_a_new_beginning(tmp_path: Path) -> None:
     training.run(1, stop_at=4)
     spoil(tmp_path / "step-0000000004", "cut")
     again = Training(tmp_path, epoch=2)
-    with pytest.warns(UserWarning, match=r"model\.pt has \d+ bytes and was written with \d+"):
+    with pytest.warns(UserWarning, match=r"model\.pt has \d+ bytes; \d+ were written"):
         assert not again.checkpoint.resume()
     assert (again.checkpoint.epoch, again.checkpoint.step) == (2, 0)
 
@@ -171,9 +171,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_what_is_written_after_it(t
 def test_a_new_training_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     """Its checkpoints would be older than those that are there, so they would be removed, or never loaded."""
     Training(tmp_path).run(1, stop_at=7)
-    with pytest.raises(
-        ConfigError, match=r"holds step-0000000007 of an earlier training, and resume\(\) was not called"
-    ):
+    with pytest.raises(ConfigError, match=r"holds step-0000000007 of an earlier run, and resume\(\) was not called"):
         Training(tmp_path).run(1, stop_at=2)
     assert saved(tmp_path) == ["step-0000000007"]
 
@@ -183,7 +181,7 @@ def test_two_checkpoints_of_one_program_do_not_save_in_one_folder(tmp_path: Path
     training = Training(tmp_path)
     other = fleet.elastic.Checkpoint(f"{tmp_path}/.", training.model)
     training.checkpoint.save()
-    with pytest.raises(ConfigError, match="another Checkpoint of this program has saved in .* since"):
+    with pytest.raises(ConfigError, match="another Checkpoint in this program has saved to .* since"):
         other.save()
     assert other.resume()
     training.step(torch.ones(2))
@@ -260,7 +258,7 @@ def test_an_error_of_the_thread_comes_with_the_next_save(tmp_path: Path, monkeyp
     monkeypatch.setenv("FLEET_FAULTS", "save.part:raise:step=2;save.part:raise:step=3")
     training = Training(tmp_path, asynchronous=True)
     training.run(1, stop_at=2)
-    with pytest.raises(CheckpointError, match="the checkpoint before was not written.*No space left"):
+    with pytest.raises(CheckpointError, match="the previous checkpoint was not written.*No space left"):
         training.run(1, stop_at=3)
     training.checkpoint.save()
     with pytest.raises(CheckpointError, match="No space left"):
@@ -300,7 +298,7 @@ def test_wrong_arguments(arguments: dict[str, Any], match: str, tmp_path: Path) 
 def test_another_model_is_an_error_that_says_so(tmp_path: Path) -> None:
     Training(tmp_path).run(1, stop_at=2)
     fleet.init(is_collective=True, log_level="ERROR")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/step-0000000002 does not fit"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/step-0000000002 does not match"):
         fleet.elastic.Checkpoint(tmp_path, torch.nn.Linear(2, 2)).resume()
 
 

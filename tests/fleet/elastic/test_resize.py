@@ -60,7 +60,9 @@ def test_a_strategy_that_init_has_copied_is_warned_of() -> None:
         warnings.simplefilter("error")
         assert keep_global_batch(strategy, workers=1) == 1
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-    with pytest.warns(OptionWarning, match=r"set after fleet.init\(\) had copied the strategy, and has no effect"):
+    with pytest.warns(
+        OptionWarning, match=r"set after fleet.init\(\) had copied the strategy, and no longer has an effect"
+    ):
         assert keep_global_batch(strategy, workers=2) == 2
 
 

@@ -40,7 +40,7 @@ def rewrite(path: Path, name: str, content: Any) -> None:
 
 SGD = {"state": {}, "param_groups": [{"params": [0]}]}
 WRONG_FORMS: dict[str, tuple[str, Any, str]] = {
-    "model": ("model.pt", [1, 2], "model.pt holds a value of type list, where one of type dict belongs"),
+    "model": ("model.pt", [1, 2], "model.pt holds a value of type list, where type dict is required"),
     "optimizer": ("optimizer.pt", {**SGD, "state": 5}, r"optimizer.pt holds a value of type int at \['state'\]"),
     "entry": ("optimizer.pt", {**SGD, "state": {0: 5}}, r"optimizer.pt holds a value of type int at \['state'\]\[0\]"),
     "group": ("optimizer.pt", {**SGD, "param_groups": "x"}, r"optimizer.pt .* type str at \['param_groups'\], .* list"),

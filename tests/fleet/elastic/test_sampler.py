@@ -145,7 +145,7 @@ def test_forgotten_records_are_an_error() -> None:
     """Otherwise a resumed epoch would silently begin anew."""
     sampler = ElasticSampler(Numbers(10), num_workers=1, rank=0)
     next(iter(sampler))
-    with pytest.raises(ConfigError, match=r"1 samples were handed out and none was recorded"):
+    with pytest.raises(ConfigError, match=r"1 samples were handed out and none were recorded"):
         sampler.state_dict()
 
 

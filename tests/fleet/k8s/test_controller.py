@@ -99,6 +99,6 @@ def test_a_failure_is_told_and_tried_again(
         controller.close()
     delays = [record.getMessage() for record in caplog.records]
     assert len(delays) == 2
-    assert all(f"default/demo: {error}; tried again in" in text for text in delays)
+    assert all(f"default/demo: {error}; retrying in" in text for text in delays)
     if isinstance(error, FleetError):
         assert cluster.status["phase"] == "Pending"

@@ -23,7 +23,7 @@ def test_render_prints_documents_and_says_notes_apart(capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     kinds = [document["kind"] for document in yaml.safe_load_all(printed.out)]
     assert kinds == ["Service", "Service", "ConfigMap", "Pod", "Pod"]
-    assert "note: Pods call each other by name" in printed.err
+    assert "note: Pods use names, not addresses" in printed.err
     assert "create secret generic resnet-key --from-literal=secret=$(" in printed.err
     assert "&id" not in printed.out
 
@@ -45,7 +45,7 @@ def test_several_jobs_of_one_file_and_standard_input(
     [
         ("a: [", "is not YAML"),
         ("", "holds no document"),
-        ("kind: Pod", "takes a PaddleJob of batch.paddlepaddle.org/v1"),
+        ("kind: Pod", "must be a PaddleJob of batch.paddlepaddle.org/v1"),
         ("!!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "job.yaml"
     path.write_bytes(b"kind: \xff")
     assert main(["check", str(path)]) == 2
-    assert "cannot be read: it is no text in UTF-8" in capsys.readouterr().err
+    assert "cannot be read: it is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_a_refusal_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["render", str(DEPLOY / "examples" / "wide_and_deep.yaml"), "--to", "trainjob"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "spec.ps is given" in printed.err
+    assert "spec.ps is set" in printed.err
 
 
 @pytest.mark.parametrize("text", ["8081", "10.0.0.1", "10.0.0.1:0", ":8081"])

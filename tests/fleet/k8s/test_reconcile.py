@@ -196,7 +196,7 @@ def test_a_failed_pod_is_named_with_its_code() -> None:
     world.set(DOWN, "demo-worker-1")
     world.step()
     assert world.phase == "Failed"
-    assert world.document["status"]["message"] == "The pod demo-worker-1 failed: paddle ended with 7."
+    assert world.document["status"]["message"] == "The pod demo-worker-1 failed: paddle exited with 7."
     world.set(UP)
     world.step()
     assert world.phase == "Failed"  # for good

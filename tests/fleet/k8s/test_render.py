@@ -95,7 +95,7 @@ GIVEN = {"replicas": 2, "template": {"spec": {"containers": [
 @pytest.mark.parametrize(
     ("target", "spec", "reason"),
     [
-        ("jobset", {"cleanPodPolicy": "Always"}, "deletes the JobSet as well"),
+        ("jobset", {"cleanPodPolicy": "Always"}, "also deletes the JobSet"),
         ("pods", {"cleanPodPolicy": "OnCompletion"}, "nothing watches plain pods"),
         ("trainjob", {"cleanPodPolicy": "OnFailure"}, "keeps its finished pods"),
         ("jobset", {"worker": ALWAYS}, "a Job refuses"),

@@ -93,7 +93,7 @@ def test_a_field_of_the_scheduling_policy(name: str, value: object) -> None:
 @pytest.mark.parametrize("fields", [{"intranet": "Service"}, {"intranet": "PodIP"}])
 def test_more_pods_than_a_variable_can_name(fields: dict[str, Any]) -> None:
     """Linux takes 128 KiB in one variable of a process; the containers of such a job would never start."""
-    with pytest.raises(ConfigError, match=r"spec\.worker\.replicas is 7000: .* a process takes 130972 at most"):
+    with pytest.raises(ConfigError, match=r"spec\.worker\.replicas is 7000: .* the limit is 130972"):
         read_job(job_document(7000, **fields))
     assert read_job(job_document(5000, **fields)).worker.replicas == 5000
     assert read_job(job_document(7000, elastic=1)).worker.replicas == 7000

@@ -57,8 +57,8 @@ def test_a_plain_text_is_written_plainly_and_an_alias_written_out() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\nb: {c: 1, c: 2}", "the name 'c' stands twice"),
-        ("a: &x [*x]", "job.yaml is not YAML: a value holds itself by an alias"),
+        ("a: 1\nb: {c: 1, c: 2}", "the name 'c' appears twice"),
+        ("a: &x [*x]", "job.yaml is not YAML: a value contains itself through an alias"),
         (
             "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}, *{x}, *{x}]\n" for x, y in pairwise("abcdefghijk")),
             "aliases",

@@ -68,18 +68,18 @@ def test_blocks_comments_and_separators() -> None:
     [
         ("a: 1\nb 2", 2, "neither ':' nor '{'"),
         ("a: 1\n\nb {\n c: 1\n", 3, "not closed"),
-        ("a: 1 }", 1, "'}' stands where the name"),
+        ("a: 1 }", 1, "expected the name of an option, got '}'"),
         ("a:", 1, "'a' has no value"),
         ("a: ,", 1, "'a' has no value"),
         ('a: "x\n"', 1, "no text format"),
         ("\n\na: $", 3, "no text format"),
         ("a: [1 2]", 1, "separated by ','"),
         ("a: [1,", 1, "no value|closed by"),
-        ("1: 2", 1, "'1' stands where the name"),
+        ("1: 2", 1, "expected the name of an option, got '1'"),
         (r'a: "\377"', 1, "not UTF-8"),
         ("a {" * 60, 1, "50 deep"),
         ("a: " + "[" * 60, 1, "50 deep"),
-        ("a { b: 1 >", 1, "'>' stands where"),
+        ("a { b: 1 >", 1, "expected the name of an option, got '>'"),
     ],
 )
 def test_errors_name_the_line(text: str, line: int, rule: str) -> None:

@@ -118,7 +118,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path, share: float) -> Non
     save(state(), path)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(CheckpointError, match=r"x\.pdparams.*(cut short or damaged|plain data)"):
+    with pytest.raises(CheckpointError, match=r"x\.pdparams.*(truncated or damaged|plain data)"):
         load(path)
 
 

@@ -33,7 +33,7 @@ def test_folders(tmp_path: Path) -> None:
     FS.mkdirs(path)
     FS.mkdirs(path)
     FS.touch(f"{path}/f")
-    with pytest.raises(FSFileExistsError, match="file of this name"):
+    with pytest.raises(FSFileExistsError, match="a file with this name"):
         FS.mkdirs(f"{path}/f")
     FS.delete(str(tmp_path / "a"))
     FS.delete(str(tmp_path / "a"))

@@ -92,7 +92,7 @@ def test_changing(hadoop: Hadoop) -> None:
     client.touch("/a/f")
     with pytest.raises(FSFileExistsError):
         client.touch("/a/f", exist_ok=False)
-    with pytest.raises(FSFileExistsError, match="file of this name"):
+    with pytest.raises(FSFileExistsError, match="a file with this name"):
         client.mkdirs("/a/f")
     client.mv("/a/f", "/a/g")
     with pytest.raises(FSFileNotExistsError):
@@ -227,7 +227,7 @@ def test_bad_settings_are_refused(hadoop: Hadoop, settings: dict[str, Any], mess
 
 def test_a_missing_hadoop_is_refused(hadoop: Hadoop) -> None:
     shutil.rmtree(hadoop.home / "bin")
-    with pytest.raises(ConfigError, match="not a program"):
+    with pytest.raises(ConfigError, match="not an executable"):
         hadoop.client()
     with pytest.raises(ConfigError, match="is a str; it takes a dictionary"):
         HDFSClient(str(hadoop.home), "x")  # type: ignore[arg-type]
