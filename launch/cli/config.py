@@ -207,7 +207,7 @@ def _max_restart(settings: Settings) -> int:
         if settings.has("max_restart") and count:
             settings.warn(
                 "--elastic_level=0 stops the job on the first failure; "
-                f"{settings.named('max_restart')}={count} is left aside."
+                f"{settings.named('max_restart')}={count} is ignored."
             )
         return 0
     return count if level == 1 or settings.has("max_restart") else 0
@@ -267,7 +267,7 @@ def _finish(config: LaunchConfig, settings: Settings, environment: Environment) 
     if ports and settings.has("start_port") and config.fixed_port not in ports:
         raise ConfigError(
             f"{settings.named('start_port')}={settings.text('start_port')} has nothing to begin: the endpoints of this "
-            "job are listed with their ports. Leave it out, or list the addresses without ports."
+            "job are listed with their ports. Omit it, or list the addresses without ports."
         )
     threads = (config.nproc_per_node or 0) > 1 and not environment.has("OMP_NUM_THREADS")
     if threads:

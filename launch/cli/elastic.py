@@ -144,7 +144,7 @@ def _newer_family(settings: Settings, environment: Environment, nodes: Nodes) ->
     for name in ("scale", "force", "elastic_pre_hook"):
         if settings.has(name) and settings.values[name]:
             raise ConfigError(
-                f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or leave it out."
+                f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or omit it."
             )
     ttl_s = _ttl_s(environment) if etcd else Elastic.elastic_ttl_s
     if not is_range and not (etcd and level == 1):
@@ -175,7 +175,7 @@ def check_server_job(settings: Settings, elastic: Elastic) -> None:
     if float(settings.values["preempt_grace"] or 0):
         raise UnsupportedOptionError(
             f"{settings.named('preempt_grace')}={settings.text('preempt_grace')} makes the workers save at one step, "
-            "and those of a job with parameter servers have no step in common. Leave it out; save with "
+            "and those of a job with parameter servers have no step in common. Omit it; save with "
             "fleet.save_persistables(), and --shutdown_timeout is the time between SIGTERM and SIGKILL."
         )
     if not elastic.is_elastic:

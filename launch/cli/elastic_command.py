@@ -163,7 +163,7 @@ def read_np(text: str) -> tuple[int, int]:
     parts = text.split(":")
     numbers = [int(part) for part in parts if part.strip().isdecimal() and len(part) < 10]
     if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
-        raise ConfigError(f"--np is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with MIN <= MAX.")
+        raise ConfigError(f"--np is {text!r}; it takes N or MIN:MAX, integers from 1 with MIN <= MAX.")
     return numbers[0], numbers[-1]
 
 

@@ -67,5 +67,5 @@ def _places(own: Mapping[str, str]) -> list[str]:
 def _number(own: Mapping[str, str], name: str) -> int:
     text = own[name].strip()
     if not text.isdigit() or not 0 < int(text) < 32768:
-        raise ConfigError(f"--{name} is {text!r}; it takes a whole number from 1 to 32767.")
+        raise ConfigError(f"--{name} is {text!r}; it takes an integer from 1 to 32767.")
     return int(text)

@@ -48,7 +48,7 @@ def _given_mode(settings: Settings, ps_flags: list[str]) -> str | None:
     if mode == COLLECTIVE and ps_flags:
         raise ConfigError(
             f"{settings.named('run_mode')}=collective and {settings.named(ps_flags[0])} exclude each "
-            "other. Leave one of them out."
+            "other. Omit one of them."
         )
     return mode
 

@@ -38,7 +38,7 @@ def read_script(command: CommandLine, *, is_module: bool, no_python: bool, path:
 def _find(command: CommandLine, *, is_module: bool, no_python: bool, path: str | None) -> Script:
     name, args = command.script, command.script_args
     if is_module and no_python:
-        raise ConfigError("--module runs through Python and --no_python does not. Leave one of them out.")
+        raise ConfigError("--module runs through Python and --no_python does not. Omit one of them.")
     if is_module:
         return Script(name, args, is_module=True)
     if name == "run_check" and not Path(name).exists():

@@ -53,7 +53,7 @@ class Settings:
     def drop(self, name: str, reason: str) -> None:
         """Sets ``name`` back to its default and notes the reason."""
         if self.has(name):
-            self.note("WARNING", f"{self.named(name)}={self.values[name]} is left aside: {reason}")
+            self.note("WARNING", f"{self.named(name)}={self.values[name]} is ignored: {reason}")
             del self.source[name]
             self.on_command_line.discard(name)
         self.values[name] = FLAGS[name].default
@@ -102,7 +102,7 @@ def _set(settings: Settings, flag: Flag, value: Value, source: str) -> None:
     if flag.fate == REFUSED:
         if value == flag.default:
             return
-        raise UnsupportedOptionError(f"{source}={value} cannot be honoured: {flag.reason}. Leave it out.")
+        raise UnsupportedOptionError(f"{source}={value} cannot be honoured: {flag.reason}. Omit it.")
     if flag.fate == WARNED and value != flag.default:
         settings.warn(f"{source}={value} has no effect: {flag.reason}.")
     settings.values[flag.name] = value
@@ -127,7 +127,7 @@ def convert(flag: Flag, text: str, source: str) -> Value:
         try:
             return int(text)
         except ValueError:
-            raise ConfigError(f"{source} is {text!r}; it takes a whole number.") from None
+            raise ConfigError(f"{source} is {text!r}; it takes an integer.") from None
     if found := _LONG_NUMBER.search(text):  # Python refuses to read one
         raise ConfigError(f"{source} is {text!r}; no number in it may have {len(found[0])} digits.")
     if flag.kind == "seconds":

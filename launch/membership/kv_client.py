@@ -111,9 +111,11 @@ class KeyValueClient:
                 answer = self._channels[name].request(message, limit_s)
                 self._answered_at = max(self._answered_at, sent_at)
                 return answer
-            except (OSError, _frames.WireError) as error:
+            except (OSError, _frames.WireError, StoreLostError) as error:
                 if name in self._channels:
                     self._channels.pop(name).close()
+                if isinstance(error, StoreLostError):
+                    raise
                 now, margin_s = time.monotonic(), min(_STOP_S, self.ttl_s / 4)
                 give_up_at = give_up_at or max(self._answered_at + self.ttl_s - margin_s, now + _RECONNECT_S)
                 if self._closed or now > give_up_at:

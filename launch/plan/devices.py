@@ -55,7 +55,7 @@ def choose_devices(settings: Settings, machine: Machine, visible: str | None) ->
         if settings.has(name):
             raise UnsupportedOptionError(
                 f"--{name}={settings.text(name)} cannot be honoured: this project runs on GPUs"
-                " and CPUs and has no such backend. Use --gpus, or leave it out."
+                " and CPUs and has no such backend. Use --gpus, or omit it."
             )
     usable = [] if machine.driver_problem else visible_cards(machine.num_gpus, visible)
     requested = _requested(settings)
@@ -64,7 +64,7 @@ def choose_devices(settings: Settings, machine: Machine, visible: str | None) ->
         if requested is not None:
             raise ConfigError(
                 f"{settings.named('nproc_per_node')}=cpu and {_device_flag(settings)} exclude each other."
-                " Leave one of them out."
+                " Omit one of them."
             )
         return _on_cpu(settings, asked or 1)
     if requested is None:
@@ -162,14 +162,13 @@ def _find(
     flag = _device_flag(settings)
     if machine.driver_problem:
         raise ConfigError(
-            f"{flag} cannot be honoured: {machine.driver_problem}. Repair that, or leave the flag out to "
-            "run on the CPU."
+            f"{flag} cannot be honoured: {machine.driver_problem}. Repair that, or omit the flag to run on the CPU."
         )
     by_name = {card.name: card for card in usable}
     if any(not card.name.isdecimal() for card in usable):
         raise ConfigError(
             f"{flag} counts the cards of the machine, but CUDA_VISIBLE_DEVICES is {visible!r}, which "
-            "names them by identifier. Leave the flag out to use exactly these cards."
+            "names them by identifier. Omit the flag to use exactly these cards."
         )
     for number in requested:
         if number >= machine.num_gpus:
@@ -220,8 +219,7 @@ def _on_cpu(settings: Settings, count: int, numbers: Sequence[int] = ()) -> Devi
     """Returns CPU workers; ``numbers`` are the cards asked for on a machine without any, still handed on by number."""
     if _backend(settings) == "nccl":
         raise ConfigError(
-            f"{settings.named('backend')}=nccl needs GPUs, and this job runs on the CPU. "
-            "Use --backend=gloo or leave it out."
+            f"{settings.named('backend')}=nccl needs GPUs, and this job runs on the CPU. Use --backend=gloo or omit it."
         )
     selected = tuple(f"{numbers[i % len(numbers)]}" for i in range(count)) if numbers else ()
     return DeviceChoice(device_type="cpu", num_workers=count, worker_devices=selected)

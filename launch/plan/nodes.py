@@ -68,7 +68,7 @@ def settings_ready(settings: Settings) -> None:
             if clash and "standalone" in settings.on_command_line:
                 raise ConfigError(
                     f"--standalone is one node by itself, and {settings.named(name)}="
-                    f"{settings.text(name)} asks for others. Leave one of them out."
+                    f"{settings.text(name)} asks for others. Omit one of them."
                 )
             settings.drop(name, "--standalone is one node by itself")
     kind = settings.text("rdzv_backend")
@@ -105,7 +105,7 @@ def read_range(settings: Settings, name: str) -> tuple[int, int]:
     numbers = [int(part) for part in parts if part.strip().isdecimal()]
     if len(numbers) != len(parts) or len(parts) > 2 or numbers[0] < 1 or numbers[-1] < numbers[0]:
         raise ConfigError(
-            f"{settings.named(name)} is {text!r}; it takes N or MIN:MAX, whole numbers from 1 with "
+            f"{settings.named(name)} is {text!r}; it takes N or MIN:MAX, integers from 1 with "
             "MIN <= MAX, as in 2 or 2:4."
         )
     return numbers[0], numbers[-1]
@@ -131,7 +131,7 @@ def _from_ips(
     if settings.has("nnodes") and read_range(settings, "nnodes") != (len(ips), len(ips)):
         raise ConfigError(
             f"{settings.named('nnodes')}={settings.text('nnodes')} and {source} ({len(ips)} nodes) "
-            "contradict each other. Leave one of them out."
+            "contradict each other. Omit one of them."
         )
     position = _own_position(settings, machine, ips, source)
     if len(ips) == 1:

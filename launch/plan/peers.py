@@ -20,7 +20,7 @@ def peer_to_json(peer: Peer) -> dict[str, object]:
 def peer_from_json(record: Mapping[str, object]) -> Peer:
     """Returns the peer that another node published; raises LaunchError for anything but the expected fields.
 
-    Fields this version does not know are left aside, so that a newer launcher can add some.
+    Fields this version does not know are ignored, so that a newer launcher can add some.
     """
     return Peer(
         name=_text(record, "name"),
@@ -52,7 +52,7 @@ def _text(record: Mapping[str, object], name: str) -> str:
 def _number(record: Mapping[str, object], name: str, low: int, high: int) -> int:
     value = record.get(name, low)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(name, value, f"it has to be a whole number from {low} to {high}")
+        raise _wrong(name, value, f"it has to be an integer from {low} to {high}")
     return value
 
 

@@ -41,7 +41,7 @@ def plan_processes(
         peers: every node of the job in rank order, this one included.
         node_rank: place of this node in ``peers``.
         generation: number of this start of the job's workers; it grows with each one.
-        restarts: how often they were started anew after a failure.
+        restarts: how often they were restarted after a failure.
         environment: what the processes inherit.
 
     Raises:

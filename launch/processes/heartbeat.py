@@ -229,7 +229,7 @@ class Stillness:
         return now - self._since
 
     def forget(self) -> float:
-        """Begins anew: somebody works."""
+        """Starts counting again: somebody works."""
         self._used = {}
         return 0.0
 

@@ -41,7 +41,7 @@ class WorkerFile:
 
     @classmethod
     def create(cls, path: Path) -> WorkerFile:
-        """Makes the file anew, readable and writable by its owner alone, and maps it."""
+        """Makes a new file, readable and writable by its owner alone, and maps it."""
         path.unlink(missing_ok=True)
         path.with_name(path.name + STACK_SUFFIX).unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -28,10 +28,10 @@ def flags(given: dict[str, str]) -> list[str]:
         (OLDER, "elastic_server", "10.0.0.1:99999", "a port from 1 to 65535"),
         (OLDER, "np", "0", "MIN <= MAX"),
         (OLDER, "np", "4:2", "MIN <= MAX"),
-        (OLDER, "np", "2.5", "whole numbers"),
+        (OLDER, "np", "2.5", "integer"),
         (OLDER, "job_id", "a/b", "takes letters, digits"),
         (OLDER, "job_id", "a" * 201, "takes 200 at most"),
-        (OLDER, "scale", "x", "whole number"),
+        (OLDER, "scale", "x", "integer"),
         (OLDER, "scale", "-1", "from 0"),
         (OLDER, "force", "maybe", "true or false"),
         (OLDER, "elastic_pre_hook", "a | b", "into a script"),
@@ -46,7 +46,7 @@ def flags(given: dict[str, str]) -> list[str]:
         ({}, "heartbeat_timeout", "inf", "seconds, 0 or more"),
         ({}, "preempt_grace", "x", "seconds, 0 or more"),
         ({}, "preempt_grace", "-1", "seconds, 0 or more"),
-        ({"server_num": "1", "worker_num": "1"}, "preempt_grace", "5", "Leave it out"),
+        ({"server_num": "1", "worker_num": "1"}, "preempt_grace", "5", "Omit it"),
     ],
 )
 def test_a_flag(family: dict[str, str], name: str, value: str, rule: str) -> None:

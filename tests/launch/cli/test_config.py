@@ -103,7 +103,7 @@ def test_restarts_happen_when_they_were_asked_for(flags: tuple[str, ...], restar
     config = read(*flags)
     assert config.max_restart == restarts
     assert config.arguments["max_restart"] == restarts  # what the configuration block prints
-    assert ("left aside" in notes(config)) == ("--elastic_level=0" in flags)
+    assert ("is ignored" in notes(config)) == ("--elastic_level=0" in flags)
 
 
 def test_log_level_is_valid() -> None:
@@ -122,7 +122,7 @@ def test_log_level_is_valid() -> None:
         ("--max_restart=-1", "from 0"),
         ("--elastic_timeout=nan", "seconds"),
         ("--log_style=paddle", "launch or fleetrun"),
-        ("--start_port=x", "whole number"),
+        ("--start_port=x", "integer"),
         ("--start_port=0", "1 to 65535"),
         ("--sort_ip=maybe", "true or false"),
     ],
@@ -149,7 +149,7 @@ def test_flags_without_meaning_are_accepted_with_one_warning() -> None:
     "flag", ["--heter_worker_num=1", "--heter_workers=a:1", "--coordinator_num=1", "--tee=3", "--cluster_topo_path=x"]
 )
 def test_flags_of_absent_features_are_refused_with_the_reason(flag: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=r"cannot be honoured: .*Leave it out"):
+    with pytest.raises(UnsupportedOptionError, match=r"cannot be honoured: .*Omit it"):
         read(flag)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -351,3 +352,18 @@ def test_two_launchers_of_one_name_are_not_one_node(place: Place) -> None:
     place.nodes.remove(two)
     two.close()
     assert one.take() is None, "the key of the first is still there"
+
+
+def test_a_contact_that_is_closed_while_its_thread_connects_leaves_no_connection(place: Place) -> None:
+    """The thread may open its connection when the session has ended already; a leak is a warning, hence an error."""
+    log = LaunchLog("CRITICAL")
+    for number in range(60):
+        client = KeyValueClient(place.address, SECRET, ttl_s=2.0)
+        client.connect()
+        contact = KeyValueContact(
+            client, prefix="/job/", key=f"k{number}", service=None, log=log, signals=place.signals
+        )
+        time.sleep(0.0001 * (number % 30))
+        contact.close()
+        del client, contact
+        gc.collect()

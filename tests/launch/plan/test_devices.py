@@ -134,7 +134,7 @@ def test_other_devices_and_contradictions_are_refused() -> None:
         read("--gpus=0", "--nproc_per_node=cpu", num_gpus=2)
     config = read("--gpus=0", env={"PADDLE_DEVICES": "1"}, num_gpus=2)
     assert selected(config) == ("0",)
-    assert "PADDLE_DEVICES=1 is left aside" in notes(config)
+    assert "PADDLE_DEVICES=1 is ignored" in notes(config)
 
 
 def test_visible_cards_end_at_the_first_invalid_entry() -> None:

@@ -79,7 +79,7 @@ def test_the_list_and_other_ways_exclude_each_other() -> None:
         read(LIST, "--max_restart=1", **owns("10.0.0.1"))
     config = read(LIST, env={"PADDLE_MASTER": "10.0.0.1:80"}, **owns("10.0.0.1"))
     assert len(config.static_peers) == 2
-    assert "PADDLE_MASTER=10.0.0.1:80 is left aside" in notes(config)
+    assert "PADDLE_MASTER=10.0.0.1:80 is ignored" in notes(config)
 
 
 def test_nodes_that_meet() -> None:
@@ -139,7 +139,7 @@ def test_torchruns_names() -> None:
 def test_standalone_is_one_node_whatever_the_environment_says() -> None:
     config = read("--standalone", env={"PADDLE_NNODES": "4", "PADDLE_MASTER": "10.0.0.1:80"})
     assert (config.max_nodes, config.master) == (1, None)
-    assert "PADDLE_NNODES=4 is left aside" in notes(config)
+    assert "PADDLE_NNODES=4 is ignored" in notes(config)
     with pytest.raises(ConfigError, match="--standalone is one node"):
         read("--standalone", "--nnodes=2")
     assert read("--standalone", "--nnodes=1").max_nodes == 1
