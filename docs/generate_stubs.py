@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.options import ALIASES, described, schema
-from fleet.strategies._declare.fields import Config, Rule, plain, value_types
+from fleet.strategies._declare.fields import Config, FieldRule, plain, value_types
 
 ROOT = Path(__file__).parents[1]
 HEADER = "# Made by `make docs`; a change belongs into the code that it is made from.\n"
@@ -144,7 +144,7 @@ def _config_kinds(kind: Any) -> Iterator[type[Config]]:
         yield kind
 
 
-def _words(name: str, rule: Rule, default: Any) -> str:
+def _words(name: str, rule: FieldRule, default: Any) -> str:
     choices = f" One of {', '.join(map(repr, rule.choices))}." if rule.choices else ""
     shown = "" if isinstance(default, Config) else f" Default: {plain(default)!r}."
     text = described(name, rule)

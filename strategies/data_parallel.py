@@ -57,7 +57,7 @@ class DataParallelSettings(Config, owner="data_parallel"):
     gradient_scale_configs: GradientScaleConfig = setting(GradientScaleConfig, "how the sum over workers is scaled")
 
 
-class DataParallel(JobKind):
+class DataParallelJob(JobKind):
     """Averages gradients over all workers with torch's DistributedDataParallel."""
 
     name = "data_parallel"

@@ -46,33 +46,11 @@ TESTED_ELSEWHERE: dict[str, str] = {
 }
 
 # Class names that the library defines twice, and why each still stands.
-SHARED_CLASS_NAMES: dict[str, str] = {
-    "Action": "the operator of Kubernetes and the elastic rules",
-    "DataParallel": "paddle.DataParallel, which scripts name, and the strategy it starts",
-    "Entry": "the prototxt reader and the checkpoint's folder",
-    "Meeting": "the process group and the launcher",
-    "Plan": "the operator of Kubernetes and the order of strategies",
-    "Role": "the role of a process and that of a pod",
-    "Rule": "fleet.ps.Rule, which users write, and a rule on a setting",
-    "Settings": "the dataset's and the launcher's",
-    "Store": "the preemption flag and the launcher's key-value service",
-    "View": "the views of options and the launcher's key-value client",
-    "_Loader": "two limited YAML loaders",
-    "_Parser": "the prototxt reader and the launcher's flags",
-}
+SHARED_CLASS_NAMES: dict[str, str] = {}
 # File stems that the library has twice, and why each still stands.
 SHARED_STEMS: dict[str, str] = {
-    "base": "datasets and strategies",
-    "checkpoint": "the facade's calls and the elastic checkpoint",
-    "config": "strategies and the launcher",
-    "data_parallel": "paddle.DataParallel, which scripts name, and the strategy it starts",
-    "job": "the operator of Kubernetes and the launcher",
-    "launch_ps": "a module that Paddle's users run, and its flags",
-    "not_offered": "datasets and strategies",
-    "optimizer": "a public module that Paddle's users import, the facade's wrapper and the strategies'",
-    "plan": "strategies and the launcher",
-    "role_maker": "public paths of Paddle's scripts",
-    "settings": "the dataset's and the launcher's",
+    "launch_ps": "the command python -m fleet.launch_ps, and the reader of its command line",
+    "role_maker": "public paths of Paddle's scripts: fleet.role_maker and fleet.base.role_maker",
 }
 
 # Python files that hold characters outside ASCII because they are the data.

@@ -15,14 +15,14 @@ from typing import Any
 
 _HOMES = {
     "Batch": "_batch",
-    "BoxPSDataset": "_not_offered",
+    "BoxPSDataset": "_unsupported",
     "DatasetBase": "_base",
     "DatasetFactory": "_factory",
-    "FileInstantDataset": "_not_offered",
+    "FileInstantDataset": "_unsupported",
     "InMemoryDataset": "_in_memory",
     "QueueDataset": "_queue",
     "Slot": "_slots",
-    "TreeIndex": "_not_offered",
+    "TreeIndex": "_unsupported",
     "WorkerGroup": "_workers",
     "infer_from_dataset": "_training",
     "train_from_dataset": "_training",

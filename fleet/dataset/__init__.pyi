@@ -13,13 +13,13 @@ from fleet.dataset._base import DatasetBase as DatasetBase
 from fleet.dataset._batch import Batch as Batch
 from fleet.dataset._factory import DatasetFactory as DatasetFactory
 from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
-from fleet.dataset._not_offered import BoxPSDataset as BoxPSDataset
-from fleet.dataset._not_offered import FileInstantDataset as FileInstantDataset
-from fleet.dataset._not_offered import TreeIndex as TreeIndex
 from fleet.dataset._queue import QueueDataset as QueueDataset
 from fleet.dataset._slots import Slot as Slot
 from fleet.dataset._training import infer_from_dataset as infer_from_dataset
 from fleet.dataset._training import train_from_dataset as train_from_dataset
+from fleet.dataset._unsupported import BoxPSDataset as BoxPSDataset
+from fleet.dataset._unsupported import FileInstantDataset as FileInstantDataset
+from fleet.dataset._unsupported import TreeIndex as TreeIndex
 from fleet.dataset._workers import WorkerGroup as WorkerGroup
 
 __all__ = [

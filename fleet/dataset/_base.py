@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fleet.dataset._dataset_settings import BASE_OPTIONS, DatasetSettings
 from fleet.dataset._samples import Samples
-from fleet.dataset._settings import BASE_OPTIONS, Settings
 from fleet.dataset._source import Source, read_blocks
 from fleet.dataset._text import TextForm, parse
 from fleet.errors import ConfigError
@@ -23,7 +23,7 @@ class DatasetBase:
     _options: tuple[str, ...] = BASE_OPTIONS
 
     def __init__(self) -> None:
-        self._settings = Settings(data_feed_type=self._feed)
+        self._settings = DatasetSettings(data_feed_type=self._feed)
         self._set_apart: dict[str, Any] = {}  # by set_... and _init_distributed_settings; init() does not change these
         self.filelist: list[str] = []
         self._has_filelist = False
@@ -49,7 +49,7 @@ class DatasetBase:
             ConfigError: an unknown option or a wrong value; nothing was changed.
         """
         call = f"{type(self).__name__}.init"
-        made = Settings(data_feed_type=self._feed).changed({**self._set_apart, **options}, self._options, call)
+        made = DatasetSettings(data_feed_type=self._feed).changed({**self._set_apart, **options}, self._options, call)
         self._set_apart = {name: value for name, value in self._set_apart.items() if name not in options}
         self._settings = made
 

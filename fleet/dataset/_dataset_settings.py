@@ -14,7 +14,7 @@ from fleet.dataset._text import TextForm
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError, did_you_mean
 from fleet.launch.processes.redact import HIDDEN, is_secret_name, redact
 
-__all__ = ["BASE_OPTIONS", "MEMORY_OPTIONS", "Settings"]
+__all__ = ["BASE_OPTIONS", "MEMORY_OPTIONS", "DatasetSettings"]
 
 BASE_OPTIONS = (
     "batch_size",
@@ -44,7 +44,7 @@ _TEXTS = ("fs_name", "fs_ugi")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DatasetSettings:
     """The options of a dataset; the docstrings of the datasets say what each does."""
 
     data_feed_type: str
@@ -65,7 +65,7 @@ class Settings:
     fea_eval: bool = False
     candidate_size: int = 10000
 
-    def changed(self, given: Mapping[str, Any], known: tuple[str, ...], call: str) -> Settings:
+    def changed(self, given: Mapping[str, Any], known: tuple[str, ...], call: str) -> DatasetSettings:
         """Returns the settings updated with ``given``.
 
         Raises:
@@ -156,5 +156,5 @@ def _check_value(name: str, value: Any, call: str) -> None:
         raise ConfigError(f"{call}({name}={shown}) {wrong}.")
 
 
-if {field.name for field in fields(Settings)} != set(MEMORY_OPTIONS):
-    raise AssertionError("an option of Settings is not in MEMORY_OPTIONS")
+if {field.name for field in fields(DatasetSettings)} != set(MEMORY_OPTIONS):
+    raise AssertionError("an option of DatasetSettings is not in MEMORY_OPTIONS")

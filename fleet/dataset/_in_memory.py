@@ -12,8 +12,8 @@ import numpy as np
 from fleet._log import LOGGER
 from fleet.dataset._base import DatasetBase, read_samples
 from fleet.dataset._batch import Batch, batch_of
+from fleet.dataset._dataset_settings import MEMORY_OPTIONS, DatasetSettings
 from fleet.dataset._samples import Ints, Samples, empty_samples
-from fleet.dataset._settings import MEMORY_OPTIONS, Settings
 from fleet.dataset._shuffle import choose_workers, exchange_samples, merge_by_id, random_places, replaced_places
 from fleet.dataset._source import Source
 from fleet.dataset._text import TextForm
@@ -92,7 +92,7 @@ class InMemoryDataset(DatasetBase):
         fixed = [name for name in _FORM_OPTIONS if getattr(made, name) != getattr(self._settings, name)]
         if fixed and (self._samples is not None or self._preload is not None):
             raise ConfigError(f"{call}({fixed[0]}=...) while samples are in memory; call release_memory() first.")
-        self._settings: Settings = made
+        self._settings: DatasetSettings = made
 
     def _init_distributed_settings(self, **options: Any) -> None:
         """Sets options that a later :meth:`init` does not change; with ``merge_size`` it also reads ids."""

@@ -29,7 +29,7 @@ from typing import Protocol
 _LISTEN_PERIOD_S = 0.5
 
 
-class Store(Protocol):
+class PreemptionStore(Protocol):
     """What the agreement needs from ``torch.distributed.Store``."""
 
     def set(self, key: str, value: str) -> None:
@@ -51,7 +51,7 @@ class Agreement:
         world_size: number of workers.
     """
 
-    def __init__(self, store: Store | None, rank: int, world_size: int) -> None:
+    def __init__(self, store: PreemptionStore | None, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._has_heard = False
         self._stop_at: int | None = None
@@ -81,7 +81,7 @@ class Agreement:
         self.is_reached = self._stop_at is not None and step >= self._stop_at and (store is None or is_synchronised())
         return self.is_reached
 
-    def _decide(self, store: Store, step: int) -> None:
+    def _decide(self, store: PreemptionStore, step: int) -> None:
         if self._rank == 0:
             if store.check([f"heard/{rank}" for rank in range(self._world_size)]):
                 self._stop_at = step + 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleet.errors import ConfigError, FleetError
-from fleet.k8s._job import PaddleJob, read_job
+from fleet.k8s._paddle_job import PaddleJob, read_job
 from fleet.k8s._render import TARGETS, render
 from fleet.k8s._yaml import read_documents, write_documents
 

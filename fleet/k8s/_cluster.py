@@ -12,9 +12,9 @@ import kubernetes.client
 import kubernetes.config
 
 from fleet.errors import FleetError
-from fleet.k8s._job import GROUP, PLURAL, VERSION
 from fleet.k8s._objects import LABEL_JOB, SECRET_FIELD, Document
-from fleet.k8s._reconcile import CLEAN, CREATE, DELETE, PATCH, SCALE, Action, Observed
+from fleet.k8s._paddle_job import GROUP, PLURAL, VERSION
+from fleet.k8s._reconcile import CLEAN, CREATE, DELETE, PATCH, SCALE, ClusterAction, Observed
 
 _TIMEOUT_S = 30.0
 _NOT_FOUND, _CONFLICT = 404, 409
@@ -92,7 +92,7 @@ class Cluster:
             pod_group=next(iter(_owned([group] if group else [], metadata)), None),
         )
 
-    def apply(self, namespace: str, action: Action) -> None:
+    def apply(self, namespace: str, action: ClusterAction) -> None:
         """Carries out one action; raises ClusterError with the server's reason, or FleetError from etcd."""
         if action.verb == SCALE:
             self._write_size(action.name, action.body["replicas"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-from fleet.k8s._job import HOST, PS, WORKER, PaddleJob, check_list_size
+from fleet.k8s._paddle_job import HOST, PS, WORKER, PaddleJob, check_list_size
 
 FIRST_PORT = 36000
 PORTS_PER_POD = 20
@@ -43,7 +43,7 @@ def plan_variables(job: PaddleJob, hosts: Mapping[str, Sequence[str]]) -> dict[s
 
     Example:
         >>> pod = {"spec": {"containers": [{"name": "paddle", "image": "torch-fleet"}]}}
-        >>> from fleet.k8s._job import Role
+        >>> from fleet.k8s._paddle_job import Role
         >>> job = PaddleJob(name="a", namespace="b", roles=(Role(name="worker", replicas=1, template=pod),))
         >>> plan_variables(job, {"worker": ["10.0.0.7"]})["PADDLE_TRAINER_ENDPOINTS"]
         '10.0.0.7:36000'

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from fleet.errors import FleetError
-from fleet.k8s._job import VOLCANO
 from fleet.k8s._objects import Document
-from fleet.k8s._reconcile import Action, Observed, plan_reconcile
+from fleet.k8s._paddle_job import VOLCANO
+from fleet.k8s._reconcile import ClusterAction, Observed, plan_reconcile
 
 LOGGER = logging.getLogger("fleet.k8s")
 Key = tuple[str, str]
@@ -34,7 +34,7 @@ class Objects(Protocol):
     def observe(self, document: Document, *, uses_volcano: bool) -> Observed:
         """Returns the objects of a job."""
 
-    def apply(self, namespace: str, action: Action) -> None:
+    def apply(self, namespace: str, action: ClusterAction) -> None:
         """Carries out one action."""
 
     def write_status(self, namespace: str, name: str, status: Document) -> None:

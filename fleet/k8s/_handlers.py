@@ -11,8 +11,8 @@ import kopf
 
 from fleet.k8s._cluster import Cluster, open_client
 from fleet.k8s._controller import Controller
-from fleet.k8s._job import GROUP, KIND, PLURAL, VERSION
 from fleet.k8s._objects import LABEL_JOB
+from fleet.k8s._paddle_job import GROUP, KIND, PLURAL, VERSION
 from fleet.k8s._size_record import forget_job, write_size
 
 

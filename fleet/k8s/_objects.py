@@ -14,7 +14,7 @@ from fleet.k8s._contract import (
     plan_elastic_variables,
     pod_name,
 )
-from fleet.k8s._job import API_VERSION, HOST, KIND, SERVICE, VOLCANO, WORKER, PaddleJob, Role
+from fleet.k8s._paddle_job import API_VERSION, HOST, KIND, SERVICE, VOLCANO, WORKER, PaddleJob, PodRole
 
 Document = dict[str, Any]
 LABEL_NAME, LABEL_TYPE, ANNOTATION = "paddle-res-name", "paddle-res-type", "paddle-resource"
@@ -23,7 +23,7 @@ JOB_SECRET, SECRET_FIELD = "FLEET_JOB_SECRET", "secret"
 POD_GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 
 
-def plan_pod(job: PaddleJob, role: Role, index: int, etcd_server: str | None = None) -> Document:
+def plan_pod(job: PaddleJob, role: PodRole, index: int, etcd_server: str | None = None) -> Document:
     """Returns pod ``index`` of ``role``: the user's template with the job's variables in its first container.
 
     A pod of a fixed-size job reads the endpoint lists from the ConfigMap, so it starts when that exists. A pod of an
@@ -62,7 +62,7 @@ def plan_pod(job: PaddleJob, role: Role, index: int, etcd_server: str | None = N
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {**metadata, **owner(job)}, "spec": spec}
 
 
-def restart_policy(job: PaddleJob, role: Role) -> str:
+def restart_policy(job: PaddleJob, role: PodRole) -> str:
     """Returns the user's restartPolicy; without one, OnFailure for pods that can restart, else Never."""
     if job.is_elastic:
         return "OnFailure"
@@ -72,7 +72,7 @@ def restart_policy(job: PaddleJob, role: Role) -> str:
     return "OnFailure" if role.name == WORKER and job.intranet == SERVICE else "Never"
 
 
-def plan_own_variables(role: Role, index: str) -> list[Document]:
+def plan_own_variables(role: PodRole, index: str) -> list[Document]:
     """Returns the variables with the role and index of a pod."""
     return [
         {"name": "PADDLE_TRAINER_ID", "value": index},
@@ -127,7 +127,7 @@ def _named(variables: Mapping[str, str]) -> list[Document]:
     return [{"name": name, "value": value} for name, value in variables.items()]
 
 
-def plan_service(job: PaddleJob, role: Role, index: int) -> Document:
+def plan_service(job: PaddleJob, role: PodRole, index: int) -> Document:
     """Returns the headless service that resolves the name of pod ``index``, even before the pod is ready."""
     name = pod_name(job, role.name, index)
     first = first_port(job)

@@ -34,7 +34,7 @@ _SCHEDULING = ("minAvailable", "queue", "priorityClass", "minResources")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
+class PodRole:
     """One role of the job: how many pods, the bounds of that number, and the template of each."""
 
     name: str
@@ -56,7 +56,7 @@ class PaddleJob:
 
     name: str
     namespace: str
-    roles: tuple[Role, ...]
+    roles: tuple[PodRole, ...]
     clean_pod_policy: str | None = None
     intranet: str | None = None
     with_gloo: int = 0
@@ -66,7 +66,7 @@ class PaddleJob:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def worker(self) -> Role:
+    def worker(self) -> PodRole:
         """The workers."""
         return next(role for role in self.roles if role.name == WORKER)
 
@@ -191,7 +191,7 @@ def check_list_size(role: str, replicas: int, num_bytes: int) -> None:
         )
 
 
-def _role(name: str, value: object) -> Role:
+def _role(name: str, value: object) -> PodRole:
     role = _mapping(value, f"spec.{name}")
     _known(role, _ROLE, f"spec.{name}")
     replicas = _count(role, name, "replicas")
@@ -218,7 +218,7 @@ def _role(name: str, value: object) -> Role:
     _check_place(template, name)
     if pod.get("restartPolicy") not in (None, *_RESTART):
         raise ConfigError(f"{where}.restartPolicy is {pod['restartPolicy']!r}; it takes {', '.join(_RESTART)}.")
-    return Role(name=name, replicas=replicas, requests=requests, limits=limits, template=template)
+    return PodRole(name=name, replicas=replicas, requests=requests, limits=limits, template=template)
 
 
 def _check_lists(container: Mapping[str, Any], where: str) -> None:
@@ -258,7 +258,7 @@ def _check_variables(container: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _name(metadata: Mapping[str, Any], roles: tuple[Role, ...]) -> str:
+def _name(metadata: Mapping[str, Any], roles: tuple[PodRole, ...]) -> str:
     name = metadata.get("name")
     if not isinstance(name, str) or not _LABEL.fullmatch(name):
         raise ConfigError(f"metadata.name is {name!r}; it takes lower-case letters, digits and '-', as in resnet.")

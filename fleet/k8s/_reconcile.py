@@ -9,8 +9,19 @@ from typing import Any
 
 from fleet.errors import FleetError
 from fleet.k8s._contract import ELASTIC_NP, elastic_job_id, plan_variables, pod_name
-from fleet.k8s._job import ALWAYS, HOST, NEVER, ON_COMPLETION, ON_FAILURE, PS, SERVICE, WORKER, PaddleJob, read_job
 from fleet.k8s._objects import Document, plan_config_map, plan_pod, plan_pod_group, plan_secret, plan_service
+from fleet.k8s._paddle_job import (
+    ALWAYS,
+    HOST,
+    NEVER,
+    ON_COMPLETION,
+    ON_FAILURE,
+    PS,
+    SERVICE,
+    WORKER,
+    PaddleJob,
+    read_job,
+)
 from fleet.k8s._status import (
     COMPLETED,
     FAILED,
@@ -29,7 +40,7 @@ CREATE, DELETE, PATCH, SCALE, CLEAN = "create", "delete", "patch", "scale", "cle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
+class ClusterAction:
     """One change: an object to ``create``, ``delete`` or ``patch``, or the job in etcd to ``scale`` or ``clean``."""
 
     verb: str
@@ -49,16 +60,16 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """The changes, in order, and the status to write after them; None does not change the status."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[ClusterAction, ...]
     status: Document | None
 
 
 def plan_reconcile(
     document: Mapping[str, Any], observed: Observed, *, now: str, etcd_server: str | None = None
-) -> Plan:
+) -> ClusterPlan:
     """Returns the next step that brings the cluster closer to what the job asks for.
 
     Args:
@@ -76,7 +87,7 @@ def plan_reconcile(
         job = read_job(document)
     except FleetError as error:
         if old.get("phase") in FINAL:
-            return Plan((), None)
+            return ClusterPlan((), None)
         if observed.pods:  # a running job was edited: it continues unchanged
             phase = end_of_pods(observed.pods, is_elastic=document["spec"].get("elastic") == 1)
             if phase is None:
@@ -87,7 +98,7 @@ def plan_reconcile(
         ended = {"completionTime": old.get("completionTime") or now}
         return _with_status([], document, {**old, **ended, "phase": FAILED, "message": f"{error}"})
     if old.get("phase") in FINAL:
-        return Plan(tuple(_clean(job, f"{old['phase']}", observed)), None)
+        return ClusterPlan(tuple(_clean(job, f"{old['phase']}", observed)), None)
     job, message = _at_fixed_size(job, observed)
     actions, lost = _plan_objects(job, observed, etcd_server, now)
     statuses = role_statuses(job, _wanted_pods(job, observed.pods))
@@ -104,11 +115,11 @@ def plan_reconcile(
     return _with_status(actions, document, next_status(job, old, statuses, phase, message, now, began))
 
 
-def _with_status(actions: list[Action], document: Mapping[str, Any], status: Document) -> Plan:
+def _with_status(actions: list[ClusterAction], document: Mapping[str, Any], status: Document) -> ClusterPlan:
     status["observedGeneration"] = document["metadata"].get("generation", 0)
     old = document.get("status") or {}
     changed = any(old.get(key) != value for key, value in status.items())
-    return Plan(tuple(actions), status if changed else None)
+    return ClusterPlan(tuple(actions), status if changed else None)
 
 
 def _at_fixed_size(job: PaddleJob, observed: Observed) -> tuple[PaddleJob, str]:
@@ -137,36 +148,38 @@ def _wanted_pods(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> list[Mapp
     return [pod for pod in pods if pod["metadata"]["name"] in names]
 
 
-def _plan_objects(job: PaddleJob, observed: Observed, etcd_server: str | None, now: str) -> tuple[list[Action], str]:
+def _plan_objects(
+    job: PaddleJob, observed: Observed, etcd_server: str | None, now: str
+) -> tuple[list[ClusterAction], str]:
     """Returns the changes to objects, and the name of a pod whose loss the job cannot survive."""
     there = {pod["metadata"]["name"]: pod for pod in observed.pods}
     services = {service["metadata"]["name"] for service in observed.services}
     places = [(role, index) for role in job.roles for index in range(role.replicas)]
     wanted = {pod_name(job, role.name, index) for role, index in places}
-    first: list[Action] = []
+    first: list[ClusterAction] = []
     if not observed.pods and observed.config_map is None:
         if job.is_elastic and etcd_server is not None:  # what an earlier job with this name left would end this one
-            first.append(Action(verb=CLEAN, kind="etcd", name=elastic_job_id(job)))
+            first.append(ClusterAction(verb=CLEAN, kind="etcd", name=elastic_job_id(job)))
         secret = plan_secret(job)
-        first.append(Action(verb=CREATE, kind="Secret", name=secret["metadata"]["name"], body=secret))
+        first.append(ClusterAction(verb=CREATE, kind="Secret", name=secret["metadata"]["name"], body=secret))
     if job.uses_volcano and observed.pod_group is None:
-        first.append(Action(verb=CREATE, kind="PodGroup", name=job.name, body=plan_pod_group(job)))
+        first.append(ClusterAction(verb=CREATE, kind="PodGroup", name=job.name, body=plan_pod_group(job)))
     first += _plan_data(job, observed)
-    pods: list[Action] = []
+    pods: list[ClusterAction] = []
     lost = ""
     for role, index in places:
         name = pod_name(job, role.name, index)
         if job.intranet == SERVICE and name not in services:
-            first.append(Action(verb=CREATE, kind="Service", name=name, body=plan_service(job, role, index)))
+            first.append(ClusterAction(verb=CREATE, kind="Service", name=name, body=plan_service(job, role, index)))
         if name in there:
             continue
         if observed.config_map is not None and not job.is_elastic and job.intranet != SERVICE:
             lost = lost or name
-        pods.append(Action(verb=CREATE, kind="Pod", name=name, body=plan_pod(job, role, index, etcd_server)))
+        pods.append(ClusterAction(verb=CREATE, kind="Pod", name=name, body=plan_pod(job, role, index, etcd_server)))
     for name, pod in there.items():
         unwanted = name not in wanted or (job.is_elastic and _has_failed_for_good(pod, now))
         if unwanted and not pod["metadata"].get("deletionTimestamp"):
-            pods.append(Action(verb=DELETE, kind="Pod", name=name))
+            pods.append(ClusterAction(verb=DELETE, kind="Pod", name=name))
     return [*first, *pods], lost
 
 
@@ -184,7 +197,7 @@ def _time(text: str) -> datetime:
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ")
 
 
-def _plan_data(job: PaddleJob, observed: Observed) -> list[Action]:
+def _plan_data(job: PaddleJob, observed: Observed) -> list[ClusterAction]:
     """Returns the changes that bring the ConfigMap up to date."""
     if job.is_elastic:
         return _plan_size(job, observed)
@@ -193,25 +206,29 @@ def _plan_data(job: PaddleJob, observed: Observed) -> list[Action]:
     hosts = pod_hosts(job, observed.pods)
     if hosts is None:
         return []
-    return [Action(verb=CREATE, kind="ConfigMap", name=job.name, body=plan_config_map(job, plan_variables(job, hosts)))]
+    return [
+        ClusterAction(
+            verb=CREATE, kind="ConfigMap", name=job.name, body=plan_config_map(job, plan_variables(job, hosts))
+        )
+    ]
 
 
-def _plan_size(job: PaddleJob, observed: Observed) -> list[Action]:
+def _plan_size(job: PaddleJob, observed: Observed) -> list[ClusterAction]:
     """Returns the changes that publish an elastic job's size: etcd first, so that a failure there is retried."""
     size = f"{job.worker.replicas}"
     config_map = plan_config_map(job, {ELASTIC_NP: size})
     if observed.config_map is None:
-        return [Action(verb=CREATE, kind="ConfigMap", name=job.name, body=config_map)]
+        return [ClusterAction(verb=CREATE, kind="ConfigMap", name=job.name, body=config_map)]
     if (observed.config_map.get("data") or {}).get(ELASTIC_NP) == size:
         return []
     group = []
     if observed.pod_group is not None:  # with the old number, Volcano would never start a replacement pod
         body = {"spec": {"minMember": plan_pod_group(job)["spec"]["minMember"]}}
-        group = [Action(verb=PATCH, kind="PodGroup", name=job.name, body=body)]
+        group = [ClusterAction(verb=PATCH, kind="PodGroup", name=job.name, body=body)]
     return [
-        Action(verb=SCALE, kind="etcd", name=elastic_job_id(job), body={"replicas": job.worker.replicas}),
+        ClusterAction(verb=SCALE, kind="etcd", name=elastic_job_id(job), body={"replicas": job.worker.replicas}),
         *group,
-        Action(verb=PATCH, kind="ConfigMap", name=job.name, body={"data": {ELASTIC_NP: size}}),
+        ClusterAction(verb=PATCH, kind="ConfigMap", name=job.name, body={"data": {ELASTIC_NP: size}}),
     ]
 
 
@@ -232,7 +249,7 @@ def pod_hosts(job: PaddleJob, pods: Sequence[Mapping[str, Any]]) -> dict[str, li
     return hosts
 
 
-def _clean(job: PaddleJob, phase: str, observed: Observed) -> list[Action]:
+def _clean(job: PaddleJob, phase: str, observed: Observed) -> list[ClusterAction]:
     """Returns the deletions at the end of the job."""
     policy = job.clean_pod_policy or ON_COMPLETION
     if (
@@ -243,8 +260,11 @@ def _clean(job: PaddleJob, phase: str, observed: Observed) -> list[Action]:
         return []
     assert policy in (ALWAYS, ON_FAILURE, ON_COMPLETION)
     going = [pod for pod in observed.pods if not pod["metadata"].get("deletionTimestamp")]
-    actions = [Action(verb=DELETE, kind="Pod", name=pod["metadata"]["name"]) for pod in going]
-    return [*actions, *(Action(verb=DELETE, kind="Service", name=s["metadata"]["name"]) for s in observed.services)]
+    actions = [ClusterAction(verb=DELETE, kind="Pod", name=pod["metadata"]["name"]) for pod in going]
+    return [
+        *actions,
+        *(ClusterAction(verb=DELETE, kind="Service", name=s["metadata"]["name"]) for s in observed.services),
+    ]
 
 
 def _end_message(phase: str, pods: Sequence[Mapping[str, Any]]) -> str:

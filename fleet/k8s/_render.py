@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.k8s._contract import ELASTIC_NP, plan_variables, pod_name
-from fleet.k8s._job import HOST, NEVER, POD_IP, SERVICE, PaddleJob, check_service_name, is_label
 from fleet.k8s._objects import (
     JOB_SECRET,
     SECRET_FIELD,
@@ -20,6 +19,7 @@ from fleet.k8s._objects import (
     secret_name,
     secret_variables,
 )
+from fleet.k8s._paddle_job import HOST, NEVER, POD_IP, SERVICE, PaddleJob, check_service_name, is_label
 from fleet.k8s._render_jobset import plan_jobset
 from fleet.k8s._render_trainjob import NODE, plan_trainjob
 

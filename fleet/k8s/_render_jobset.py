@@ -6,7 +6,6 @@ import copy
 
 from fleet.errors import UnsupportedOptionError
 from fleet.k8s._contract import ELASTIC_NP, first_port, plan_elastic_variables, plan_variables
-from fleet.k8s._job import HOST, PS, VOLCANO, WORKER, PaddleJob, Role
 from fleet.k8s._objects import (
     LABEL_JOB,
     LABEL_TYPE,
@@ -17,6 +16,7 @@ from fleet.k8s._objects import (
     restart_policy,
     secret_variables,
 )
+from fleet.k8s._paddle_job import HOST, PS, VOLCANO, WORKER, PaddleJob, PodRole
 
 COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _WITHOUT_LIMIT = 2147483647
@@ -58,7 +58,7 @@ def host_name(job: PaddleJob, role: str, index: str) -> str:
     return f"{job.name}-{role}-0-{index}.{job.name}"
 
 
-def _replicated_job(job: PaddleJob, role: Role, etcd_server: str | None) -> Document:
+def _replicated_job(job: PaddleJob, role: PodRole, etcd_server: str | None) -> Document:
     restarts = restart_policy(job, role) == "OnFailure"
     replicated: Document = {
         "name": role.name,
@@ -79,7 +79,7 @@ def _replicated_job(job: PaddleJob, role: Role, etcd_server: str | None) -> Docu
     return replicated
 
 
-def _pod_template(job: PaddleJob, role: Role, etcd_server: str | None) -> Document:
+def _pod_template(job: PaddleJob, role: PodRole, etcd_server: str | None) -> Document:
     template = copy.deepcopy(dict(role.template))
     metadata = dict(template.get("metadata") or {})
     for name in ("name", "namespace"):
@@ -100,7 +100,7 @@ def _pod_template(job: PaddleJob, role: Role, etcd_server: str | None) -> Docume
     return {"metadata": metadata, "spec": spec}
 
 
-def _variables(job: PaddleJob, role: Role, etcd_server: str | None) -> list[Document]:
+def _variables(job: PaddleJob, role: PodRole, etcd_server: str | None) -> list[Document]:
     index, *kind = plan_own_variables(role, "")
     index = {"name": index["name"], "valueFrom": {"fieldRef": {"fieldPath": COMPLETION_INDEX}}}
     address = {"name": "POD_IP", "value": host_name(job, role.name, "$(PADDLE_TRAINER_ID)")}

@@ -6,8 +6,8 @@ import copy
 import re
 
 from fleet.errors import UnsupportedOptionError
-from fleet.k8s._job import HOST, PaddleJob
 from fleet.k8s._objects import LABEL_JOB, Document, restart_policy, secret_variables
+from fleet.k8s._paddle_job import HOST, PaddleJob
 
 # Kubeflow's controller finds the trainer by this label and this container name.
 _STEP_LABEL, NODE = "trainer.kubeflow.org/trainjob-ancestor-step", "node"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.k8s._job import is_label
+from fleet.k8s._paddle_job import is_label
 
 
 def run_operator(arguments: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fleet.k8s._job import PaddleJob
 from fleet.k8s._objects import LABEL_TYPE, Document
+from fleet.k8s._paddle_job import PaddleJob
 
 PENDING, STARTING, RUNNING, SCALING = "Pending", "Starting", "Running", "Scaling"
 COMPLETED, FAILED, TERMINATING = "Completed", "Failed", "Terminating"

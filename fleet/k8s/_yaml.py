@@ -26,7 +26,7 @@ _FLOAT_WORD = re.compile(
 _OTHER_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~", "=", "<<"))
 
 
-class _Loader(LimitedLoader):
+class _DocumentLoader(LimitedLoader):
     """Refuses a duplicate name in a mapping; one of the two would be dropped."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -42,12 +42,12 @@ class _Loader(LimitedLoader):
         return made
 
 
-_Loader.yaml_implicit_resolvers = {
+_DocumentLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in pairs if tag not in _DROPPED]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_INT, re.compile(f"(?:{_INT_WORD.pattern})$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(_FLOAT, re.compile(f"(?:{_FLOAT_WORD.pattern})$"), list("-+.0123456789"))
+_DocumentLoader.add_implicit_resolver(_INT, re.compile(f"(?:{_INT_WORD.pattern})$"), list("-+0123456789"))
+_DocumentLoader.add_implicit_resolver(_FLOAT, re.compile(f"(?:{_FLOAT_WORD.pattern})$"), list("-+.0123456789"))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -75,7 +75,7 @@ def read_documents(text: str, label: str) -> list[Any]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    loader: Any = _Loader(text)
+    loader: Any = _DocumentLoader(text)
     try:
         while loader.check_data():
             yield loader.get_data()

@@ -23,7 +23,7 @@ import yaml
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, did_you_mean
 from fleet.options.views import ConfigView, view_of
 from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
-from fleet.strategies._declare.fields import Config, Replacement, Rule, converted, plain, type_name, value_types
+from fleet.strategies._declare.fields import Config, FieldRule, Replacement, converted, plain, type_name, value_types
 from fleet.strategies._declare.strategy import NOT_YET, JobKind, switch_rule
 
 if TYPE_CHECKING:  # a stub: every option with its type, made from the registry
@@ -69,7 +69,7 @@ class Option:
     name: str
     kind: Any
     default: Any
-    rule: Rule
+    rule: FieldRule
     owner: str
     group: type[Config] | None = None
 
@@ -88,7 +88,7 @@ def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], 
             found[name] = Option(name, bool, strategy.default, switch_rule(strategy), name)
         if strategy.Config is not None:
             key = f"{name}_configs"
-            rule = Rule(meaning=f"Settings of '{name}'.")
+            rule = FieldRule(meaning=f"Settings of '{name}'.")
             found[key] = Option(key, strategy.Config, strategy.Config(), rule, name)
     for group in groups:
         default = group()
@@ -535,13 +535,13 @@ def _head(words: Mapping[str, Any]) -> list[str]:
     return [f"| {names} |", "| --- | --- | --- | --- |"]
 
 
-def _meaning(name: str, rule: Rule, words: Mapping[str, Any]) -> str:
+def _meaning(name: str, rule: FieldRule, words: Mapping[str, Any]) -> str:
     switch = name.removesuffix("_configs")
     own = words["settings of"].format(name=switch) if switch != name and switch in REGISTRY else rule.meaning
     return str(words["meanings"].get(name, own))
 
 
-def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, Any, Rule]]:
+def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, Any, FieldRule]]:
     default = kind()
     for key, inner in value_types(kind).items():
         value = getattr(default, key)
@@ -551,13 +551,13 @@ def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, A
             yield f"{prefix}{key}", inner, value, kind.rule(key)
 
 
-def _row(name: str, kind: Any, default: Any, rule: Rule, words: Mapping[str, Any]) -> str:
+def _row(name: str, kind: Any, default: Any, rule: FieldRule, words: Mapping[str, Any]) -> str:
     shown = "" if isinstance(default, Config) else f"`{plain(default)!r}`"
     cells = [f"`{name}`", type_name(kind), shown, described(name, rule, words)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def described(name: str, rule: Rule, words: Mapping[str, Any] = ENGLISH) -> str:
+def described(name: str, rule: FieldRule, words: Mapping[str, Any] = ENGLISH) -> str:
     """Returns what the option does, and whether it is refused or has no meaning."""
     meaning, outcome = _meaning(name, rule, words), _outcome(rule, words)
     if outcome and meaning[-1:].isalnum():
@@ -565,7 +565,7 @@ def described(name: str, rule: Rule, words: Mapping[str, Any] = ENGLISH) -> str:
     return f"{meaning} {outcome}".strip()
 
 
-def _outcome(rule: Rule, words: Mapping[str, Any]) -> str:
+def _outcome(rule: FieldRule, words: Mapping[str, Any]) -> str:
     if rule.refused == NOT_YET:
         return str(words["not yet"])
     reason = rule.no_meaning or rule.refused

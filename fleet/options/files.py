@@ -18,8 +18,8 @@ import yaml
 
 from fleet._limited_yaml import MAX_TEXT, LimitedLoader
 from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
-from fleet.options.prototxt import Entry, Word, format_entries, parse
-from fleet.strategies._declare.fields import Config, Rule, value_types
+from fleet.options.prototxt import TextEntry, Word, format_entries, parse
+from fleet.strategies._declare.fields import Config, FieldRule, value_types
 
 if TYPE_CHECKING:
     from fleet.options import Option
@@ -128,13 +128,13 @@ def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
 
 def write_prototxt(path: PathLike, values: Mapping[str, Any], schema: Mapping[str, Option]) -> None:
     """Replaces ``path`` with a protobuf text file of ``values``, which ``schema`` describes."""
-    entries: list[Entry] = []
+    entries: list[TextEntry] = []
     for name, value in values.items():
         entries += _entries_of(name, schema[name].kind, schema[name].rule, value)
     write_text(path, format_entries(entries))
 
 
-def _entries_of(name: str, kind: Any, rule: Rule, value: Any) -> list[Entry]:
+def _entries_of(name: str, kind: Any, rule: FieldRule, value: Any) -> list[TextEntry]:
     if isinstance(kind, type) and issubclass(kind, Config):
         inner = [
             entry
@@ -142,24 +142,27 @@ def _entries_of(name: str, kind: Any, rule: Rule, value: Any) -> list[Entry]:
             if key in value
             for entry in _entries_of(key, inner_kind, kind.rule(key), value[key])
         ]
-        return [Entry(name, tuple(inner), 0)]
+        return [TextEntry(name, tuple(inner), 0)]
     if _is_map(kind):
-        return _map_entries(name, value) or [Entry(name, [], 0)]
+        return _map_entries(name, value) or [TextEntry(name, [], 0)]
     if typing.get_origin(kind) is tuple:
         if _is_map(typing.get_args(kind)[0]):
-            return [Entry(name, [tuple(_map_entries("entry", item)) for item in value], 0)]
-        return [Entry(name, item, 0) for item in value] or [Entry(name, [], 0)]
+            return [TextEntry(name, [tuple(_map_entries("entry", item)) for item in value], 0)]
+        return [TextEntry(name, item, 0) for item in value] or [TextEntry(name, [], 0)]
     names = {number: Word(word) for word, number in (rule.enum or {}).items()}
-    return [Entry(name, names.get(value, value), 0)]
+    return [TextEntry(name, names.get(value, value), 0)]
 
 
 def _is_map(kind: Any) -> bool:
     return typing.get_origin(kind) is dict
 
 
-def _map_entries(name: str, value: Mapping[str, Any]) -> list[Entry]:
+def _map_entries(name: str, value: Mapping[str, Any]) -> list[TextEntry]:
     """Returns a free-form dictionary as a protobuf map: one ``name { key: ... value: ... }`` for each key."""
-    return [Entry(name, (Entry("key", key, 0), Entry("value", _free_value(item), 0)), 0) for key, item in value.items()]
+    return [
+        TextEntry(name, (TextEntry("key", key, 0), TextEntry("value", _free_value(item), 0)), 0)
+        for key, item in value.items()
+    ]
 
 
 def _free_value(value: Any) -> Any:
@@ -185,14 +188,14 @@ def read_prototxt(path: PathLike, schema: Mapping[str, Option]) -> Entries:
     return found
 
 
-def _grouped(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = {}
+def _grouped(entries: Iterable[TextEntry]) -> dict[str, list[TextEntry]]:
+    found: dict[str, list[TextEntry]] = {}
     for entry in entries:
         found.setdefault(entry.name, []).append(entry)
     return found
 
 
-def _value_of(source: str, name: str, kind: Any, rule: Rule, entries: list[Entry]) -> Any:
+def _value_of(source: str, name: str, kind: Any, rule: FieldRule, entries: list[TextEntry]) -> Any:
     place = f"{source}, line {entries[-1].line}"
     if isinstance(kind, type) and issubclass(kind, Config):
         return _config_values(source, name, kind, entries)
@@ -202,16 +205,16 @@ def _value_of(source: str, name: str, kind: Any, rule: Rule, entries: list[Entry
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         if _is_map(inner):
-            return [_map_of(source, name, [Entry(name, part.value, part.line) for part in item]) for item in items]
+            return [_map_of(source, name, [TextEntry(name, part.value, part.line) for part in item]) for item in items]
         return [_scalar_of(f"{place}: {name}", inner, rule, item) for item in items]
     if len(entries) > 1:
         raise ConfigError(f"{place}: {name} appears twice and takes one value. Remove one of the two.")
     return _scalar_of(f"{place}: {name}", kind, rule, entries[0].value)
 
 
-def _config_values(source: str, name: str, kind: type[Config], entries: list[Entry]) -> dict[str, Any]:
+def _config_values(source: str, name: str, kind: type[Config], entries: list[TextEntry]) -> dict[str, Any]:
     """Returns the values of a block; blocks of the same name are merged, as protobuf does."""
-    inner: list[Entry] = []
+    inner: list[TextEntry] = []
     for entry in entries:
         if not isinstance(entry.value, tuple):
             raise ConfigError(f"{source}, line {entry.line}: {name} takes a block, {name} {{ key: value }}.")
@@ -228,7 +231,7 @@ def _config_values(source: str, name: str, kind: type[Config], entries: list[Ent
     return values
 
 
-def _map_of(source: str, name: str, entries: Iterable[Entry]) -> dict[str, Any]:
+def _map_of(source: str, name: str, entries: Iterable[TextEntry]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in entries:
         parts = {part.name: part for part in entry.value} if isinstance(entry.value, tuple) else {}
@@ -238,21 +241,21 @@ def _map_of(source: str, name: str, entries: Iterable[Entry]) -> dict[str, Any]:
     return found
 
 
-def _free_of(source: str, name: str, entry: Entry) -> Any:
+def _free_of(source: str, name: str, entry: TextEntry) -> Any:
     value = entry.value
     if isinstance(value, tuple):
         return _map_of(source, name, value)
     if isinstance(value, list):
-        return [_free_of(source, name, Entry("value", item, entry.line)) for item in value]
+        return [_free_of(source, name, TextEntry("value", item, entry.line)) for item in value]
     if isinstance(value, Word):
-        return _scalar_of(f"{source}, line {entry.line}: {name}", bool, Rule(), value)
+        return _scalar_of(f"{source}, line {entry.line}: {name}", bool, FieldRule(), value)
     return value
 
 
 _TRUE, _FALSE = ("true", "True", "t"), ("false", "False", "f")
 
 
-def _scalar_of(label: str, kind: Any, rule: Rule, value: Any) -> Any:
+def _scalar_of(label: str, kind: Any, rule: FieldRule, value: Any) -> Any:
     """Returns ``value`` as ``kind``; the assignment checks the rest and explains what is wrong."""
     if isinstance(value, Word):
         if kind is bool and value in _TRUE + _FALSE:

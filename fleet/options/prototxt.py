@@ -23,7 +23,7 @@ class Word(str):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TextEntry:
     """One ``name: value``; a message value is a tuple of entries, a list value a list."""
 
     name: str
@@ -51,7 +51,7 @@ class _Token:
     line: int
 
 
-def parse(text: str, source: str) -> tuple[Entry, ...]:
+def parse(text: str, source: str) -> tuple[TextEntry, ...]:
     """Returns the entries of ``text``.
 
     Raises:
@@ -59,9 +59,9 @@ def parse(text: str, source: str) -> tuple[Entry, ...]:
 
     Example:
         >>> parse('amp: true amp_configs { custom_white_list: "a" }', "example")[0]
-        Entry(name='amp', value='true', line=1)
+        TextEntry(name='amp', value='true', line=1)
     """
-    parser = _Parser(list(_tokens(text, source)), source)
+    parser = _TextParser(list(_tokens(text, source)), source)
     entries = parser.message(end=None)
     return tuple(entries)
 
@@ -81,17 +81,17 @@ def _tokens(text: str, source: str) -> Iterator[_Token]:
         place = match.end()
 
 
-class _Parser:
+class _TextParser:
     """Reads entries from a list of tokens."""
 
     def __init__(self, tokens: list[_Token], source: str) -> None:
         self._tokens, self._source, self._place = tokens, source, 0
 
-    def message(self, end: str | None, opened: int = 0, depth: int = 0) -> list[Entry]:
+    def message(self, end: str | None, opened: int = 0, depth: int = 0) -> list[TextEntry]:
         """Returns the entries up to the mark ``end``, or to the end of the text."""
         if depth > 50:
             raise self._error(opened, "blocks are nested more than 50 deep")
-        entries: list[Entry] = []
+        entries: list[TextEntry] = []
         while True:
             token = self._next()
             if token is None:
@@ -105,13 +105,13 @@ class _Parser:
             entries.append(self._entry(token, depth))
             self._skip(",;")
 
-    def _entry(self, name: _Token, depth: int) -> Entry:
+    def _entry(self, name: _Token, depth: int) -> TextEntry:
         colon = self._skip(":")
         if self._peek("{<["):
-            return Entry(name.text, self._bracketed(depth), name.line)
+            return TextEntry(name.text, self._bracketed(depth), name.line)
         if not colon:
             raise self._error(name.line, f"{name.text!r} is followed by neither ':' nor '{{'")
-        return Entry(name.text, self._scalar(name), name.line)
+        return TextEntry(name.text, self._scalar(name), name.line)
 
     def _bracketed(self, depth: int) -> Any:
         opening = self._tokens[self._place]
@@ -208,7 +208,7 @@ def _as_ascii(letter: str) -> str:
     return letter if " " <= letter <= "~" else "".join(f"\\{byte:03o}" for byte in letter.encode())
 
 
-def format_entries(entries: Iterable[Entry], indent: str = "") -> str:
+def format_entries(entries: Iterable[TextEntry], indent: str = "") -> str:
     """Returns ``entries`` as text, one per line; the inverse of :func:`parse`."""
     lines = []
     for entry in entries:

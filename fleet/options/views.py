@@ -33,7 +33,7 @@ class _Detached:
         )
 
 
-class View:
+class LiveView:
     """What the views have in common; copies and pickles of a view are plain and independent."""
 
     _plain: ClassVar[type[Any]]
@@ -54,7 +54,7 @@ class View:
         return self._plain, (plain(self),)
 
 
-class ConfigView(View, dict[str, Any]):
+class ConfigView(LiveView, dict[str, Any]):
     """The settings of a ``*_configs`` option, by key and by attribute.
 
     The keys are fixed: ``del``, ``pop`` and ``clear`` restore their defaults.
@@ -160,7 +160,7 @@ def _changed_as_a_whole(*names: str) -> Callable[[ViewClass], ViewClass]:
     "__setitem__", "__delitem__", "__iadd__", "__imul__",
     "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
 )  # fmt: skip
-class ListView(View, list[Any]):
+class ListView(LiveView, list[Any]):
     """A list inside a strategy."""
 
     _plain = list
@@ -178,7 +178,7 @@ class ListView(View, list[Any]):
         before = list(self)
         made = [view_of(before[at] if stays else None, item, self, at) for at, item in enumerate(items)]
         for old in before:
-            if isinstance(old, View) and not stays:
+            if isinstance(old, LiveView) and not stays:
                 old._detach()
         list.__setitem__(self, slice(None), made)
 
@@ -192,7 +192,7 @@ class ListView(View, list[Any]):
 
 
 @_changed_as_a_whole("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
-class DictView(View, dict[str, Any]):
+class DictView(LiveView, dict[str, Any]):
     """A dictionary with free keys inside a strategy, such as ``sparse_table_configs``."""
 
     _plain = dict
@@ -208,7 +208,7 @@ class DictView(View, dict[str, Any]):
             return
         made = {key: view_of(dict.get(self, key), item, self, key) for key, item in items.items()}
         for key in self.keys() - made.keys():
-            if isinstance(gone := dict.get(self, key), View):
+            if isinstance(gone := dict.get(self, key), LiveView):
                 gone._detach()
         dict.clear(self)
         dict.update(self, made)
@@ -230,7 +230,7 @@ def view_of(old: Any, value: Any, owner: Owner, key: Any, config_view: type[Conf
     if kind is not None and isinstance(old, kind):
         old.show(value)
         return old
-    if isinstance(old, View):
+    if isinstance(old, LiveView):
         old._detach()
     return value if kind is None else kind(value, owner, key)
 

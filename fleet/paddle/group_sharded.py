@@ -19,7 +19,7 @@ from fleet.runtime import save_load
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
-from fleet.strategies.data_parallel import DataParallel
+from fleet.strategies.data_parallel import DataParallelJob
 from fleet.strategies.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _strategies(
     }
     workers: Any = _GroupWorkers(session, options, mesh, everyone)
     sharding = Sharding(options["sharding_configs"], workers)
-    return [DataParallel(None, workers), sharding] if stage == 1 else [sharding]
+    return [DataParallelJob(None, workers), sharding] if stage == 1 else [sharding]
 
 
 def _mesh_of(session: Session, shards: Any, dp_group: dist.ProcessGroup | None) -> tuple[DeviceMesh, Any]:

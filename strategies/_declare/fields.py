@@ -27,7 +27,7 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class FieldRule:
     """What a value must satisfy, what it means, and what becomes of it.
 
     Exactly one of ``no_meaning`` and ``refused`` may hold a reason: an option with ``no_meaning`` is accepted with
@@ -80,11 +80,11 @@ class Rule:
 
 
 def setting(default: Any, meaning: str, **rules: Any) -> Any:
-    """Returns a dataclass field with a default, a meaning and the rules of :class:`Rule`.
+    """Returns a dataclass field with a default, a meaning and the rules of :class:`FieldRule`.
 
     A list default is stored as a tuple; a :class:`Config` subclass as default makes a nested configuration.
     """
-    metadata = {"rule": Rule(meaning=meaning, **rules)}
+    metadata = {"rule": FieldRule(meaning=meaning, **rules)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     if isinstance(default, dict):
@@ -119,9 +119,9 @@ class Config:
         return None
 
     @classmethod
-    def rule(cls, key: str) -> Rule:
+    def rule(cls, key: str) -> FieldRule:
         """Returns the rule of ``key``."""
-        rule: Rule = cls.__dataclass_fields__[key].metadata["rule"]
+        rule: FieldRule = cls.__dataclass_fields__[key].metadata["rule"]
         return rule
 
     @classmethod

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from fleet.strategies._declare.fields import Config, Rule
+from fleet.strategies._declare.fields import Config, FieldRule
 
 if TYPE_CHECKING:
     import torch
@@ -249,6 +249,6 @@ def top_level(group: type[Config]) -> type[Config]:
     return group
 
 
-def switch_rule(strategy: type[Strategy]) -> Rule:
+def switch_rule(strategy: type[Strategy]) -> FieldRule:
     """Returns the rule of a strategy's own switch."""
-    return Rule(meaning=strategy.meaning, refused=strategy.refused)
+    return FieldRule(meaning=strategy.meaning, refused=strategy.refused)

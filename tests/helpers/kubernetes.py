@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fleet.errors import UnsupportedOptionError
-from fleet.k8s._job import read_job
+from fleet.k8s._paddle_job import read_job
 from fleet.k8s._render import TARGETS, render
 from tests.helpers.sources import ROOT
 

@@ -122,15 +122,9 @@ class SparseEmbedding(WatchesWeight):
             if value is not None:
                 _check_number(label, value, low, high)
         _check_number("seed", seed, *_INT64)
-        for label, kind, made in (
-            ("initializer", Initializer, initializer),
-            ("accessor", Accessor, accessor),
-            ("rule", Rule, rule),
-        ):
-            if made is not None and not isinstance(made, kind):
-                raise ConfigError(
-                    f"SparseEmbedding({label}={made!r}) takes fleet.ps.{kind.__name__}(...), or None for the default."
-                )
+        _check_kind("initializer", Initializer, initializer)
+        _check_kind("accessor", Accessor, accessor)
+        _check_kind("rule", Rule, rule)
         if isinstance(entry, ShowClickEntry) and accessor is None:
             accessor = Accessor()
         self.dim = dim
@@ -315,6 +309,13 @@ class SparseEmbedding(WatchesWeight):
                 "an accessor or a ShowClickEntry."
             )
         return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]
+
+
+def _check_kind(label: str, kind: type, made: object) -> None:
+    if made is not None and not isinstance(made, kind):
+        raise ConfigError(
+            f"SparseEmbedding({label}={made!r}) takes fleet.ps.{kind.__name__}(...), or None for the default."
+        )
 
 
 def _check_number(name: str, value: object, low: int, high: int) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
+from fleet.dataset._dataset_settings import BASE_OPTIONS, MEMORY_OPTIONS, DatasetSettings
 from fleet.dataset._in_memory import InMemoryDataset
 from fleet.dataset._queue import QueueDataset
-from fleet.dataset._settings import BASE_OPTIONS, MEMORY_OPTIONS, Settings
 from fleet.dataset._slots import Slot
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError
 
 
 def test_defaults_are_those_of_fleet() -> None:
     """B.7: DatasetBase.init and update_settings."""
-    settings = Settings(data_feed_type="MultiSlotDataFeed")
+    settings = DatasetSettings(data_feed_type="MultiSlotDataFeed")
     given = {name: getattr(settings, name) for name in MEMORY_OPTIONS if name not in ("data_feed_type", "use_var")}
     assert given == {
         "batch_size": 1,
@@ -99,10 +99,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 
 
 def test_programs_are_started_only_where_they_change_something() -> None:
-    settings = Settings(data_feed_type="x", pipe_command="python 'a b.py'", download_cmd="./get --fast")
+    settings = DatasetSettings(data_feed_type="x", pipe_command="python 'a b.py'", download_cmd="./get --fast")
     assert settings.source.pipeline == (("python", "a b.py"),)
     assert settings.source.download == ("./get", "--fast")
-    assert Settings(data_feed_type="x").source.commands("f") == ([], False)
+    assert DatasetSettings(data_feed_type="x").source.commands("f") == ([], False)
 
 
 @pytest.mark.parametrize("kind", [InMemoryDataset, QueueDataset])

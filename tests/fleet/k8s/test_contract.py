@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleet.k8s._contract import first_port, plan_variables
-from fleet.k8s._job import read_job
 from fleet.k8s._objects import plan_config_map
+from fleet.k8s._paddle_job import read_job
 from fleet.k8s._status import pod_state
 from tests.helpers.kubernetes import job_document
 

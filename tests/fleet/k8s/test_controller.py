@@ -12,7 +12,7 @@ import pytest
 from fleet.errors import FleetError
 from fleet.k8s._controller import Controller, Queue
 from fleet.k8s._objects import Document
-from fleet.k8s._reconcile import Action, Observed
+from fleet.k8s._reconcile import ClusterAction, Observed
 from tests.helpers.kubernetes import job_document
 
 
@@ -59,7 +59,7 @@ class FakeCluster:
     def observe(self, document: Document, *, uses_volcano: bool) -> Observed:
         return Observed()
 
-    def apply(self, namespace: str, action: Action) -> None:
+    def apply(self, namespace: str, action: ClusterAction) -> None:
         if self.failures:
             raise self.failures.pop(0)
         self.done.append(f"{action.verb} {action.name}")

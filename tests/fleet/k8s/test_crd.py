@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from fleet.k8s._contract import plan_elastic_variables
-from fleet.k8s._job import API_VERSION, GROUP, KIND, PLURAL, read_job
 from fleet.k8s._objects import LABEL_JOB
+from fleet.k8s._paddle_job import API_VERSION, GROUP, KIND, PLURAL, read_job
 from tests.helpers.kubernetes import (
     DEPLOY,
     EXAMPLES,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.k8s._reconcile import Action, Observed, Plan, plan_reconcile
+from fleet.k8s._reconcile import ClusterAction, ClusterPlan, Observed, plan_reconcile
 from tests.helpers.kubernetes import POD, job_document, paddlejob_schema, schema_errors
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
@@ -51,7 +51,7 @@ class World:
         self.secrets: list[str] = []
         self.cleaned: list[str] = []
 
-    def plan(self, now: str = NOW) -> Plan:
+    def plan(self, now: str = NOW) -> ClusterPlan:
         """Returns what there is to do, without doing it."""
         observed = Observed(list(self.pods.values()), list(self.services.values()), self.config_map, self.pod_group)
         before = copy.deepcopy((self.document, observed))
@@ -69,7 +69,7 @@ class World:
             self.document["status"] = plan.status
         return [f"{action.verb} {action.kind} {action.name}" for action in plan.actions]
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: ClusterAction) -> None:
         if action.verb == "scale":
             self.sizes.append(action.body["replicas"])
         elif action.verb == "clean":

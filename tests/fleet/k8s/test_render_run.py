@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.k8s._job import read_job
+from fleet.k8s._paddle_job import read_job
 from fleet.k8s._render import render
 from tests.helpers.kubernetes import job_document
 from tests.helpers.pods import Loopback, Node, pods_of_jobset, pods_of_trainjob

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError
 from fleet.options import DistributedStrategy, schema
-from fleet.strategies._declare.fields import Config, Rule, value_types
+from fleet.strategies._declare.fields import Config, FieldRule, value_types
 
 TEXT = st.text(max_size=12)
 FREE = st.recursive(
@@ -27,7 +27,7 @@ FREE = st.recursive(
 )
 
 
-def of_kind(kind: Any, rule: Rule) -> st.SearchStrategy[Any]:
+def of_kind(kind: Any, rule: FieldRule) -> st.SearchStrategy[Any]:
     """Draws a valid value of one option or key."""
     choices = list(rule.enum.values()) if rule.enum else rule.choices
     if typing.get_origin(kind) is tuple:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.errors import ConfigError
-from fleet.options.prototxt import Entry, Word, format_entries, parse, quoted
+from fleet.options.prototxt import TextEntry, Word, format_entries, parse, quoted
 
 
 def values(text: str) -> list[tuple[str, object]]:
@@ -57,9 +57,9 @@ def test_blocks_comments_and_separators() -> None:
     """Blocks with braces or angle brackets, with or without colon; comments; ',' and ';' between entries."""
     text = "# head\nb { c: 1, d: 2; } # tail\nb: <\n  c: 3\n>\ne { }"
     assert parse(text, "f") == (
-        Entry("b", (Entry("c", 1, 2), Entry("d", 2, 2)), 2),
-        Entry("b", (Entry("c", 3, 4),), 3),
-        Entry("e", (), 6),
+        TextEntry("b", (TextEntry("c", 1, 2), TextEntry("d", 2, 2)), 2),
+        TextEntry("b", (TextEntry("c", 3, 4),), 3),
+        TextEntry("e", (), 6),
     )
 
 
@@ -108,9 +108,9 @@ SCALARS = st.one_of(
     st.sampled_from([Word("true"), Word("ENUM")]),
 )  # fmt: skip
 ENTRIES = st.recursive(
-    st.lists(st.builds(Entry, NAMES, SCALARS, st.just(0)), max_size=3),
+    st.lists(st.builds(TextEntry, NAMES, SCALARS, st.just(0)), max_size=3),
     lambda inner: st.lists(
-        st.builds(Entry, NAMES, st.one_of(SCALARS, inner.map(tuple), st.lists(SCALARS, max_size=3)), st.just(0)),
+        st.builds(TextEntry, NAMES, st.one_of(SCALARS, inner.map(tuple), st.lists(SCALARS, max_size=3)), st.just(0)),
         max_size=3,
     ),
     max_leaves=12,
@@ -118,7 +118,7 @@ ENTRIES = st.recursive(
 
 
 def without_lines(entries: object) -> object:
-    if isinstance(entries, Entry):
+    if isinstance(entries, TextEntry):
         return (entries.name, without_lines(entries.value))
     if isinstance(entries, list | tuple):
         return type(entries)(without_lines(item) for item in entries)
@@ -126,6 +126,6 @@ def without_lines(entries: object) -> object:
 
 
 @given(ENTRIES)
-def test_trees_round_trip(entries: list[Entry]) -> None:
+def test_trees_round_trip(entries: list[TextEntry]) -> None:
     """What is written is what is read."""
     assert without_lines(parse(format_entries(entries), "f")) == without_lines(tuple(entries))

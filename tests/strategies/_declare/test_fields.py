@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, UnknownOptionError
-from fleet.strategies._declare.fields import Config, Rule, plain, setting, type_name, value_types
+from fleet.strategies._declare.fields import Config, FieldRule, plain, setting, type_name, value_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,6 @@ def test_words_for_the_documentation() -> None:
     names = {key: type_name(kind) for key, kind in value_types(Outer).items()}
     assert names == {"rate": "float", "flags": "list of str", "table": "dict", "kind": "int", "inner": "dict"}
     assert plain(Outer().inner) == {"size": 2, "name": "a"}
-    assert Rule(no_meaning="x").outcome == "no meaning"
-    assert Rule(refused="x").outcome == "refused"
-    assert Rule().outcome == "implemented"
+    assert FieldRule(no_meaning="x").outcome == "no meaning"
+    assert FieldRule(refused="x").outcome == "refused"
+    assert FieldRule().outcome == "implemented"
