@@ -185,7 +185,7 @@ class Session:
         self.options, self.plan = options, new_plan
         self._make_strategies()
         for model in self.models:
-            model.rewrap(model.module)  # lets go of the old wrapper, whose hooks go with it
+            model.rewrap(model.module)  # releases the old wrapper, whose hooks go with it
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
@@ -207,7 +207,7 @@ class Session:
         if strange := [step.name for step in self.plan.steps if not step.in_ps_job]:
             raise ConfigError(
                 f"fleet.init_worker(): the job has no servers and trains with {', '.join(strange)}, which parameter "
-                "servers do not offer. Turn these options off, or leave init_worker() away."
+                "servers do not offer. Turn these options off, or remove the call of init_worker()."
             )
         made = plan(self.options, self.world_size, collective=False)
         known = {type(strategy): strategy for strategy in self.strategies}
@@ -332,7 +332,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """Lets go of everything the strategies hold; the session is over."""
+        """Releases everything the strategies hold; the session is over."""
         self.closed = True
         self._leave_roll_call()
         self.checks.close()
@@ -350,7 +350,7 @@ class Session:
         return self.process_group is not None or self._host_group is not None
 
     def release_groups(self) -> None:
-        """Lets go of every process group; nothing trains afterwards, though the script still holds its model.
+        """Releases every process group; nothing trains afterwards, though the script still holds its model.
 
         The parameters of a sharded model go on holding theirs. No thread of such a group runs Python.
         """
