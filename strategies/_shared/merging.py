@@ -5,8 +5,8 @@ A batch adds to the sum what ``.grad`` would hold at ``step()`` in a loop that u
 end of its backward pass, because code between ``backward()`` and ``step()`` (clipping, above all) would change an
 incomplete sum. ``zero_grad()`` before ``step()`` drops it, as it would drop ``.grad``, and never drops what earlier
 batches have added. When the backward pass that completes the window begins, the sums are put into ``.grad``: that pass
-exchanges the whole merged gradient, and clipping then sees it. The sums are kept until the update, in case gradients are
-cleared and another pass follows.
+exchanges the whole merged gradient, and clipping then sees it. The sums are kept until the update, in case gradients
+are cleared and another pass follows.
 
 Meanwhile the smallest parameter has a gradient of zeros: code that clips finds something to clip, and a script that
 clears ``.grad`` by hand is noticed.
@@ -96,8 +96,8 @@ class Window:
             return
         if self.sums:
             warnings.warn(
-                f"The previous optimizer had merged {self.batch} of {self.k_steps} batches when another one was made for "
-                "the same parameters; they are dropped. Make the new one right after an update.",
+                f"The previous optimizer had merged {self.batch} of {self.k_steps} batches when another one was made "
+                "for the same parameters; they are dropped. Make the new one right after an update.",
                 stacklevel=2,
             )
         self.lost = True

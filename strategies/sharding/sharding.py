@@ -103,8 +103,8 @@ class Sharding(Strategy):
     optimizer_effect = "updates only what this worker owns, with state for that alone"
     guide = Guide(
         when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
-        cost="Stage 1 sends the parameters once per step in addition to the gradients; stage 3 gathers them twice per batch. "
-        "In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
+        cost="Stage 1 sends the parameters once per step in addition to the gradients; stage 3 gathers them twice per "
+        "batch. In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
         "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. Change "
         "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
         "not seen. A gradient penalty (backward through torch.autograd.grad(..., create_graph=True)) and a second "
