@@ -1,9 +1,9 @@
 """a_sync: training with parameter servers: synchronous, asynchronous, or geo (local training, periodic exchange).
 
 ``a_sync = False`` is synchronous, ``True`` asynchronous, and ``True`` with ``a_sync_configs['k_steps']`` above 0 geo.
-Left untouched it is asynchronous. It plays no part in a collective job.
+The default is asynchronous. It takes no part in a collective job.
 
-``hybrid_configs = {"dp_degree": number of workers}`` beside it is hybrid: rows as the mode says, while the dense
+``hybrid_configs = {"dp_degree": number of workers}`` makes the job hybrid: rows follow the mode, while the dense
 parameters stay with the workers, who average their gradients.
 """
 
@@ -54,14 +54,14 @@ class ASyncConfig(Config, option="a_sync_configs"):
     )
     max_merge_var_num: int = setting(
         1,
-        "gradients that are added up before they are sent; at 1 only those of plain SGD are, while they wait",
+        "gradients that are merged before they are sent; at 1 only those of plain SGD are, while they wait",
         at_least=1,
     )
     send_queue_size: int = setting(16, "gradients of a parameter that may wait to be sent", at_least=1)
     independent_recv_thread: bool = setting(False, "pull parameters in a thread of its own")
     min_send_grad_num_before_recv: int = setting(1, "gradients to send before parameters are pulled again", at_least=1)
     thread_pool_size: int = setting(1, "threads that send", at_least=1)
-    send_wait_times: int = setting(1, "times 10 ms that a sender waits for max_merge_var_num gradients", at_least=1)
+    send_wait_times: int = setting(1, "how many times a sender waits 10 ms for max_merge_var_num gradients", at_least=1)
     max_staleness: int = setting(
         -1,
         "async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound",
@@ -258,12 +258,12 @@ class ASync(JobKind):
         return self.served
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
-        """Forgets the gradients of rows."""
+        """Drops the gradients of rows."""
         if self.served is not None:
             self.served.drop_row_gradients()
 
     def close(self) -> None:
-        """Disconnects; the servers wait for this worker to come back unless it has said goodbye."""
+        """Disconnects; the servers wait for this worker to come back unless it has left the job."""
         if self.served is not None and self.served.trainer is not None:
             self.served.trainer.abandon()
 
@@ -273,7 +273,7 @@ def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
     if trains_rows and users_step_hooks(optimizer):
         raise UnsupportedOptionError(
             "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
-            "and the gradients of rows on the servers would stay out. Leave it away, or use nn.Embedding(sparse=False)."
+            "and the gradients of rows on the servers would be missed. Remove it, or use nn.Embedding(sparse=False)."
         )
 
 
@@ -348,7 +348,7 @@ def hybrid_problem(options: Values, mode: str) -> str | None:
         )
     if options["asp"]:
         return (
-            f"{asked}, also in those of a worker that has no batch left, and asp would not mask weights after them. "
+            f"{asked}, even when a worker has run out of batches, and asp would not mask weights after such a step. "
             "Turn it off, or leave dp_degree -1."
         )
     return None

@@ -34,7 +34,7 @@ class AdaptiveLocalsgd(TrainsLocally):
     optimizer_effect = "averages the parameters of all workers at intervals that it computes; momentum stays local"
     guide = Guide(
         when="As localsgd, when no k is known: it follows the loss and the learning rate.",
-        cost="As localsgd, and one number more per average.",
+        cost="As localsgd, and one more number per average.",
         formula="k = clip(ceil(sqrt(lr_0 * loss / (lr * loss_0) * init_k)), 1, 16)",
         source="Wang and Joshi, 2019, arXiv 1810.08313",
         example={"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 2}},
@@ -48,7 +48,7 @@ class AdaptiveLocalsgd(TrainsLocally):
         return wrapped
 
     def close(self) -> None:
-        """Lets go of the losses."""
+        """Stops watching the losses."""
         stop: Callable[[], None] | None = self.__dict__.get("_stop_watching")
         if stop is not None:
             stop()
@@ -77,7 +77,7 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
         """Averages the parameters and chooses the next interval; raises ConfigError when no loss was seen."""
         if self._loss is None:
             raise ConfigError(
-                "adaptive_localsgd follows the loss, and backward was not called on a single number since the start. "
+                "adaptive_localsgd follows the loss, and backward was not called on a scalar since the start. "
                 "Call loss.backward() on the mean loss, or use localsgd."
             )
         super().average()

@@ -2,14 +2,14 @@
 
 [Note: Which weights]
 The weights of ``nn.Linear`` and ``nn.Conv2d`` whose output dim is a multiple of 8 and whose input dim (for a
-convolution, the channels of a group) is a multiple of 16: the rule of NVIDIA's ASP, which leaves out what sparse tensor
-cores do not take. Each run of four neighbours along the input dim keeps the two of largest magnitude; of equal ones,
+convolution, the channels of a group) is a multiple of 16: the rule of NVIDIA's ASP, which omits what sparse tensor
+cores cannot use. Each run of four neighbours along the input dim keeps the two of largest magnitude; of equal ones,
 the first. Frozen weights, and layers in ``asp_configs['excluded_layers']``, stay dense.
 
 [Note: When the masks are chosen]
-At the first training forward, so from weights that were loaded after ``distributed_model`` too, on rank 0, and sent to
-the others; a worker that holds only rows of a weight (sharding) chooses for these. After that they never change. They
-are part of the optimizer's state: one that is loaded brings its own.
+Rank 0 chooses them at the first training forward, so weights that are loaded after ``distributed_model`` count, and
+sends them to the others; a worker that holds only rows of a weight (sharding) chooses for these rows. After that they
+never change. They are part of the optimizer's state: a loaded state brings its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AspConfig(Config, option="asp_configs"):
     """What stays dense; Fleet's ``asp`` has no settings of its own."""
 
     excluded_layers: tuple[str, ...] = setting(
-        [], "modules that stay dense, with all in them: qualified names, or patterns such as 'head*'"
+        [], "modules that stay dense, with everything in them: qualified names, or patterns such as 'head*'"
     )
 
 
@@ -102,7 +102,7 @@ class Asp(Strategy):
         return MaskingOptimizer(optimizer, self.masks)
 
     def close(self) -> None:
-        """Takes the hooks away; zeros are then updated like all other weights."""
+        """Removes the hooks; zeros are then updated like all other weights."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -123,7 +123,7 @@ class Masks:
         self._num_models = 0
 
     def offer(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes the ``weights`` of one more model as those that become sparse."""
+        """Adds the ``weights`` of one more model to those that become sparse."""
         offered = {f"{self._num_models}:{name}": weight for name, weight in weights.items()}
         self._num_models += 1
         early = {name: self._early.pop(name) for name in offered if name in self._early}
@@ -160,9 +160,9 @@ class Masks:
         return {name: self._dropped[w].clone() for name, w in self._weights.items() if w in self._dropped}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Takes masks that :meth:`save` returned, and applies them; those of a model to come wait for it.
+        """Loads masks that :meth:`save` returned and applies them; those of a later model wait for it.
 
-        Raises CheckpointError when one does not fit its weight; nothing is taken then.
+        Raises CheckpointError when one does not fit its weight; nothing is loaded then.
         """
         for name, dropped in saved.items():
             weight = self._weights.get(name)

@@ -2,7 +2,7 @@
 
 Two of them act here. ``fuse_all_optimizer_ops`` makes torch's own optimizer update all parameters of a group in one
 kernel (its ``fused`` form, else its ``foreach`` form); in Paddle it and ``fuse_all_reduce_ops`` excluded each other,
-here they have nothing to do with one another. ``allow_cuda_graph_capture`` makes to_static record CUDA graphs.
+here they are independent. ``allow_cuda_graph_capture`` makes to_static record CUDA graphs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BuildStrategyConfig(Config, option="build_strategy"):
         False, "fuse dot-product attention", no_meaning="torch's scaled_dot_product_attention is fused already"
     )
     fuse_resunit: bool = setting(False, "fuse residual units", no_meaning=_FUSION)
-    # The rest of Paddle's class; where DistributedStrategy has the same option, that one is to be written.
+    # The rest of Paddle's class; where DistributedStrategy has the same option, write that one.
     fuse_adamw: bool = setting(False, "fuse AdamW", no_meaning="set fuse_all_optimizer_ops, which takes AdamW too")
     fuse_all_reduce_ops: bool = setting(
         True, "send gradients in buckets", refused="write strategy.fuse_all_reduce_ops = False"
@@ -191,7 +191,7 @@ class FusedUpdate(Strategy):
                 raise ConfigError(f"{option} is True, and the optimizer is differentiable, which needs single updates.")
             if group[key] is False:
                 raise ConfigError(
-                    f"{option} is True, and the optimizer was made with {key}=False. Leave {key} out, or set the "
+                    f"{option} is True, and the optimizer was made with {key}=False. Omit {key}, or set the "
                     "option to False."
                 )
 

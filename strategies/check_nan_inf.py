@@ -13,8 +13,8 @@ after it, and workers need not run equally many of them; there the worker asks a
 
 [Note: Scaled gradients]
 With amp in float16, or with a GradScaler given to ``fleet.distributed_scaler``, the backward signal is scaled, and an
-Inf in it is how the largest scale is found: that step is skipped. Gradients are then left to them, who never update
-with one that is not finite, and forward alone is looked at.
+Inf in it is how the largest scale is found: that step is skipped. Gradients are then left to amp or the scaler, which
+never updates with one that is not finite, and only forward is checked.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CheckNanInf(Strategy):
         self._scaled = True
 
     def close(self) -> None:
-        """Takes the hooks away and stops listening."""
+        """Removes the hooks and stops listening."""
         for hooks in self._hooks:
             hooks.remove()
         self._hooks.clear()
@@ -239,7 +239,7 @@ class ModuleHooks:
         )
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

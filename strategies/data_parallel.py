@@ -103,7 +103,7 @@ class DataParallelJob(JobKind):
         return wrapped
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Exchanges the parameters of ``model`` that train now; those that came are rank 0's everywhere."""
+        """Exchanges the parameters of ``model`` that train now; new ones are rank 0's everywhere."""
         wrapped = data_parallel_in(model)
         if wrapped is not None:
             _follow(wrapped, came=bool(added))
@@ -154,7 +154,7 @@ def wrap_data_parallel(
             "device_ids": [device.index] if device.type == "cuda" else None,
             "process_group": process_group,
             "find_unused_parameters": find_unused_parameters,
-            # The bucket is the gradient: one copy and its memory less per step. It cannot be of two modules, of which
+            # The bucket is the gradient, which saves a copy and its memory. Two modules cannot share one, because
             # each divides what it finds in the gradient.
             "gradient_as_bucket_view": not shares,
         }
@@ -185,7 +185,7 @@ def _trained(model: nn.Module) -> list[int]:
 
 @contextmanager
 def _one_that_trains(model: nn.Module) -> Iterator[None]:
-    """Thaws a parameter of a frozen ``model`` for a moment: DistributedDataParallel refuses a model without one."""
+    """Unfreezes a parameter of a frozen ``model`` for a moment: DistributedDataParallel refuses a model without one."""
     frozen = not any(p.requires_grad for p in model.parameters())
     first = next(p for p in model.parameters() if _can_train(p))
     first.requires_grad_(first.requires_grad or frozen)

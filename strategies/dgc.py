@@ -106,13 +106,13 @@ class Dgc(Strategy):
         return SparseUpdateOptimizer(optimizer, self.compressors[-1], self.session)
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
-        """Takes note that what was exchanged for ``parameters`` was cleared."""
+        """Records that what was exchanged for ``parameters`` was cleared."""
         for compressor in self.compressors:
             compressor.sent.difference_update(parameters)
 
 
 def check_hooks(optimizer: Optimizer) -> None:
-    """Raises ConfigError when something is to see the gradients in ``optimizer.step()``."""
+    """Raises ConfigError when hooks would look at the gradients in ``optimizer.step()``."""
     if users_step_hooks(optimizer):
         raise ConfigError(
             "dgc needs an optimizer without grad_clip and step hooks: what they would see is already summed and "
@@ -148,7 +148,7 @@ class Compressor:
         self.lost = False  # parameters were given to a later optimizer
 
     def give(self, parameters: set[Tensor]) -> None:
-        """Lets go of ``parameters``, which another optimizer was given."""
+        """Releases ``parameters``, which another optimizer has now."""
         if not parameters.isdisjoint(self.groups):
             self.lost, self.unused = True, False
             for held in (self.groups, self.u, self.v):
@@ -173,8 +173,8 @@ class Compressor:
         if self.unused:
             raise ConfigError(
                 "dgc: two backward passes exchanged gradients without a step() between them. For several backward "
-                "passes before one step() run all but the last under 'with model.no_sync():' (forward too). A model "
-                "that another's loss only passes through takes requires_grad_(False) meanwhile."
+                "passes before one step() run all but the last under 'with model.no_sync():' (forward too). "
+                "Meanwhile call requires_grad_(False) on a model that another model's loss only passes through."
             )
         if self.sent:
             raise ConfigError(

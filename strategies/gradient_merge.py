@@ -79,7 +79,7 @@ class GradientMerge(Strategy):
         return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Merges the gradients of parameters that were thawed, too."""
+        """Merges the gradients of parameters that were unfrozen, too."""
         for window in self._windows:
             window.note_parameters()
 

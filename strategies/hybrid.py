@@ -1,4 +1,4 @@
-"""hybrid_configs: how many workers stand along each axis of the mesh, and the settings of each axis."""
+"""hybrid_configs: how many workers lie along each axis of the mesh, and the settings of each axis."""
 
 from __future__ import annotations
 

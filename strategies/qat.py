@@ -93,7 +93,7 @@ class Qat(Strategy):
         return model
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Raises ConfigError when parameters came, whose layers do not round."""
+        """Raises ConfigError for new parameters, whose layers do not round."""
         if added:
             raise ConfigError(
                 f"{next(iter(added))!r} was added to the model after distributed_model(), and qat prepared the layers "

@@ -32,7 +32,7 @@ class SyncBatchNorm(Strategy):
 
     @classmethod
     def notes(cls, options: object, world_size: int) -> tuple[str, ...]:
-        """Returns the remark that one worker has nobody to share with."""
+        """Returns the remark that one worker has no other to share with."""
         return ("sync_batch_norm changes nothing with one worker.",) if world_size == 1 else ()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -48,7 +48,7 @@ class SyncBatchNorm(Strategy):
         return convert_batch_norm(model, group)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Raises ConfigError when a batch norm came that was not replaced."""
+        """Raises ConfigError for a new batch norm, which is not replaced."""
         plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         if added and self.session.process_group is not None and any(isinstance(m, plain) for m in model.modules()):
             raise ConfigError(

@@ -51,7 +51,7 @@ class ToStatic(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the compiled module; it is compiled at the first call with each shape."""
         config: ToStaticConfig = self.config
-        # None lets the compiler notice by itself which sizes vary; False would compile anew for each batch size.
+        # None lets the compiler notice by itself which sizes vary; False would recompile for each batch size.
         dynamic: Any = True if config.dynamic else None
         mode = None if config.mode == "default" else config.mode
         if mode is None and self.session.options["build_strategy"].allow_cuda_graph_capture:

@@ -52,7 +52,7 @@ class UseHierarchicalAllreduce(Strategy):
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
-        """Returns the remark that one group has nobody to sum with."""
+        """Returns the remark that one group has no other to sum with."""
         if world_size > 1 and options["hierarchical_allreduce_inter_nranks"] != world_size:
             return ()
         return ("use_hierarchical_allreduce changes nothing: all workers are in one group.",)

@@ -82,7 +82,7 @@ class Divided(Exchange):
                 self._units.append(self._watched(module, own))
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Makes ``optimizer`` hold the parts; state that it had begins anew, in parts."""
+        """Makes ``optimizer`` hold the parts; state that it had starts again, in parts."""
         for group in optimizer.param_groups:
             group["params"][:] = [self._parts.get(p, p) for p in group["params"]]
         optimizer.state.clear()

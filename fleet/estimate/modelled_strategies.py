@@ -5,10 +5,10 @@ are replayed. A strategy in none of the lists is named in the result, so a new o
 
 [Note: Why exchanges are replayed]
 torch's "fake" process group, tried with torch 2.13, does not run them on fake tensors. DistributedDataParallel reads
-the data of tensors in C++ when it is made and when it lays its buckets out again. fully_shard runs, but frees whole
-parameters by resizing storages, which no dispatch mode sees: 336 MiB for ResNet-18, of which 168 are real. Beside
-that the group copies nothing, as gloo does, is registered only by ``torch.testing._internal``, and would have to be
-the one default group of a process that may be in a job.
+the data of tensors in C++ when it is made and when it rebuilds its buckets. fully_shard runs, but frees its parameters
+by resizing storages, which no dispatch mode sees: 336 MiB for ResNet-18 in stage 3, of which 168 are real. Moreover the
+group copies nothing, as gloo does, torch registers it in ``torch.testing._internal`` only, and it would have to be the
+one default group of a process that may be in a job.
 """
 
 from __future__ import annotations

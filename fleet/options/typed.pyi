@@ -14,7 +14,7 @@ class ASyncConfigDict(TypedDict, total=False):
     k_steps: int
     """0: every step; above 0: geo, exchange every k steps; assigning a_sync sets it to 0. Default: -1."""
     max_merge_var_num: int
-    """Gradients that are added up before they are sent; at 1 only those of plain SGD are, while they wait. Default:
+    """Gradients that are merged before they are sent; at 1 only those of plain SGD are, while they wait. Default:
     1.
     """
     send_queue_size: int
@@ -26,7 +26,7 @@ class ASyncConfigDict(TypedDict, total=False):
     thread_pool_size: int
     """Threads that send. Default: 1."""
     send_wait_times: int
-    """Times 10 ms that a sender waits for max_merge_var_num gradients. Default: 1."""
+    """How many times a sender waits 10 ms for max_merge_var_num gradients. Default: 1."""
     max_staleness: int
     """Async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound.
     Default: -1.
@@ -169,7 +169,7 @@ class AmpConfigDict(TypedDict, total=False):
     Default: True.
     """
     use_optimizer_fp16: bool
-    """Keep no float32 master weights: with use_pure_fp16 or use_pure_bf16 the parameters are of 16 bit. Default:
+    """Keep no float32 master weights: with use_pure_fp16 or use_pure_bf16 the parameters are 16-bit. Default:
     False.
     """
     dtype: str
@@ -248,7 +248,7 @@ class AspConfigDict(TypedDict, total=False):
     """The keys of asp_configs."""
 
     excluded_layers: list[str] | tuple[str, ...]
-    """Modules that stay dense, with all in them: qualified names, or patterns such as 'head*'. Default: []."""
+    """Modules that stay dense, with everything in them: qualified names, or patterns such as 'head*'. Default: []."""
 
 class AspConfigView(ConfigView):
     """The settings of asp_configs; see AspConfigDict."""

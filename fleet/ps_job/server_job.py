@@ -124,7 +124,7 @@ class ServerJob:
         session.say(f"Communicator start ({mode}, servers {','.join(endpoints)})")
 
     def stop_worker(self) -> None:
-        """Sends what waits and says goodbye; servers end when every worker has."""
+        """Sends what waits and leaves the job; servers end when every worker has left."""
         trainer = self.running()
         try:
             trainer.refresh()
@@ -220,7 +220,7 @@ class ServerJob:
             self._session.say(keeping.note)
 
     def run_server(self) -> None:
-        """Serves until every worker has said goodbye."""
+        """Serves until every worker has left."""
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
         self._has_served = True

@@ -57,7 +57,7 @@ class Metrics:
             raise ConfigError(
                 f"FLEET_PS_METRICS_PORT is {environment.raw('FLEET_PS_METRICS_PORT')!r} in the environment; it is the "
                 f"first of {count} ports, one for each server and worker, from 1 to {_HIGHEST}. Set it to at most "
-                f"{_HIGHEST + 1 - count}, or leave it away."
+                f"{_HIGHEST + 1 - count}, or omit it."
             )
         check_installed()
         self._first = first
@@ -108,7 +108,7 @@ def check_installed() -> None:
     except ImportError as error:
         raise UnsupportedOptionError(
             f"FLEET_PS_METRICS_PORT is set, and metrics need the extra metrics ({error}). Install it with: "
-            "pip install 'torch-fleet[metrics]', or leave FLEET_PS_METRICS_PORT away."
+            "pip install 'torch-fleet[metrics]', or unset FLEET_PS_METRICS_PORT."
         ) from None
 
 

@@ -74,7 +74,7 @@ def read_server_tls(environment: Environment) -> ssl.SSLContext | None:
             if environment.raw(name) is not None:
                 raise ConfigError(
                     f"{name} is set in the environment of a parameter server and FLEET_PS_CERT is not. Set that "
-                    "to the file of its certificate, or leave all three away."
+                    "to the file of its certificate, or unset all three."
                 )
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -171,18 +171,18 @@ def read_seconds(environment: Environment, name: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise ConfigError(
             f"{name} is {environment.raw(name)!r} in the environment; it takes a number above 0: "
-            f"{VARIABLES[name].meaning}. Correct it, or leave it away."
+            f"{VARIABLES[name].meaning}. Correct it, or unset it."
         )
     return value
 
 
 def read_count(environment: Environment, name: str) -> int:
-    """Returns the variable ``name``, or its default; raises ConfigError unless it is a whole number of 1 or more."""
+    """Returns the variable ``name``, or its default; raises ConfigError unless it is an integer of 1 or more."""
     value = environment.int(name)
     if value < 1:
         raise ConfigError(
-            f"{name} is {environment.raw(name)!r} in the environment; it takes a whole number of 1 or more: "
-            f"{VARIABLES[name].meaning}. Correct it, or leave it away."
+            f"{name} is {environment.raw(name)!r} in the environment; it takes an integer of 1 or more: "
+            f"{VARIABLES[name].meaning}. Correct it, or unset it."
         )
     return value
 

@@ -1,4 +1,4 @@
-"""Degrees of parallelism: how many workers stand along each axis of the mesh, and the check that they add up."""
+"""Degrees of parallelism: how many workers lie along each axis of the mesh, and the check that their product fits."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> di
         others, sharding = total // degrees["dp"], total // degrees.get("sharding", 1)
         fits = f"Set dp_degree={world_size // others}" if world_size % others == 0 else "Change the degrees"
         if option == "sharding_configs" and world_size % sharding == 0:
-            fits = (
-                f"Leave sharding_degree out (it then takes all that the other degrees leave), "
-                f"{fits[0].lower()}{fits[1:]}"
-            )
+            fits = f"Omit sharding_degree (it then takes all that the other degrees leave), {fits[0].lower()}{fits[1:]}"
         raise ConfigError(
             f"{option}: {_product(degrees)} is {total}, but {world_size} "
             f"{'process was' if world_size == 1 else 'processes were'} started. {fits}, or start {total}."

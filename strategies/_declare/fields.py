@@ -226,7 +226,7 @@ def converted(label: str, kind: Any, value: Any) -> Any:
     return bare(value)  # an IntEnum becomes its number
 
 
-_TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", dict: "a dictionary", bool: "True or False"}
+_TYPE_WORDS = {int: "an integer", float: "a number", str: "a string", dict: "a dictionary", bool: "True or False"}
 
 
 def _check_plain(label: str, value: Any) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# The one reason of every option that is described here and not built yet: search for it to find them.
+# The reason of every option that is declared and not implemented yet: search for it to find them.
 NOT_YET = "it arrives in a later release of this package and is refused until then, so that nothing is silently ignored"
 
 
@@ -197,7 +197,7 @@ class Strategy:
         """Changes the user's module in place before any strategy wraps it: types of parameters, forwards."""
 
     def use_scaler(self, scaler: Any) -> None:
-        """Takes note that the user's loop scales the loss with ``scaler``, a GradScaler."""
+        """Records that the user's loop scales the loss with ``scaler``, a GradScaler."""
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, or a module of the same interface around it; parameter names stay."""
@@ -208,16 +208,16 @@ class Strategy:
         return optimizer
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Takes note, before a forward, that parameters of the wrapped ``model`` came, went, were frozen or thawed.
+        """Records, before a forward, that parameters of the wrapped ``model`` were added, removed, frozen or unfrozen.
 
-        Raises ConfigError when the parameters ``added`` cannot take part any more.
+        Raises ConfigError when the parameters ``added`` can no longer take part.
         """
 
     def note_clear(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Takes note that the gradients of ``parameters`` were cleared through their model."""
+        """Records that the gradients of ``parameters`` were cleared through their model."""
 
     def close(self) -> None:
-        """Lets go of what the strategy holds outside the model and the optimizer; the session calls it at its end."""
+        """Releases what the strategy holds outside the model and the optimizer; called at the end of the session."""
 
 
 class JobKind(Strategy):

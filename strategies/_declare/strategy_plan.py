@@ -85,7 +85,7 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
 
 
 def _is_on(strategy: type[Strategy], options: Values) -> bool:
-    """Returns whether the user turned ``strategy`` on by what has its name."""
+    """Returns whether the user turned ``strategy`` on by the option of its name."""
     return bool(strategy.chosen(options) if strategy.default is None else options[strategy.name])
 
 

@@ -1,4 +1,4 @@
-"""Alarm: one worker stops all others, also those that wait in a collective operation it will never join.
+"""Alarm: one worker stops all others, even those that wait in a collective operation it will never join.
 
 A thread of every worker looks into the job's store twice a second. A worker that rings leaves its message there; the
 others print it and take it at their next :meth:`Alarm.taken`; a worker that has not done so ``GRACE_S`` seconds later
@@ -21,7 +21,7 @@ _HEARD_WITHIN_S = 3.0
 
 
 class Alarm:
-    """The bell of one worker."""
+    """The alarm of one worker."""
 
     def __init__(self, global_rank: int, world_size: int) -> None:
         """Starts listening; every worker makes one, and those made one after the other are different alarms."""

@@ -30,7 +30,7 @@ class GradientExchange:
         wire_factor: what float32 gradients are multiplied by while they cross the wire as float16, whose small values
             they would lose otherwise; the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
-        route: exchanges a bucket in another way than by a sum of its buffer; it reads the other fields itself.
+        route: exchanges a bucket by other means than a sum of its buffer; it reads the other fields itself.
         registered: whether any of this differs from what DistributedDataParallel does by itself.
     """
 

@@ -1,4 +1,4 @@
-"""What localsgd and adaptive_localsgd have in common: local steps, and an average of the parameters now and then.
+"""What localsgd and adaptive_localsgd have in common: local steps, and an average of the parameters from time to time.
 
 Paddle averages the change since the last average and adds it to a snapshot taken then. The mean of the parameters is
 the same number without the snapshot's memory.
@@ -22,7 +22,7 @@ from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 def local_training_notes(option: str, options: Values, world_size: int) -> tuple[str, ...]:
     """Returns remarks on switches that have nothing to act on while ``option`` keeps gradients on their worker."""
     if world_size == 1:
-        return (f"{option} changes nothing with one worker: there is nobody to average with.",)
+        return (f"{option} changes nothing with one worker: there is nothing to average.",)
     return tuple(
         f"{name} changes nothing while '{option}' is on: no gradient is exchanged."
         for name in ("fp16_allreduce", "use_hierarchical_allreduce")
@@ -69,7 +69,7 @@ class TrainsLocally(Strategy):
         return model
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Makes the parameters that came equal rank 0's."""
+        """Makes new parameters equal rank 0's."""
         if added and self.session.process_group is not None:
             broadcast_from_rank_0([*added.values()], self.session.process_group)
 

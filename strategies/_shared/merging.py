@@ -1,14 +1,14 @@
-"""Several batches, one update: gradients are added up aside until the batch that completes the window.
+"""Several batches, one update: gradients are summed outside ``.grad`` until the batch that completes the window.
 
 [Note: Where the sum is kept]
-What a batch adds to the sum is what ``.grad`` would hold at ``step()`` in a loop that updates each time. It is aside
-from the end of its backward pass, because code that stands between ``backward()`` and ``step()`` (clipping, above all)
-would change a sum that is not complete; ``zero_grad()`` before ``step()`` drops it, as it would drop ``.grad``, and
-never what earlier batches have added. When the backward pass that completes the window begins, the sums are put into
-``.grad``: that pass exchanges, and clipping then sees, the whole merged gradient. They are kept until the update, in
-case gradients are cleared and another pass follows.
+A batch adds to the sum what ``.grad`` would hold at ``step()`` in a loop that updates each time. It is set aside at the
+end of its backward pass, because code between ``backward()`` and ``step()`` (clipping, above all) would change an
+incomplete sum. ``zero_grad()`` before ``step()`` drops it, as it would drop ``.grad``, and never drops what earlier
+batches have added. When the backward pass that completes the window begins, the sums are put into ``.grad``: that pass
+exchanges the whole merged gradient, and clipping then sees it. The sums are kept until the update, in case gradients
+are cleared and another pass follows.
 
-The smallest parameter has a gradient of zeros meanwhile. Code that clips finds something to clip, and a script that
+Meanwhile the smallest parameter has a gradient of zeros: code that clips finds something to clip, and a script that
 clears ``.grad`` by hand is noticed.
 """
 
@@ -43,7 +43,7 @@ class Window:
         k_steps: batches per update.
         average: divide gradients by ``k_steps``.
         models: the passes of the models that exchange gradients, also of those that come later.
-        windows: all windows, in which a parameter is once; of an optimizer that comes later it leaves an earlier one's.
+        windows: all windows; a parameter is in one of them, and a later optimizer takes it from an earlier one's.
 
     Attributes:
         batch: the batches of this window that are done, 0 to ``k_steps`` - 1.
@@ -74,14 +74,14 @@ class Window:
         return self.batch == self.k_steps - 1
 
     def take(self, parameters: Sequence[Tensor]) -> None:
-        """Merges the gradients of ``parameters``; no other window does any more."""
+        """Merges the gradients of ``parameters``; no other window does so any longer."""
         for window in self._windows:
             if window is not self:
                 window._give(set(parameters))
         self.watch(parameters)
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Merges the gradients of ``parameters`` from now on, of frozen ones from when they are thawed."""
+        """Merges the gradients of ``parameters`` from now on, of frozen ones once they are unfrozen."""
         self._frozen = [p for p in parameters if not p.requires_grad]
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._accumulators:
@@ -90,14 +90,14 @@ class Window:
                 self._accumulators[parameter] = node, hook
 
     def _give(self, parameters: set[Tensor]) -> None:
-        """Lets go of ``parameters``, which another optimizer was given."""
+        """Releases ``parameters``, which another optimizer has now."""
         given = parameters.intersection([*self._accumulators, *self._frozen])
         if not given:
             return
         if self.sums:
             warnings.warn(
-                f"The optimizer before had added up {self.batch} of {self.k_steps} batches when another one was made "
-                "for the same parameters; they are dropped. Make it after an update.",
+                f"The previous optimizer had merged {self.batch} of {self.k_steps} batches when another one was made "
+                "for the same parameters; they are dropped. Make the new one right after an update.",
                 stacklevel=2,
             )
         self.lost = True
@@ -113,7 +113,7 @@ class Window:
                 hook.remove()
 
     def note_parameters(self) -> None:
-        """Merges the gradients of parameters that were thawed, too."""
+        """Merges the gradients of parameters that were unfrozen, too."""
         self.watch(self._frozen)
 
     def in_model(self, model: Passes) -> bool:
@@ -146,13 +146,13 @@ class Window:
         return tuple(g if g is None or not self.average else g / self.k_steps for g in gradients)
 
     def clear(self) -> None:
-        """Takes note that ``.grad`` was cleared: what the present batch has added so far is dropped."""
+        """Drops what the present batch has added so far; called when ``.grad`` was cleared."""
         self.pending.clear()
         self._restored = self._running = False
         self.watch(self._frozen)
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
-        """Does what :meth:`clear` does when gradients of this window were cleared in another way than by it."""
+        """Calls :meth:`clear` when gradients of this window were cleared by other means."""
         if any(parameter in self._accumulators for parameter in parameters):
             self.clear()
 
@@ -187,7 +187,7 @@ class Window:
         self._left = gradients_left(self._accumulators)
 
     def _check_frozen(self) -> None:
-        """Raises ConfigError where the exchange leaves out a parameter that earlier batches have gradients of."""
+        """Raises ConfigError when the exchange omits a parameter for which earlier batches have gradients."""
         if any(not parameter.requires_grad for parameter in self.sums):
             raise ConfigError(
                 f"A parameter was frozen after {self.batch} of {self.k_steps} batches of an update, with gradients of "

@@ -154,7 +154,7 @@ class OptimizerWrapper(Optimizer):
         return getattr(inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler leaves its bound wrapper of step() on the instance; it cannot be pickled and is made anew.
+        # A scheduler leaves its bound wrapper of step() on the instance; it cannot be pickled and is recreated.
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

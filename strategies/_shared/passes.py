@@ -3,11 +3,11 @@
 [Note: Decided when backward begins]
 DistributedDataParallel decides in forward whether the next backward pass exchanges, and that decision serves one pass.
 After two forwards the second backward pass would silently stay local, and a forward whose backward never comes (a
-batch that is skipped, validation with gradients recorded) would take a decision with it. Here a pass is prepared when
-it begins: at the model's output, or for a graph that bypasses the output at the first parameter that somebody watches.
+batch that is skipped, validation with gradients recorded) would use a decision up. Here a pass is prepared when it
+begins: at the model's output or, for a graph that bypasses the output, at the first parameter that is watched.
 
-``torch.autograd.grad`` comes through the output too and fills no gradient. It is told apart by the nodes that
-accumulate gradients: the engine does not run them then.
+``torch.autograd.grad`` passes through the output too and fills no gradient. The nodes that accumulate gradients tell it
+apart: the engine does not run them then.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Passes:
 
 
 def _arrive(passes_ref: weakref.ref[Passes], made: Forward, gradient: Tensor) -> None:
-    """Takes note that the signal of a backward pass has come to an output."""
+    """Records that the signal of a backward pass has reached an output."""
     passes = passes_ref()
     if passes is None or (passes.running and made.differentiated):
         return

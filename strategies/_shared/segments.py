@@ -183,7 +183,7 @@ class SegmentInputs:
         return tree_map_only(OnHost, OnHost.back, (self._args, self._kwargs))  # type: ignore[no-any-return]
 
     def set_aside(self) -> None:
-        """Moves what is to wait on the host there; the device's memory is free when nobody else holds it."""
+        """Moves to the host what is to wait there; the device's memory is free when nobody else holds it."""
 
         def move(value: Any) -> Any:
             return tree_map_only(Tensor, lambda t: OnHost(t) if worth_moving(t) else t, value)

@@ -65,7 +65,7 @@ class ServedOptimizer(OptimizerWrapper):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A GradScaler that gets a yes says what it has done by grad_scale, before it steps.
+        # A GradScaler that hears yes sets grad_scale before it steps.
         return self._trains_rows()
 
     @property
@@ -109,7 +109,7 @@ class ServedOptimizer(OptimizerWrapper):
         self.drop_row_gradients()
 
     def drop_row_gradients(self) -> None:
-        """Forgets the gradients of rows."""
+        """Drops the gradients of rows."""
         if self.trainer is not None:
             self.trainer.drop_gradients()
 

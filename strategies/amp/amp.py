@@ -58,7 +58,7 @@ class AmpConfig(Config, option="amp_configs"):
         "with use_pure_fp16 or use_pure_bf16, in models that use fleet.fp16_guard(), compute in 16 bit only inside it",
     )
     use_optimizer_fp16: bool = setting(
-        False, "keep no float32 master weights: with use_pure_fp16 or use_pure_bf16 the parameters are of 16 bit"
+        False, "keep no float32 master weights: with use_pure_fp16 or use_pure_bf16 the parameters are 16-bit"
     )
     dtype: str = setting(
         "auto",
@@ -181,7 +181,7 @@ class Amp(Strategy):
             )
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Puts the treatment of each module around its forward; gives the masters up if asked to."""
+        """Puts the treatment of each module around its forward; drops the master weights if asked to."""
         treatments = plan_treatments(model, self.config, self.dtype, pure=self.config.is_pure)
         self._plans[model] = treatments, self._is_guarded(model)
         self._treat(model, treatments)
@@ -216,7 +216,7 @@ class Amp(Strategy):
         return AmpOptimizer(optimizer, self.scale, self.session, is_pure=self.config.is_pure, others=self._optimizers)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Unscales the gradients of parameters that came, too; raises ConfigError where modules would need copies."""
+        """Unscales the gradients of new parameters too; raises ConfigError where modules would need copies."""
         if added and self.config.is_pure:
             raise ConfigError(
                 f"{next(iter(added))!r} was added to the model after distributed_model(), and pure 16-bit amp prepares "
@@ -234,7 +234,7 @@ class Amp(Strategy):
         return guard(self.region, pure=self.config.is_pure and self.config.use_fp16_guard)
 
     def close(self) -> None:
-        """Takes the hooks away; the models compute in float32 again."""
+        """Removes the hooks; the models compute in float32 again."""
         self.region.off = True
         self.scale.in_use = False
         self._optimizers.clear()

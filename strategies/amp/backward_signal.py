@@ -89,7 +89,7 @@ class Signal:
         self._depth = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Unscales the gradients of ``parameters``; one that is frozen, from the forward after it is thawed."""
+        """Unscales the gradients of ``parameters``; one that is frozen, from the forward after it is unfrozen."""
         fresh = [p for p in parameters if p not in self._parameters]
         if fresh:
             self._waiting += fresh
@@ -99,7 +99,7 @@ class Signal:
             self._patch("grad", finished=lambda: None)
 
     def before_forward(self) -> None:
-        """Takes in parameters that were thawed since the last forward."""
+        """Adds parameters that were unfrozen since the last forward."""
         if not self._waiting:
             return
         for parameter in self._waiting:
@@ -112,7 +112,7 @@ class Signal:
         self._waiting = [p for p in self._waiting if not p.requires_grad]
 
     def close(self) -> None:
-        """Takes every hook away."""
+        """Removes every hook."""
         for handle in self._parameters.values():
             handle.remove()
         self._parameters.clear()

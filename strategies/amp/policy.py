@@ -6,8 +6,8 @@ float32: they are the master weights. A module computes with 16-bit copies that 
 long as backward needs them); autograd turns their gradients into float32 ones. So gradients are unscaled, exchanged,
 clipped and merged in float32, a scaled float16 gradient never has to be stored unscaled in float16, where its small
 values would be lost, and parts outside ``fp16_guard()`` can use the same parameters in float32. The memory is that of
-16-bit parameters with float32 gradients and master weights. ``use_optimizer_fp16`` gives the masters up: there the
-parameters themselves are of 16 bit.
+16-bit parameters with float32 gradients and master weights. ``use_optimizer_fp16`` drops the master weights: the
+parameters themselves are 16-bit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 [Note: New parameters]
 ``fully_shard`` puts new parameters (DTensors) in the place of the user's. An optimizer that was made before holds the
-old ones, which nothing reads any more: it would step without an error and move nothing. ``divide_model`` therefore
+old ones, which nothing reads any longer: it would step without an error and move nothing. ``divide_model`` therefore
 returns which parameter took the place of which, and sharding points the optimizers to them.
 
 [Note: Hooks of parameters]
@@ -48,7 +48,7 @@ class Division:
     Attributes:
         mesh: the workers that share one copy; with two dims the first holds copies of the second.
         process_group: all workers of the mesh.
-        reshard_after_forward: give the gathered parameters up after forward (stage 3).
+        reshard_after_forward: release the gathered parameters after forward (stage 3).
         divisor: what the sum of the gradients over all workers is divided by; ``None`` is their number.
         sum_first: sum and divide afterwards, where the backend could average in the reduction.
         offload: keep parts, gradients and optimizer state in host memory.
@@ -179,7 +179,7 @@ class GatheredHooks:
                 continue
             mark_gathered(gathered, part)
             if gathered.requires_grad is not part.requires_grad:
-                gathered.requires_grad_(part.requires_grad)  # frozen or thawed since it was gathered first
+                gathered.requires_grad_(part.requires_grad)  # frozen or unfrozen since it was gathered first
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
                 gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))

@@ -41,7 +41,7 @@ class Batches:
         self.lost = False  # parameters were given to a later optimizer
 
     def give(self, parameters: Iterable[Tensor]) -> None:
-        """Counts no longer when another optimizer was given some of ``parameters``."""
+        """Stops counting when another optimizer takes some of ``parameters``."""
         if self.has_some(parameters):
             self.lost, self.parameters = True, tuple
 

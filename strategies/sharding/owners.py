@@ -43,7 +43,7 @@ def plan_owners(sizes: Sequence[int], degree: int, loads: Sequence[int] = ()) ->
 
 
 class PartitionedOptimizer(OptimizerWrapper):
-    """Updates the parameters that this worker owns, with state for them alone, and then has all parameters.
+    """Updates the parameters that this worker owns, with state for them alone, then receives the others.
 
     The optimizer inside sees no gradient of the others' parameters, which every torch optimizer takes as nothing to
     do. Gradients are complete on every worker (data parallel), so clipping and all rules are those of one process.

@@ -46,7 +46,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the optimizer inside.
-        reshard: makes the model give gathered parameters up.
+        reshard: makes the model release gathered parameters.
     """
 
     def __init__(self, optimizer: Optimizer, reshard: Callable[[], None]) -> None:

@@ -103,8 +103,8 @@ class Sharding(Strategy):
     optimizer_effect = "updates only what this worker owns, with state for that alone"
     guide = Guide(
         when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
-        cost="Stage 1 sends the parameters once per step beside the gradients; stage 3 gathers them twice per batch. "
-        "In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
+        cost="Stage 1 sends the parameters once per step in addition to the gradients; stage 3 gathers them twice per "
+        "batch. In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
         "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. Change "
         "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
         "not seen. A gradient penalty (backward through torch.autograd.grad(..., create_graph=True)) and a second "
@@ -275,7 +275,7 @@ class Sharding(Strategy):
         for optimizer in self._optimizers:
             optimizer.repoint(replaced)
         for old in replaced:
-            # Kept only to recognise them in an optimizer that comes later; the whole weights must not stay with them.
+            # Kept only to recognise them in a later optimizer; their memory must not stay.
             old.data = old.data.new_empty(0)
         self._count_batches(divided)
         return divided
@@ -314,7 +314,7 @@ class Sharding(Strategy):
             counted.check_clear(parameters)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
-        """Merges thawed parameters too; raises ConfigError when parameters came to a model that is divided."""
+        """Merges unfrozen parameters too; raises ConfigError when parameters were added to a divided model."""
         for window in self._windows:
             window.note_parameters()
         if added and self.zero_stage > 1 and not self._alone:
@@ -325,7 +325,7 @@ class Sharding(Strategy):
             )
 
     def close(self) -> None:
-        """Lets go of the models and the optimizers."""
+        """Releases the models and the optimizers."""
         self._counted, self._models = [], []
         self._divided, self._optimizers, self._replaced = [], [], {}
 

@@ -108,16 +108,7 @@ class SparseEmbedding(WatchesWeight):
         slot: int | None = None,
     ) -> None:
         super().__init__()
-        if combiner not in COMBINERS:
-            raise ConfigError(f"SparseEmbedding(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
-        if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
-            raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes an integer of 1 or more.")
-        if name is not None and (not isinstance(name, str) or not name):
-            raise ConfigError(f"SparseEmbedding(name={name!r}) takes a string, or None for the module's name.")
-        if entry is not None and not isinstance(entry, CountFilterEntry | ProbabilityEntry | ShowClickEntry):
-            raise ConfigError(f"SparseEmbedding(entry={entry!r}) takes fleet.CountFilterEntry or one of its siblings.")
-        if not isinstance(separate_slots, bool):
-            raise ConfigError(f"SparseEmbedding(separate_slots={separate_slots!r}) takes True or False.")
+        _check_form(name, combiner, num_slots, separate_slots, entry)
         for label, value, low, high in (("padding_idx", padding_idx, *_INT64), ("slot", slot, 0, 2**32 - 1)):
             if value is not None:
                 _check_number(label, value, low, high)
@@ -309,6 +300,19 @@ class SparseEmbedding(WatchesWeight):
                 "an accessor or a ShowClickEntry."
             )
         return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]
+
+
+def _check_form(name: object, combiner: str, num_slots: object, separate_slots: object, entry: object) -> None:
+    if combiner not in COMBINERS:
+        raise ConfigError(f"SparseEmbedding(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
+    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+        raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes an integer of 1 or more.")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigError(f"SparseEmbedding(name={name!r}) takes a string, or None for the module's name.")
+    if entry is not None and not isinstance(entry, CountFilterEntry | ProbabilityEntry | ShowClickEntry):
+        raise ConfigError(f"SparseEmbedding(entry={entry!r}) takes fleet.CountFilterEntry or one of its siblings.")
+    if not isinstance(separate_slots, bool):
+        raise ConfigError(f"SparseEmbedding(separate_slots={separate_slots!r}) takes True or False.")
 
 
 def _check_kind(label: str, kind: type, made: object) -> None:

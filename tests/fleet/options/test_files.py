@@ -180,7 +180,7 @@ def test_a_file_of_fleets_own_names(tmp_path: Path) -> None:
         ("amp { }", 1, "takes one value, not a block"),
         ("amp: [true]", 1, "takes one value, not a list"),
         ("mode: NOPE", 1, "COLLECTIVE, PS, PIPELINE, HETER"),
-        ("fuse_grad_size_in_MB: 1.5", 1, "takes a whole number"),
+        ("fuse_grad_size_in_MB: 1.5", 1, "takes an integer"),
         ("recompute_configs { checkpoints: layer1 }", 1, "it takes a quoted string"),
         ("sparse_table_configs { a: 1 }", 1, "takes blocks { key"),
         ("last_comm_group_size_MB: inf", 1, "finite"),

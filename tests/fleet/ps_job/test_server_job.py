@@ -352,7 +352,7 @@ def test_what_cannot_be_served_is_refused_where_it_is_said() -> None:
     with pytest.raises(NotInitializedError, match="distributed_optimizer"):
         own.init_worker()
     clipped = fleet.optimizer.SGD(0.1, WideAndDeep().parameters(), grad_clip=fleet.ClipGradByGlobalNorm(1.0))
-    with pytest.raises(ConfigError, match="rows on the servers would stay out"):
+    with pytest.raises(ConfigError, match="rows on the servers would be missed"):
         own.distributed_optimizer(clipped)
     optimizer = own.distributed_optimizer(torch.optim.SGD(weight, 0.1))
     with pytest.raises(NotInitializedError, match="distributed_model"):

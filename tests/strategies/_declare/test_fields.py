@@ -72,7 +72,7 @@ def test_tables_merge_and_are_copied() -> None:
         ("flags", ["z"], "'z'; it takes one of 'x', 'y'"),
         ("flags", [1], r"\['flags'\]\[0\] takes a string"),
         ("kind", 3, "one of 1, 2"),
-        ("kind", 1.0, "takes a whole number"),
+        ("kind", 1.0, "takes an integer"),
         ("table", [1], "takes a dictionary"),
         ("table", {1: 2}, "its keys are strings"),
         ("table", {"a": {"b": object()}}, r"\['table'\]\['a'\]\['b'\]"),
