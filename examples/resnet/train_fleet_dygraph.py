@@ -32,7 +32,7 @@ def main() -> None:
 
     train, test, class_names = open_data(args.data, args.image_size, args.seed)
     loading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
-    sampler = DistributedSampler[int](train, world_size, rank, seed=args.seed)
+    sampler: DistributedSampler[int] = DistributedSampler(train, world_size, rank, seed=args.seed)
     train_loader = DataLoader(train, **loading, drop_last=True, sampler=sampler)
     test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
 
