@@ -77,7 +77,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, type):
         yield from _class(last, value)
     elif callable(value):
-        yield from _code(f"{last}{_signature(value)}")
+        yield from _code(f"def {last}{_signature(value)}")
         yield from _words(inspect.getdoc(value) or "")
     else:
         shown = f", `{value!r}`" if isinstance(value, int | str) else ""
@@ -85,11 +85,11 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 
 def _class(name: str, kind: type[Any]) -> Iterator[str]:
-    if issubclass(kind, enum.Enum):
-        yield from _code(f"class {name}: {', '.join(kind.__members__)}")
-    else:
-        yield from _code(f"class {name}{'' if issubclass(kind, BaseException) else _signature(kind)}")
+    bare = issubclass(kind, enum.Enum | BaseException)
+    yield from _code(f"class {name}{'' if bare else _signature(kind)}")
     yield from _words(inspect.getdoc(kind) or "")
+    if issubclass(kind, enum.Enum):
+        yield from (f"Values: {', '.join(f'`{value}`' for value in kind.__members__)}.", "")
     members = [f"- `{shown}`: {_summary(member)}" for shown, member in _members(kind)]
     yield from ["Members:", "", *members] if members else []
     yield ""

@@ -1,4 +1,4 @@
-"""The documentation builds as a site: every page in both languages, links followed, search, nothing from outside."""
+"""The documentation builds as a site: every page in both languages, links checked, search, nothing from outside."""
 
 from __future__ import annotations
 

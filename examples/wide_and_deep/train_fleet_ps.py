@@ -40,8 +40,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     data = open_data(args.data)
-    rank, world_size = fleet.worker_index(), fleet.worker_num()
-    sampler: DistributedSampler[int] = DistributedSampler(data.train, world_size, rank, seed=args.seed)
+    sampler = DistributedSampler[int](data.train, fleet.worker_num(), fleet.worker_index(), seed=args.seed)
     train_loader = batches_of(data.train, sampler, args.batch_size, drop_last=True)
     test_loader = batches_of(data.test, SequentialSampler(data.test), 1024, drop_last=False)
 

@@ -25,7 +25,7 @@ _WAITS = (
 )
 _WAIT_DEPTH = 6
 _OUTERMOST = ("<module>", "_run_module_as_main")
-_LIBRARIES = ("/torch/", f"{Path(__file__).parent.parent}/", "/site-packages/", "/lib/python3", "<frozen")
+_LIBRARIES = ("/torch/", f"{Path(__file__).parents[2]}/", "/site-packages/", "/lib/python3", "<frozen")
 
 
 @dataclass(frozen=True)
