@@ -5,7 +5,7 @@
     RoleMakerBase
     |- PaddleCloudRoleMaker              reads the environment, at the first query
     `- UserDefinedRoleMaker              takes its arguments
-    `- UserDefinedCollectiveRoleMaker its 1.x form
+       `- UserDefinedCollectiveRoleMaker its 1.x form
 
 Every query exists under its 1.x name (``worker_num``) and with a leading underscore (``_worker_num``): Fleet's
 scripts use both.

@@ -126,7 +126,7 @@ class OptimizerWatch:
         exchanged: how often they had exchanged gradients at its last update.
         agreed: the numbers of exchanges between two updates that the workers have compared so far.
         left: a gradient that its last step left behind, and its version; held weakly, because a gradient is often a
-        view of a whole bucket.
+            view of a whole bucket.
     """
 
     def __init__(self, optimizer: FleetOptimizer) -> None:

@@ -55,7 +55,7 @@ class Checkpoint:
         keep: how many checkpoints are kept.
         asynchronous: copy the state and write it in a thread; the next ``save`` or ``close`` raises an error.
         every: steps between two checkpoints that are written automatically, where the loop asks for its next batch;
-        0 turns this off.
+            0 turns this off.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
@@ -127,13 +127,13 @@ class Checkpoint:
         Args:
             epoch: the epoch to begin with after a restart; at the end of an epoch, the next one. The default is
                 ``data.epoch`` where ``data`` has one, and the attribute ``epoch`` otherwise.
-                wait: return once it is on disk, even with ``asynchronous``.
+            wait: return once it is on disk, even with ``asynchronous``.
 
         Raises:
             CheckpointError: this checkpoint, or with ``asynchronous`` the previous one, could not be written; raised on
-            every worker.
+                every worker.
             ConfigError: the workers are at different steps or positions, or the folder holds checkpoints that this
-            run does not continue: ``resume`` was not called, or another ``Checkpoint`` has saved since.
+                run does not continue: ``resume`` was not called, or another ``Checkpoint`` has saved since.
         """
         if epoch is not None:
             _check_number("Checkpoint.save", "epoch", epoch, 0)

@@ -7,8 +7,8 @@ use the store of the process group, which does not block:
 
 1. A worker that has received it records this in the store and goes on training; from then on it checks the store
    after each step.
-   2. Once all have recorded it, worker 0 writes ``its step + 1`` as the step to stop at, before it begins that step.
-   3. Each worker stops after the first step, from that one on, in which the workers exchange something.
+2. Once all have recorded it, worker 0 writes ``its step + 1`` as the step to stop at, before it begins that step.
+3. Each worker stops after the first step, from that one on, in which the workers exchange something.
 
 No worker has passed that step when it is written, because the step cannot finish without worker 0. And no worker
 misses it: whoever finishes it has received worker 0's part of the exchange, which was sent after the write.

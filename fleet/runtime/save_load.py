@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
         path: the file.
         map_location: device of the loaded tensors; the CPU by default, so that a file written on a GPU loads anywhere.
         check_sums: verify the checksums in the file first, which reads it twice; torch itself ignores them. ``False``
-        also reads files that were written without them.
+            also reads files that were written without them.
 
     Raises:
         CheckpointError: the file is absent, truncated, damaged, compressed, or holds objects other than plain data.

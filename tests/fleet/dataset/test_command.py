@@ -55,7 +55,7 @@ def test_what_only_a_shell_does_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [("", "names no program"), ("cat |", "names no program"), ("a || b", "names no program"), ("cat 'x", "quotation")]
-    + [(None, "as a string"), (["cat"], "as text")],
+    + [(None, "as a string"), (["cat"], "as a string")],
 )
 def test_no_command(text: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
