@@ -27,7 +27,7 @@ class LimitedLoader(yaml.SafeLoader):
         """Returns the next node; nesting ends before Python's own limit."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())  # type: ignore
+            raise _error(f"values are nested more than {MAX_DEPTH} deep", self.peek_event())  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node

@@ -170,7 +170,7 @@ def test_a_generator_is_the_pipe_command_of_a_dataset(tmp_path: Path, monkeypatc
     assert batch["words"][0].tolist() == [7, 8, 9]
     with open(tmp_path / "raw", "a") as file:
         file.write("x\n")
-    with pytest.raises(ConfigError, match="ended with status 1"):
+    with pytest.raises(ConfigError, match="exited with status 1"):
         list(dataset)
 
 

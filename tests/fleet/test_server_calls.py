@@ -123,7 +123,7 @@ def test_the_queue_variables_are_documented_and_win(monkeypatch: pytest.MonkeyPa
     values = {name: number for number, name in enumerate(_QUEUE_VARIABLES, start=3)}
     values["independent_recv_thread"] = 1
     for name, variable in _QUEUE_VARIABLES.items():
-        assert f"| `{variable}` | user |  | wins over a_sync_configs['{name}'] |" in guide
+        assert f"| `{variable}` | user |  | overrides a_sync_configs['{name}'] |" in guide
         monkeypatch.setenv(variable, str(values[name]))
     own, model, optimizer = alone(strategy("async", max_merge_var_num=2, thread_pool_size=1))
     sender = own.session.server_job.running()._exchange._sender

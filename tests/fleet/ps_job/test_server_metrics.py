@@ -97,7 +97,7 @@ def metrics_of(**values: str) -> Metrics:
 
 @pytest.mark.parametrize("value", ["0", "-1", "65532", "70000", "9100,9101", "on"])
 def test_a_wrong_port_is_refused(value: str) -> None:
-    rule = "first of 5 ports.* at most 65531" if value.lstrip("-").isdigit() else "takes a whole number"
+    rule = "first of 5 ports.* at most 65531" if value.lstrip("-").isdigit() else "takes an integer"
     with pytest.raises(ConfigError, match=f"FLEET_PS_METRICS_PORT is '{value}' in the environment; .*{rule}"):
         metrics_of(FLEET_PS_METRICS_PORT=value)
     metrics_of(FLEET_PS_METRICS_PORT="65531")

@@ -49,7 +49,7 @@ def test_level_0_beside_a_folder_says_that_nothing_is_kept(tmp_path: Path) -> No
 @pytest.mark.parametrize("value", ["3", "-1", "L2", "1.5", "true"])
 def test_a_wrong_level_is_refused_with_the_rule(value: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=f"FLEET_PS_LEVEL is '{value}' in the environment; it (is 0 .* 2|takes a whole)"
+        ConfigError, match=f"FLEET_PS_LEVEL is '{value}' in the environment; it (is 0 .* 2|takes an integer)"
     ):
         keeping(FLEET_PS_FOLDER=str(tmp_path), FLEET_PS_LEVEL=value)
 
@@ -224,7 +224,7 @@ def test_the_socket_of_the_launcher_is_taken_and_nothing_else() -> None:
         for number in (other.fileno(), file.fileno(), caller.fileno(), 10**6):
             with pytest.raises(ConfigError, match="FLEET_PS_SOCKET is .* this process has none there"):
                 read_bound_socket(Environment({"FLEET_PS_SOCKET": str(number)}))
-        with pytest.raises(ConfigError, match="whole number of 64 bits"):
+        with pytest.raises(ConfigError, match="64-bit integer"):
             read_bound_socket(Environment({"FLEET_PS_SOCKET": str(10**30)}))
         caller.close()
         other.getsockname()  # it is still open

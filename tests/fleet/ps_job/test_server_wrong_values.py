@@ -164,8 +164,8 @@ def test_every_argument_of_sparse_embedding_is_tried() -> None:
         (lambda: Rule("sgd", {"learning_rate": -1}), "learning_rate is -1; it must be finite and not negative"),
         (lambda: Rule("adam", {"beta1": 2}), r"beta1 is 2; it must lie in \[0, 1\]"),
         (lambda: Rule("adam", {"epsilon": "x"}), "epsilon is 'x'; it takes a number"),
-        (lambda: fleet.StrategyFactory.create_geo_strategy(0), r"update_frequency=0\) takes a whole number of 1"),
-        (lambda: fleet.MultiSlotDataGenerator().set_batch("x"), r"set_batch\('x'\) takes a whole number"),
+        (lambda: fleet.StrategyFactory.create_geo_strategy(0), r"update_frequency=0\) takes an integer of 1"),
+        (lambda: fleet.MultiSlotDataGenerator().set_batch("x"), r"set_batch\('x'\) takes an integer"),
     ],
 )  # fmt: skip
 def test_entries_accessors_rules(make: Callable[[], Any], rule: str) -> None:
@@ -216,17 +216,17 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
         ("save_persistables", {"dirname": value}, "takes the path of a folder")
         for value in (None, 3, "", b"x", __file__)
     ),
-    *(("save_persistables", {"dirname": "x", "mode": value}, "it is 0") for value in (4, -1, "0", True, 1.0)),
+    *(("save_persistables", {"dirname": "x", "mode": value}, "it must be 0") for value in (4, -1, "0", True, 1.0)),
     ("save_inference_model", {"dirname": 3}, "takes the path of a folder"),
-    ("save_inference_model", {"dirname": "x", "mode": 9}, "it is 0"),
+    ("save_inference_model", {"dirname": "x", "mode": 9}, "it must be 0"),
     *(
         ("save_one_table", {"table_id": value, "path": "x"}, "does not exist; the tables are")
         for value in (9, "0", True)
     ),
     ("save_one_table", {"table_id": 0, "path": 3}, "takes the path of a folder"),
-    ("save_one_table", {"table_id": 0, "path": "x", "mode": "1"}, "it is 0"),
+    ("save_one_table", {"table_id": 0, "path": "x", "mode": "1"}, "it must be 0"),
     *(("load_model", {"path": value}, "takes the path of a folder") for value in (3, "", __file__)),
-    ("load_model", {"path": "x", "mode": 7}, "it is 0"),
+    ("load_model", {"path": "x", "mode": 7}, "it must be 0"),
     ("load_one_table", {"table_id": 7, "path": "x"}, "does not exist; the tables are"),
     ("load_one_table", {"table_id": 0, "path": 3}, "takes the path of a folder"),
     *(("shrink", {"threshold": value}, "takes a number of 0 or more") for value in ("x", NAN, INFINITE, True, -1, [1])),
@@ -234,7 +234,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     *(("set_date", {"table_id": 0, "day_id": value}, "takes the day") for value in (None, 3.5, "", [], True)),
     ("print_table_stat", {"table_id": 9}, "does not exist; the tables are"),
     ("print_table_stat", {"table_id": 0, "threshold": 1.0}, "without a threshold; use 0"),
-    ("print_table_stat", {"table_id": 0, "pass_id": "x"}, "takes a whole number"),
+    ("print_table_stat", {"table_id": 0, "pass_id": "x"}, "takes an integer"),
     ("init_worker", {}, "called twice"),
     ("init_server", {}, "for servers; this process is a worker"),
 ]

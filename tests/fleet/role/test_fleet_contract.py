@@ -1,4 +1,4 @@
-"""Fleet's own contract of a collective worker."""
+"""Fleet's own contract for a collective worker."""
 
 from __future__ import annotations
 

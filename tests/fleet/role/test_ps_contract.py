@@ -1,4 +1,4 @@
-"""Fleet's contract of a parameter-server job."""
+"""Fleet's contract for a parameter-server job."""
 
 from __future__ import annotations
 
