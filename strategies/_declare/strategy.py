@@ -122,6 +122,17 @@ REGISTRY: dict[str, type[Strategy]] = {}
 GROUPS: list[type[Config]] = []
 
 
+# Members of older releases, which a plug-in may still define -> what to write.
+_REMOVED = {
+    "always": "Derive from JobKind.",
+    "in_collective_job": "Derive from JobKind.",
+    "optimizer_stage": "The stage decides alone; SHARD comes right after UPDATE.",
+    "refusal": "Raise UnsupportedOptionError in problem().",
+    "stands_for": "Return the options from replaces(options).",
+    "switch": "Write default = None for a strategy that other options choose.",
+}
+
+
 class Strategy:
     """One option of ``DistributedStrategy``; a subclass states everything about it as data and wraps objects.
 
@@ -149,6 +160,10 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in sorted(_REMOVED.keys() & vars(cls).keys()):
+            raise TypeError(f"{cls.__name__}.{name} has no effect: Strategy has no such member. {_REMOVED[name]}")
+        if "replaces" in vars(cls) and not isinstance(vars(cls)["replaces"], classmethod):
+            raise TypeError(f"{cls.__name__}.replaces must be a class method: replaces(options) returns a mapping.")
         if hasattr(cls, "name") and REGISTRY.setdefault(cls.name, cls) is not cls:
             raise TypeError(f"option {cls.name!r} is defined by both {REGISTRY[cls.name]} and {cls}")
 

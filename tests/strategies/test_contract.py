@@ -154,6 +154,15 @@ def test_what_one_file_alone_uses_is_no_member_of_strategy() -> None:
     assert len(members) <= 28, sorted(members)
 
 
+@pytest.mark.parametrize("name", ["refusal", "switch", "always", "in_collective_job", "stands_for", "optimizer_stage"])
+def test_a_member_of_an_older_release_is_refused(name: str) -> None:
+    """A plug-in that still defines one would otherwise be ignored in silence."""
+    with pytest.raises(TypeError, match=rf"Older\.{name} has no effect"):
+        type("Older", (Strategy,), {name: False})
+    with pytest.raises(TypeError, match="replaces must be a class method"):
+        type("Older", (Strategy,), {"replaces": ("amp",)})
+
+
 def test_an_option_cannot_be_defined_twice() -> None:
     """A second class of the same name is refused when it is declared."""
     with pytest.raises(TypeError, match="'amp' is defined by both"):
