@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Compiled loops: parse a block of MultiSlot text into numbers, and copy runs of values.
 
-Twins: :func:`fleet.dataset._text.parse_plain`, and the numpy branch of :meth:`fleet.dataset._samples.Column.take`.
+Twin of the parser: :func:`fleet.dataset._text.parse_plain`, which reads what is unusual and words the errors.
 
 [Note: Floats]
 A decimal with at most 19 digits and a power of ten up to 22 needs one multiplication or division. The result is exact

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
-from fleet.ps.table.kernels.numba_cache import kernels_work
+from fleet.ps.table.kernels.numba_cache import load_kernels
 
 Ints: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[Any]
@@ -44,12 +44,7 @@ class Column:
         offsets = np.zeros(len(places) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         values = np.empty(int(offsets[-1]), self.values.dtype)
-        if kernels_work():
-            from fleet.dataset._kernels import copy_runs
-
-            copy_runs(self.values, starts, offsets, values)
-        elif len(values):
-            np.take(self.values, np.repeat(starts - offsets[:-1], lengths) + np.arange(len(values)), out=values)
+        load_kernels("_kernels", "fleet.dataset", "datasets").copy_runs(self.values, starts, offsets, values)
         return Column(values, offsets)
 
     def part(self, start: int, stop: int) -> Column:

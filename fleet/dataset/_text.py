@@ -24,7 +24,7 @@ import numpy as np
 from fleet.dataset._samples import Column, Ints, Samples, empty_samples
 from fleet.dataset._slots import Slot
 from fleet.errors import ConfigError, FleetError
-from fleet.ps.table.kernels.numba_cache import kernels_work
+from fleet.ps.table.kernels.numba_cache import load_kernels
 
 __all__ = ["TextForm", "parse", "parse_plain", "write_text"]
 
@@ -80,20 +80,18 @@ def parse(data: bytes, form: TextForm, name: str, first_line: int = 1) -> Sample
     """Returns the samples in ``data``, whole lines of the file ``name`` that begin at its line ``first_line``.
 
     Raises:
-        ConfigError: a malformed line; the message names file, line and slot.
+        ConfigError: a malformed line; the message names file, line and slot. Or numba cannot compile the parser.
     """
     if not data:
         return empty_samples(form.dtypes)
     if data[-1:] != b"\n":
         data += b"\n"
-    if not kernels_work():
-        return parse_plain(data, form, name, first_line)
     return _parse_compiled(data, form, name, first_line)
 
 
 def _parse_compiled(data: bytes, form: TextForm, name: str, first_line: int) -> Samples:
-    from fleet.dataset._kernels import copy_runs, parse_block
-
+    kernels = load_kernels("_kernels", "fleet.dataset", "datasets")
+    parse_block = kernels.parse_block
     text = np.frombuffer(data, np.uint8)
     shape = (data.count(b"\n"), len(form.kinds))
     starts, counts = np.empty(shape, np.int64), np.empty(shape, np.int64)
@@ -119,7 +117,7 @@ def _parse_compiled(data: bytes, form: TextForm, name: str, first_line: int) -> 
         is_float = form.kinds[index] == _FLOAT_KIND
         values = np.empty(int(offsets[-1]), np.int32 if is_float else dtype)
         source = text if form.kinds[index] == _TEXT_KIND else numbers
-        copy_runs(source, np.ascontiguousarray(starts[:, index]), offsets, values)
+        kernels.copy_runs(source, np.ascontiguousarray(starts[:, index]), offsets, values)
         columns.append(Column(values.view(dtype), offsets))
     return Samples(tuple(columns))
 

@@ -26,32 +26,27 @@ def numba_problem() -> str:
     return ""
 
 
-def kernels_work() -> bool:
-    """Returns whether numba imports and compiles, and the C library has what the kernels call (Linux, macOS)."""
-    return not numba_problem()
-
-
 @contextlib.contextmanager
-def naming_the_cause() -> Iterator[None]:
+def naming_the_cause(user: str = "parameter-server tables") -> Iterator[None]:
     """Raises ConfigError where numba is broken, is disabled, or fails to compile what the block compiles."""
     if problem := numba_problem():
-        raise ConfigError(f"parameter-server tables need numba: {problem}")
+        raise ConfigError(f"{user} need numba: {problem}")
     try:
         yield
     except (FleetError, MemoryError):
         raise
     except Exception as error:  # numba and llvmlite raise errors of many kinds, and plain ones
         raise ConfigError(
-            f"parameter-server tables need numba: it failed to compile their kernels ({_told(error)}). Reinstall it, "
+            f"{user} need numba: it failed to compile their kernels ({_told(error)}). Reinstall it, "
             "pip install --force-reinstall numba llvmlite, or unset the NUMBA_ variables of the environment."
         ) from error
 
 
 @functools.cache
-def load_kernels(name: str) -> Any:
-    """Returns the module ``name`` of this folder; raises ConfigError where numba cannot compile it."""
-    with naming_the_cause():
-        return importlib.import_module(f"fleet.ps.table.kernels.{name}")
+def load_kernels(name: str, package: str = "fleet.ps.table.kernels", user: str = "parameter-server tables") -> Any:
+    """Returns the module ``name`` of ``package``; raises ConfigError where numba cannot compile it."""
+    with naming_the_cause(user):
+        return importlib.import_module(f"{package}.{name}")
 
 
 def _told(error: Exception) -> str:
