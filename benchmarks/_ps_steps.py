@@ -102,7 +102,7 @@ def fill(model: Any, vocabulary: int) -> None:
 
 
 def batches_of(samples: Batch, size: int) -> Iterator[Batch]:
-    """Yields batches for ever."""
+    """Yields batches forever."""
     starts = cycle(range(0, SAMPLES - size, size))
     return (tuple(part[start : start + size] for part in samples) for start in starts)  # type: ignore[misc]
 

@@ -6,7 +6,7 @@ A step pulls the rows of a batch and pushes a gradient for each. Printed per cas
 and median of the repeats), server processor time per step and rows per second of it (a row that is pulled and pushed
 counts once), and the share of the time that bytes and tables alone would take one after the other: the same bytes
 over the same transport without a server behind them, plus the same table calls without a wire. Both are measured
-anew before each repeat, and the share is the median over the repeats. ``--json`` adds a line for ``ps.py``.
+again before each repeat, and the share is the median over the repeats. ``--json`` adds a line for ``ps.py``.
 """
 
 from __future__ import annotations

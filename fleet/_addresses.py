@@ -46,7 +46,7 @@ def split_list(text: str | None) -> list[str]:
 
 
 def check_distinct(items: list[str], source: str) -> None:
-    """Raises ConfigError when one item stands twice."""
+    """Raises ConfigError when an item occurs twice."""
     for item in items:
         if items.count(item) > 1:
             raise ConfigError(f"{source} names {item!r} twice; each must differ.")

@@ -31,7 +31,7 @@ class Meeting:
     """Where this process joins the rendezvous, and as which rank.
 
     ``prefix`` keeps generations apart in a store that outlives them. ``agent_store`` is True when the launcher serves
-    the store itself (torchrun). ``anew`` says that failed processes restart one by one under the same prefix: each
+    the store itself (torchrun). ``rejoins`` says that failed processes restart one by one under the same prefix: each
     waits until rank 0 has restarted, too. Timeouts are in seconds: ``wait_s`` for the peers to join,
     ``operation_s`` for every later collective. ``num_nodes`` of 1 keeps everything on this machine.
     """
@@ -43,7 +43,7 @@ class Meeting:
     backend: str
     prefix: str = ""
     agent_store: bool = False
-    anew: bool = False
+    rejoins: bool = False
     wait_s: float = 900.0
     operation_s: float = 1800.0
     device: torch.device | None = None
@@ -97,7 +97,7 @@ def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
         _wait_for_server(meeting, deadline, say)
     store = _open_store(meeting, serves)
     names = [f"fleet/arrived/{meeting.prefix}/{rank}" for rank in range(meeting.world_size)]
-    while meeting.anew and not serves and store.add(f"{names[meeting.global_rank]}/came", 1) > 1:
+    while meeting.rejoins and not serves and store.add(f"{names[meeting.global_rank]}/came", 1) > 1:
         store = _store_of_next_meeting(meeting, store, deadline, say)
     store.set(names[meeting.global_rank], "1")
     _wait_for_ranks(store, names, meeting, deadline, say)

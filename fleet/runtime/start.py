@@ -92,7 +92,7 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., 
 
     def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
         # A launcher that restarts failed processes one by one keeps the generation, and so the keys.
-        meeting = replace(meeting_of(met, environment, device), anew=True)
+        meeting = replace(meeting_of(met, environment, device), rejoins=True)
         return start_process_group(replace(meeting, backend="gloo") if device == _HOST else meeting, LOGGER.info)
 
     return meet

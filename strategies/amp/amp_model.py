@@ -118,6 +118,6 @@ def guard(region: Region, *, pure: bool) -> AbstractContextManager[Any]:
     if region.depth and not region.guarded and not torch.compiler.is_compiling():
         raise ConfigError(
             "fp16_guard() was entered while a model runs whose modules do not mention it, so all of the model computes "
-            "in 16 bit. Write 'with fleet.fp16_guard():' in a method of one of its modules, or leave it out."
+            "in 16 bit. Write 'with fleet.fp16_guard():' in a method of one of its modules, or omit it."
         )
     return region.autocast()

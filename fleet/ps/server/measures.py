@@ -65,7 +65,7 @@ def worker_measures(trainer: Trainer) -> list[Measure]:
         Measure("memory_bytes", "resident memory of the process", resident_bytes()),
         Measure("steps", "steps taken by this worker", trainer.client.step, grows=True),
         Measure("pulled_rows", "rows asked for", trainer.counts["pulled"], grows=True),
-        Measure("pushed_rows", "rows whose gradients were handed over", trainer.counts["pushed"], grows=True),
+        Measure("pushed_rows", "rows whose gradients were passed on", trainer.counts["pushed"], grows=True),
         Measure("waiting_gradients", "gradients in the queue of a table (async)", label="table", samples=waiting),
         Measure(
             "staleness_steps",
