@@ -12,7 +12,7 @@ REMOVED_NAMES = {
     "Distributedstrategy": "write DistributedStrategy",
     **dict.fromkeys(
         ("DistributeTranspiler", "DistributeTranspilerConfig", "TrainerRuntimeConfig"),
-        "what it said of the mode is a_sync and a_sync_configs of DistributedStrategy (sync_mode: a_sync = False)",
+        "set the mode with a_sync and a_sync_configs of DistributedStrategy (sync_mode: a_sync = False)",
     ),
     "CollectiveOptimizer": "write fleet.distributed_optimizer(optimizer, strategy)",
     **{
@@ -21,6 +21,6 @@ REMOVED_NAMES = {
     },
     **dict.fromkeys(
         ("BoxPSDataset", "FileInstantDataset", "TreeIndex"),
-        "it is not offered, and fleet.dataset has the reason under this name; use InMemoryDataset or QueueDataset",
+        "it is not supported, and fleet.dataset gives the reason under this name; use InMemoryDataset or QueueDataset",
     ),
 }

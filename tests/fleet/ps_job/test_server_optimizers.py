@@ -202,7 +202,7 @@ def test_rows_cannot_be_dumped_batch_by_batch(name: str, tmp_path: Path, monkeyp
     own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
     own.distributed_model(net)
     own.init_worker()
-    monkeypatch.setattr(training, "_session", lambda: own.session)
+    monkeypatch.setattr(training, "running_session", lambda: own.session)
     with pytest.raises(ConfigError, match=f"'{name}', whose rows are on the parameter servers"):
         fleet.train_from_dataset(lambda batch: None, [])
     own.stop_worker()
