@@ -43,8 +43,8 @@ def plan_variables(job: PaddleJob, hosts: Mapping[str, Sequence[str]]) -> dict[s
 
     Example:
         >>> pod = {"spec": {"containers": [{"name": "paddle", "image": "torch-fleet"}]}}
-        >>> from fleet.k8s._paddle_job import Role
-        >>> job = PaddleJob(name="a", namespace="b", roles=(Role(name="worker", replicas=1, template=pod),))
+        >>> from fleet.k8s._paddle_job import PodRole
+        >>> job = PaddleJob(name="a", namespace="b", roles=(PodRole(name="worker", replicas=1, template=pod),))
         >>> plan_variables(job, {"worker": ["10.0.0.7"]})["PADDLE_TRAINER_ENDPOINTS"]
         '10.0.0.7:36000'
     """
