@@ -101,7 +101,7 @@ def test_a_killed_run_resumes_at_the_next_epoch_with_the_numbers_of_an_unbroken_
 
     shutil.rmtree(broken / "log")
     output = train(launched(CHECKPOINT, *options), broken)
-    assert "Going on after epoch 1 of c/net.pdparams" in output
+    assert "Resuming after epoch 1 of c/net.pdparams" in output
     assert "[Epoch 2, batch 0]" in output
     assert "[Epoch 1, batch 0]" not in output
     assert [record["epoch"] for record in history(broken / "h.jsonl")] == [0, 1, 2, 3]
@@ -121,7 +121,7 @@ def test_the_checkpoint_script_resumes_in_one_process(tmp_path: Path) -> None:
     options = (*TINY, "--max-batches", "4", "--checkpoint", "net.pdparams")
     train(command(CHECKPOINT, *options, "--epochs", "1"), tmp_path)
     output = train(command(CHECKPOINT, *options, "--epochs", "2"), tmp_path)
-    assert "Going on after epoch 0 of net.pdparams" in output
+    assert "Resuming after epoch 0 of net.pdparams" in output
     assert "[Epoch 1, batch 3]" in output
     assert "[Epoch 0" not in output
 
