@@ -188,7 +188,7 @@ class ElasticJob:
     def scale(self, low: int, high: int) -> str:
         """Sets how many nodes the job wants; the same number restarts nothing.
 
-        Raises LaunchError for a job that does not exist, is complete, or has failed.
+        Raises LaunchError for a job that does not exist, is complete, has failed, or has a fixed number of nodes.
         """
         while True:
             view = self._read()
@@ -197,6 +197,11 @@ class ElasticJob:
             if ended:
                 raise LaunchError(f"The job {self._job_id!r} is over ({world.state}), so it cannot be scaled.")
             before = wanted_text(world)
+            if any(not node.is_elastic for node in _world.read_nodes(view).values()):
+                raise LaunchError(
+                    f"The job {self._job_id!r} has a fixed number of nodes, {before}, so it cannot be scaled. Start it "
+                    "with a range: --nnodes=MIN:MAX."
+                )
             if (low, high) == (world.min_nodes, world.max_nodes):
                 return f"The job {self._job_id!r} has --np={before} already; nothing restarts. action scale done"
             changed = replace(world, min_nodes=low, max_nodes=high)

@@ -121,7 +121,8 @@ class Engine:
         secret: bytes = b"",
     ) -> None:
         self._proofs, self._strangers = RecordProofs(secret, store.prefix), set[str]()
-        self._store, self.name, self._node, self._settings = store, name, node, settings
+        self._store, self.name, self._settings = store, name, settings
+        self._node = replace(node, is_elastic=settings.rules.is_elastic)
         self._rules, self._log, self._signals = settings.rules, log, signals
         self.world: World | None = None  # the generation this node runs in, or ran in last
         self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
@@ -183,7 +184,7 @@ class Engine:
             self._is_admitted = True
             return
         asked = wanted_text(replace(world, min_nodes=own[0], max_nodes=own[1]))
-        change = f"; or change the job with python -m fleet.elastic --np={asked} scale"
+        change = f"; or change the job with {self._scale_command(asked)}"
         if not self._settings.changes_np:
             raise RendezvousError(
                 f"This node was started for {asked} nodes, but the job {self._store.where} has {wanted_text(world)}. "
@@ -192,6 +193,11 @@ class Engine:
         if self._swap(view, replace(world, min_nodes=own[0], max_nodes=own[1])):
             self._is_admitted = True
             self._log.info(f"The job had {wanted_text(world)} nodes and has {asked} from now on.")
+
+    def _scale_command(self, wanted: str) -> str:
+        where, job_id = self._store.where, self._store.prefix.strip("/").rpartition("/")[2]
+        flag = f"--master={where.removeprefix('at ')}" if where.startswith("at ") else "--elastic_server=HOST:PORT"
+        return f"python -m fleet.elastic {flag} --job_id={job_id} --np={wanted} scale"
 
     def _step(self) -> Action:
         """Does what this node has to do now, and returns what that was."""
@@ -230,9 +236,14 @@ class Engine:
     def _waits_for(self) -> str:
         view = self._view()
         limit_s = self._settings.wait_limit_s
-        until = "without limit" if limit_s is None else f"for {limit_s:.0f} s"
-        text = _agreement.census(_world.read_nodes(view), _world.read_world(view), self._rules)
-        return f"{self._store.silence() or text}; this node waits {until}"
+        until = "this node waits " + ("without limit" if limit_s is None else f"for {limit_s:.0f} s")
+        nodes, world = _world.read_nodes(view), _world.read_world(view)
+        num_waiting = sum(node.phase == _world.WAITING for node in nodes.values())
+        least = self._rules.min_nodes if world is None else world.min_nodes
+        if self._rules.is_elastic and num_waiting == len(nodes) >= least:
+            left_s = max(0.0, self._rules.quiet_s - (time.monotonic() - self._members[1]))
+            until = f"the job starts with them unless another node joins within {left_s:.0f} s"
+        return f"{self._store.silence() or _agreement.census(nodes, world, self._rules)}; {until}"
 
     def _check_limits(self, waited_s: float) -> None:
         if self._store.is_taken:
@@ -442,8 +453,11 @@ class Engine:
         self._was_scaled = reason.kind == "scaled"
         if reason.restart:
             self._log.warning(f"The workers of this node were stopped and will start again: {reason.text}")
-        elif reason.node != self.name or reason.kind == "lost":
+        elif reason.node != self.name:
             self._log.error(f"Another node ended the job: {reason.text}")
+        elif reason.kind == "lost":
+            again = "If other nodes go on, start" if self._rules.is_elastic else "Start"
+            self._log.error(f"This node left the job: {reason.text} {again} this launcher again once they can meet.")
         return Outcome(reason.code, reason.restart)
 
     def close(self) -> None:

@@ -119,9 +119,10 @@ class KeyValueClient:
                 now, margin_s = time.monotonic(), min(_STOP_S, self.ttl_s / 4)
                 give_up_at = give_up_at or max(self._answered_at + self.ttl_s - margin_s, now + _RECONNECT_S)
                 if self._closed or now > give_up_at:
+                    silent_s = now - self._answered_at
+                    what = f"has not answered for {silent_s:.1f} s" if self._answered_at else "does not answer"
                     raise StoreLostError(
-                        f"The rendezvous service at {join_endpoint(*self.address)} has not answered for "
-                        f"{self.ttl_s:.0f} s ({error})."
+                        f"The rendezvous service at {join_endpoint(*self.address)} {what} ({error})."
                     ) from error
                 time.sleep(_RETRY_S)
 

@@ -77,7 +77,7 @@ def _host_or_find(
     deadline = time.monotonic() + patience_s(config)
     noticed = time.monotonic()
     while True:
-        listener = _listen(config, master)
+        listener, is_held_here = _listen(config, master)
         if listener is not None and config.max_nodes * CONNECTIONS_OF_A_NODE > most_connections(MAX_CONNECTIONS):
             listener.close()
             raise RendezvousError(_no_room(config))
@@ -94,7 +94,7 @@ def _host_or_find(
                 service.close()
             now = time.monotonic()
             if now > deadline:
-                raise RendezvousError(_nobody_there(config, address, error)) from error
+                raise RendezvousError(_nobody_there(config, address, error, is_held_here)) from error
             if now - noticed > _NOTICE_PERIOD_S:
                 noticed = now
                 log.info(f"Waiting peer start... nothing answers at {join_endpoint(*address)} yet ({error})")
@@ -104,7 +104,12 @@ def _host_or_find(
             raise StoppedBySignalError(f"Terminating with signal {signals.received[0]}", 128 + signals.received[0])
 
 
-def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Exception) -> str:
+def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Exception, is_held_here: bool) -> str:
+    if is_held_here:
+        return (
+            f"--master {join_endpoint(*address)}: another program of this machine holds that port, and does not answer "
+            f"as a launcher of this job ({error}). Choose another port on every node, or stop that program."
+        )
     absent = ", ".join(str(rank) for rank in range(config.max_nodes) if rank != config.node_rank)
     return (
         f"--master {join_endpoint(*address)}: no launcher answered there within {patience_s(config):.0f} s "
@@ -122,18 +127,18 @@ def _no_room(config: LaunchConfig) -> str:
     )
 
 
-def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> socket.socket | None:
-    """Returns a listener at the master's address when this node can be the host, else None."""
+def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> tuple[socket.socket | None, bool]:
+    """Returns a listener at the master's address when this node can be the host, and whether another holds it here."""
     host = config.host or "127.0.0.1"
     if master is None:
-        return listen(host, 0)
+        return listen(host, 0), False
     try:
-        return listen(*master)
+        return listen(*master), False
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return None
+            return None, True
         # The name of a service in a cluster is not an address of the pod behind it; the node of rank 0 is that pod.
         if config.node_rank == 0:
             with contextlib.suppress(OSError):
-                return listen(host, master[1])
-        return None
+                return listen(host, master[1]), False
+        return None, False

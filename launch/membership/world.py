@@ -26,6 +26,7 @@ class Node:
     host: str
     rank: int = -1
     serves: bool = False  # hosts the service: comes first unless ranks were asked for
+    is_elastic: bool = True  # False: the number of nodes of the job is fixed
     phase: str = WAITING
     generation: int = 0  # the one it acknowledged or runs in
     peer: Mapping[str, Any] = field(default_factory=dict)

@@ -108,7 +108,7 @@ def test_the_loss_of_the_node_with_the_store_ends_the_job(nodes: Nodes) -> None:
     one.signal(signal.SIGKILL)
     assert two.wait() == 1
     assert wait_until_gone(pids, 1.0) == []
-    assert "Another node ended the job: The rendezvous service at 10.77.0.11:6300 has not answered" in two.stderr
+    assert "This node left the job: The rendezvous service at 10.77.0.11:6300 has not answered" in two.stderr
 
 
 def test_sigterm_to_the_node_with_the_store_ends_the_job_with_its_code(nodes: Nodes) -> None:

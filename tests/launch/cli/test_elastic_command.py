@@ -125,6 +125,15 @@ def test_what_no_launcher_has_written_is_ignored(command: Command, garbage: str)
 
 
 @with_etcd
+def test_a_job_of_a_fixed_number_of_nodes_is_not_scaled(command: Command) -> None:
+    command.put("world", RUNS)
+    command.put("node/a", Node(host="10.0.0.1", phase=RUNNING, generation=3, peer=PEER, is_elastic=False))
+    code, text = command("scale", "--np=2:4")
+    assert (code, "has a fixed number of nodes, 2, so it cannot be scaled" in text) == (1, True), text
+    assert "wants 2 nodes" in command("status")[1]
+
+
+@with_etcd
 def test_records_under_another_secret(command: Command) -> None:
     """With FLEET_JOB_SECRET in its environment the command takes only records that carry a proof of it."""
     ours, theirs = (RecordProofs(secret, "/paddle/J/") for secret in (b"ab" * 32, b"cd" * 32))

@@ -234,6 +234,7 @@ def test_another_number_of_nodes_is_refused(place: Place) -> None:
     (refused,) = place.join(place.node("c", replace(RULES, min_nodes=4, max_nodes=4)))
     assert isinstance(refused, RendezvousError)
     assert "started for 4 nodes, but the job on etcd has 2" in str(refused)
+    assert "python -m fleet.elastic --elastic_server=HOST:PORT --job_id=" in str(refused)
 
 
 def test_force_changes_the_number_of_nodes(place: Place) -> None:

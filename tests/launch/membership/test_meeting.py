@@ -143,6 +143,15 @@ def test_nobody_at_the_master_is_said(tmp_path: Path) -> None:
         assert "absent node ranks: 0" in one.stderr
 
 
+def test_another_program_at_the_port_of_the_master_is_said(tmp_path: Path) -> None:
+    """It accepts connections and never answers as a launcher."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        flags = (*TWO, "--elastic_timeout=0", "--host=127.0.0.1", f"--master=127.0.0.1:{other.getsockname()[1]}")
+        with Launcher(tmp_path / "a", HELLO, *flags, env=SECRET) as one:
+            assert one.wait() == 1
+            assert "another program of this machine holds that port" in one.stderr
+
+
 FAILS = """
 import os, sys, time
 print("pid", os.getpid(), "generation", os.environ["FLEET_GENERATION"], os.environ["MASTER_PORT"], flush=True)
