@@ -277,12 +277,7 @@ _FAILURE = (
         env=("PADDLE_ELASTIC_LEVEL",),
     ),
     _flag(
-        "elastic_timeout",
-        FAILURE,
-        30,
-        "seconds to wait for the peers; ten times as long in a job of a fixed number of nodes, and for the store",
-        kind="seconds",
-        env=("PADDLE_ELASTIC_TIMEOUT",),
+        "elastic_timeout", FAILURE, 30, "seconds to wait for the peers", kind="seconds", env=("PADDLE_ELASTIC_TIMEOUT",)
     ),
     _flag(
         "shutdown_timeout",
