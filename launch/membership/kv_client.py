@@ -120,7 +120,7 @@ class KeyValueClient:
                 give_up_at = give_up_at or max(self._answered_at + self.ttl_s - margin_s, now + _RECONNECT_S)
                 if self._closed or now > give_up_at:
                     silent_s = now - self._answered_at
-                    what = f"has not answered for {silent_s:.1f} s" if self._answered_at else "does not answer"
+                    what = f"has not answered for {silent_s:.1f} s" if self._answered_at else "has not answered"
                     raise StoreLostError(
                         f"The rendezvous service at {join_endpoint(*self.address)} {what} ({error})."
                     ) from error
