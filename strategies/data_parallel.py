@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, JobKind, Stage, Workers, top_level
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 from fleet.strategies._shared.passes import Passes, passes_of
 
@@ -80,8 +81,9 @@ class DataParallelJob(JobKind):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""
-        if not any(_can_train(p) for p in model.parameters()):
-            return model  # nothing to exchange, and DistributedDataParallel refuses such a module
+        copies = self.session.axes.group(*COPY_AXES)
+        if copies is None or not any(_can_train(p) for p in model.parameters()):
+            return model  # nothing to exchange, or nobody to exchange with
         session, parameters = self.session, {id(p) for p in model.parameters()}
         sharing = [other for other in self._wrapped if not parameters.isdisjoint(map(id, other.parameters()))]
         for other in sharing:
@@ -89,7 +91,7 @@ class DataParallelJob(JobKind):
         wrapped = wrap_data_parallel(
             model,
             device=session.device,
-            process_group=session.process_group,
+            process_group=copies,
             bucket_MiB=session.options["fuse_grad_size_in_MB"],
             last_bucket_MiB=session.options["last_comm_group_size_MB"],
             fuse=session.options["fuse_all_reduce_ops"],
@@ -99,7 +101,10 @@ class DataParallelJob(JobKind):
         self._wrapped.add(wrapped)
         if session.options["gradient_scale_configs"].scale_strategy != "avg":
             exchange_of(wrapped).change(average=False)
-            SummedOnce(passes_of(wrapped), self.session.world_size)
+            SummedOnce(passes_of(wrapped), copies.size())
+        elif session.axes.data_replicas != copies.size():  # see [Note: Who holds what]
+            exchange_of(wrapped).change(divisor=session.axes.data_replicas)
+            SummedOnce(passes_of(wrapped), copies.size() // session.axes.data_replicas)
         return wrapped
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:

@@ -25,11 +25,11 @@ class HybridConfig(Config, option="hybrid_configs"):
         "makes the job hybrid: they average dense gradients among themselves",
         at_least=-1,
     )
-    mp_degree: int = setting(1, "workers that share the weights of a layer", at_least=1, refused=NOT_YET)
-    pp_degree: int = setting(1, "stages of the pipeline", at_least=1, refused=NOT_YET)
+    mp_degree: int = setting(1, "workers that share the weights of a layer", at_least=1)
+    pp_degree: int = setting(1, "stages of the pipeline", at_least=1)
     sharding_degree: int = setting(1, "workers that share one copy of the state; above 1 turns sharding on", at_least=1)
-    sep_degree: int = setting(1, "workers that share a sequence by segments", at_least=1, refused=NOT_YET)
-    cp_degree: int = setting(1, "workers that share a sequence's context", at_least=1, refused=NOT_YET)
+    sep_degree: int = setting(1, "workers that share a sequence by segments", at_least=1)
+    cp_degree: int = setting(1, "workers that share a sequence's context", at_least=1)
     ep_degree: int = setting(1, "workers that share the experts of a layer", at_least=1, refused=NOT_YET)
     moe_sharding_degree: int = setting(1, "workers that share the state of experts", at_least=1, refused=NOT_YET)
     cp_sharding_degree: int = setting(1, "sharding over the context axis", at_least=1, refused=NOT_YET)

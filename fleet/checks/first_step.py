@@ -3,6 +3,7 @@
 [Note: Who may differ]
 With data parallel every worker has the same parameters and optimizer state. With sharding each has its shard, and
 with localsgd its own values between two averages: there the check is only whether all workers loaded a state, or some.
+With tensor parallelism or a pipeline a worker is compared only with its peers, which hold the same part of the model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fleet.errors import ConfigError, RendezvousError
 from fleet.runtime.fleet_model import FleetModel, runs_inside
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part
@@ -192,10 +194,11 @@ class TrainingChecks:
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
-            if is_first and 0 in loaded and not watch.is_divided:  # holds also if the first worker of each node loaded
+            first = self._peers[0]
+            if is_first and first in loaded and not watch.is_divided:  # also if the first worker of each node loaded
                 tensors = [*watch.model.parameters(), *watch.model.buffers()]
-                broadcast_from_rank_0(tensors, session.process_group)
-                session.say(f"The state that worker 0 loaded ({found[0]['place']}) is now on every worker.")
+                broadcast_from_rank_0(tensors, session.axes.group(*COPY_AXES))
+                session.say(f"The state that worker {first} loaded ({found[first]['place']}) is now on every worker.")
             elif watch.is_divided or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
         elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
@@ -395,19 +398,27 @@ class TrainingChecks:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     @property
+    def _peers(self) -> tuple[int, ...]:
+        """The workers that hold the same part of the model as this one, itself included."""
+        return self._session.axes.ranks(*COPY_AXES)
+
+    @property
     def _trains_locally(self) -> bool:
         return any(optimizer.trains_locally for optimizer in self._session.optimizers)
 
     def _gather(self, subject: str, said: Any, perhaps_alone: bool = False) -> list[Any]:
         """Returns each worker's entry about ``subject``; ``None`` for a worker that does not post one.
 
-        Raises RendezvousError for such a worker unless ``perhaps_alone``.
+        A worker that is no peer counts as saying what this one says. Raises RendezvousError for an absent worker unless
+        ``perhaps_alone``.
         """
         session, roll_call = self._session, self._session.roll_call
         assert roll_call is not None
         session.beat(pause=True)  # the others may arrive late
         try:
-            return [json.loads(text) for text in roll_call.meet(subject, json.dumps(said))]
+            texts = roll_call.meet(subject, json.dumps(said))
+            mine, peers = texts[session.global_rank], self._peers
+            return [json.loads(text if rank in peers else mine) for rank, text in enumerate(texts)]
         except RendezvousError as error:
             if not perhaps_alone:
                 raise

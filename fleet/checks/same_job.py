@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,12 +23,12 @@ def check_options(roll_call: RollCall, call: str, options: DistributedStrategy) 
     _compare(roll_call, call, {f"strategy.{n}": f"{v!r}" for n, v in _entries("", options.to_dict(all_options=True))})
 
 
-def check_model(roll_call: RollCall, module: nn.Module) -> None:
-    """Raises ConfigError on every worker unless all have the same parameters and buffers."""
+def check_model(roll_call: RollCall, module: nn.Module, peers: Sequence[int]) -> None:
+    """Raises ConfigError unless the workers ``peers``, and this one, have the same parameters and buffers."""
     found = {name: f"a parameter with {_layout(p)}" for name, p in module.named_parameters()}
     found |= {name: f"a buffer with {_layout(b)}" for name, b in module.named_buffers()}
     found["the order of the parameters"] = "that of " + ", ".join(name for name, _ in module.named_parameters())
-    _compare(roll_call, "fleet.distributed_model()", found)
+    _compare(roll_call, "fleet.distributed_model()", found, peers)
 
 
 def _layout(tensor: torch.Tensor) -> str:
@@ -38,15 +38,22 @@ def _layout(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
 
 
-def _compare(roll_call: RollCall, call: str, values: Mapping[str, str]) -> None:
-    """Compares the digest of ``values``; the values themselves are exchanged only where digests differ."""
+def _compare(roll_call: RollCall, call: str, values: Mapping[str, str], peers: Sequence[int] | None = None) -> None:
+    """Compares the digest of ``values`` with that of ``peers``, by default of all workers.
+
+    The values themselves are exchanged only where the digests of all workers differ.
+    """
     text = json.dumps(values)
     if len(set(roll_call.meet(call, hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
-    found = [json.loads(other) for other in roll_call.meet(call, text)]
-    names = list(dict.fromkeys(name for other in found for name in other))
-    differing = [name for name in names if len({other.get(name) for other in found}) > 1]
-    lines = [f"  {name}: {_by_rank([other.get(name) for other in found])}" for name in differing[:_MAX_SHOWN]]
+    said = [json.loads(other) for other in roll_call.meet(call, text)]
+    found = {rank: said[rank] for rank in (range(len(said)) if peers is None else peers)}
+    names = list(dict.fromkeys(name for other in found.values() for name in other))
+    differing = [name for name in names if len({other.get(name) for other in found.values()}) > 1]
+    if not differing:
+        return
+    by_name = {name: {rank: other.get(name) for rank, other in found.items()} for name in differing}
+    lines = [f"  {name}: {_by_rank(by_name[name])}" for name in differing[:_MAX_SHOWN]]
     more = f"\n  and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
     raise ConfigError(
         f"{call}: the workers differ:\n" + "\n".join(lines) + f"{more}\nThey must be the same on every worker; only "
@@ -54,9 +61,9 @@ def _compare(roll_call: RollCall, call: str, values: Mapping[str, str]) -> None:
     )
 
 
-def _by_rank(values: list[str | None]) -> str:
+def _by_rank(values: Mapping[int, str | None]) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         ranks.setdefault(value if value is not None else "nothing", []).append(rank)
     return "; ".join(f"{value} on {named(where)}" for value, where in ranks.items())
 

@@ -26,6 +26,7 @@ from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, Share
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
+from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.mesh import plan_axes
 from fleet.strategies.sharding.part_optimizer import check_any_stage, check_divided
 from fleet.strategies.sharding.sharding import stage_of
@@ -60,6 +61,7 @@ class Onlooker:
     def __init__(self, options: Any, world_size: int, device: torch.device, model: nn.Module) -> None:
         self.options, self.world_size, self.local_world_size = options, world_size, world_size
         self.device, self.model = device, model
+        self.axes = Axes(plan_axes(options, world_size), 0)
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Returns the qualified name of every parameter."""

@@ -544,9 +544,9 @@ class ShardingConfigDict(TypedDict, total=False):
     sharding_degree: int
     """Workers that share one copy of the state; -1 takes all that the other degrees leave. Default: -1."""
     mp_degree: int
-    """Workers that share the weights of a layer. Not yet: refused. Default: 1."""
+    """Workers that share the weights of a layer; 1 leaves it to hybrid_configs. Default: 1."""
     pp_degree: int
-    """Stages of the pipeline. Not yet: refused. Default: 1."""
+    """Stages of the pipeline; 1 leaves it to hybrid_configs. Default: 1."""
     dp_degree: int
     """Copies of the sharded model. Default: 1."""
     stage: int
@@ -1660,15 +1660,15 @@ class HybridConfigDict(TypedDict, total=False):
     makes the job hybrid: they average dense gradients among themselves. Default: -1.
     """
     mp_degree: int
-    """Workers that share the weights of a layer. Not yet: refused. Default: 1."""
+    """Workers that share the weights of a layer. Default: 1."""
     pp_degree: int
-    """Stages of the pipeline. Not yet: refused. Default: 1."""
+    """Stages of the pipeline. Default: 1."""
     sharding_degree: int
     """Workers that share one copy of the state; above 1 turns sharding on. Default: 1."""
     sep_degree: int
-    """Workers that share a sequence by segments. Not yet: refused. Default: 1."""
+    """Workers that share a sequence by segments. Default: 1."""
     cp_degree: int
-    """Workers that share a sequence's context. Not yet: refused. Default: 1."""
+    """Workers that share a sequence's context. Default: 1."""
     ep_degree: int
     """Workers that share the experts of a layer. Not yet: refused. Default: 1."""
     moe_sharding_degree: int
@@ -1982,7 +1982,7 @@ class TypedOptions:
     @localsgd_configs.setter
     def localsgd_configs(self, value: LocalsgdConfigDict | LocalsgdConfigView) -> None: ...
     pipeline: bool
-    """Divide the layers among workers and stream micro-batches through them. Not yet: refused. Default: False."""
+    """Divide the layers among workers and stream micro-batches through them. Default: False."""
     @property
     def pipeline_configs(self) -> PipelineConfigView:
         """Settings of 'pipeline'."""
@@ -2014,7 +2014,7 @@ class TypedOptions:
     sync_batch_norm: bool
     """Compute batch-norm statistics over the batches of all workers. Default: False."""
     tensor_parallel: bool
-    """Divide the weights of large layers among workers. Not yet: refused. Default: False."""
+    """Divide the weights of large layers among workers. Default: False."""
     @property
     def tensor_parallel_configs(self) -> TensorParallelConfigView:
         """Settings of 'tensor_parallel'."""

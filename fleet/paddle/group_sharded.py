@@ -19,6 +19,7 @@ from fleet.runtime import save_load
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
+from fleet.strategies._shared.axes import Axes
 from fleet.strategies.data_parallel import DataParallelJob
 from fleet.strategies.sharding.sharding import Sharding
 
@@ -34,7 +35,8 @@ class _GroupWorkers:
 
     def __init__(self, session: Session, options: DistributedStrategy, mesh: DeviceMesh, everyone: Any) -> None:
         self._session, self.options, self.mesh, self.process_group = session, options, mesh, everyone
-        self.world_size = dist.get_world_size(everyone)
+        self.world_size = size = dist.get_world_size(everyone)
+        self.axes = Axes({"dp": size}, dist.get_rank(everyone), {tuple(range(size)): everyone})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)

@@ -31,6 +31,7 @@ from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
+from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Session:
     strategies: list[Strategy] = field(default_factory=list)
     degrees: dict[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    axes: Axes = field(default_factory=lambda: Axes({}, 0))
     num_steps: int = 0
     closed: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -245,7 +247,7 @@ class Session:
         for strategy in self.strategies:
             strategy.check_model(module)
         if self.roll_call is not None:
-            check_model(self.roll_call, module)
+            check_model(self.roll_call, module, self.axes.ranks(*COPY_AXES, "mp"))
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
@@ -357,6 +359,7 @@ class Session:
         for model in self.models:
             model.release_group()
         self.process_group = self._host_group = self.mesh = None
+        self.axes.release()
 
     def before_join(self) -> None:
         """Raises ConfigError when an option needs every worker in every step, so that none may run out of batches."""
@@ -392,9 +395,11 @@ class Session:
         if not self.collective:
             return
         degrees = plan_axes(self.options, self.world_size)
-        if self.process_group is not None and degrees != self.degrees:
+        if degrees != self.degrees:
             timeout_s = Environment().float("PADDLE_PG_TIMEOUT") / 1000
-            self.mesh = make_mesh(degrees, self.process_group, self.device.type, timeout_s)
+            self.axes = make_axes(degrees, self.global_rank, self.process_group, timeout_s)
+            if self.process_group is not None:
+                self.mesh = make_mesh(self.axes, self.process_group, self.device.type)
         self.degrees = degrees
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:

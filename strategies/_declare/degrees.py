@@ -53,11 +53,14 @@ def asked_degrees(options: Any) -> tuple[str, dict[str, int]]:
     """Returns the option that decides and the degrees it asks for, of which one may be -1."""
     hybrid, config = options["hybrid_configs"], options["sharding_configs"]
     degrees = {axis: getattr(hybrid, f"{axis}_degree") for axis in AXES}
+    tensor_parallel = options["tensor_parallel_configs"].tensor_parallel_degree if options["tensor_parallel"] else 1
+    degrees["mp"] = degrees["mp"] if degrees["mp"] > 1 else tensor_parallel
     if not options["sharding"]:
         return "hybrid_configs", degrees
     if config.sharding_degree == -1 and degrees["sharding"] > 1 and config.dp_degree == 1:
         return "hybrid_configs", degrees
     named = {axis: getattr(config, f"{axis}_degree") for axis in ("dp", "sharding", "mp", "pp")}
+    named |= {axis: degrees[axis] for axis in ("mp", "pp") if named[axis] == 1}
     if named["sharding"] == -1:
         named["sharding"] = degrees["sharding"] if degrees["sharding"] > 1 else -1
         named["dp"] = degrees["dp"] if named["dp"] == 1 and degrees["dp"] != -1 else named["dp"]

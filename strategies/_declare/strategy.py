@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fleet.strategies._shared.axes import Axes
+
 
 # The reason of every option that is declared and not implemented yet: search for it to find them.
 NOT_YET = "it arrives in a later release of this package and is refused until then, so that nothing is silently ignored"
@@ -87,6 +89,10 @@ class Workers(Protocol):
     @property
     def mesh(self) -> DeviceMesh | None:
         """The workers by axis ('dp', 'sharding'), one dim for each axis above 1; ``None`` when there is at most dp."""
+
+    @property
+    def axes(self) -> Axes:
+        """The place of this worker along every axis, and the process groups of axes."""
 
     @property
     def options(self) -> Values:

@@ -25,7 +25,8 @@ class GradientExchange:
     """The exchange of one DistributedDataParallel module.
 
     Attributes:
-        average: divide the sum by the number of workers.
+        average: divide the sum by ``divisor``.
+        divisor: the number of workers, or of those among them that train on different rows.
         wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
         wire_factor: what float32 gradients are multiplied by while they cross the wire as float16, whose small values
             they would lose otherwise; the loss scale of amp.
@@ -36,6 +37,7 @@ class GradientExchange:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.average = True
+        self.divisor = dist.get_world_size(module.process_group)
         self.wire_dtype: torch.dtype | None = None
         self.wire_factor: Callable[[], float] = lambda: 1.0
         self.sum: Sum = self._all_reduce
@@ -52,6 +54,7 @@ class GradientExchange:
         self,
         *,
         average: bool | None = None,
+        divisor: int | None = None,
         wire_dtype: torch.dtype | None = None,
         sum: Sum | None = None,
         route: Route | None = None,
@@ -59,6 +62,8 @@ class GradientExchange:
         """Sets the given fields and makes sure that the hook is registered."""
         if average is not None:
             self.average = average
+        if divisor is not None:
+            self.divisor = divisor
         if wire_dtype is not None:
             self.wire_dtype = wire_dtype
         if sum is not None:
@@ -84,7 +89,7 @@ class GradientExchange:
         sent = scaled.to(self.wire_dtype) if compress else gradients
         if self.average:
             # Before the sum, not after it: a float16 sum over many workers overflows first.
-            sent = sent.div_(self.process_group.size())
+            sent = sent.div_(self.divisor)
         future = self.sum(sent)
 
         def restore(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees
+from fleet.strategies._shared.axes import Axes
 
 
 def plan_axes(options: Any, world_size: int) -> dict[str, int]:
@@ -37,23 +37,17 @@ def plan_axis_groups(degrees: Mapping[str, int], axis: str) -> list[list[int]]:
     return groups
 
 
-def make_mesh(
-    degrees: Mapping[str, int], process_group: dist.ProcessGroup, device_type: str, timeout_s: float
-) -> DeviceMesh | None:
-    """Returns the mesh of the axes whose degree is above 1, or ``None`` when only dp is; every worker calls it.
+def make_mesh(axes: Axes, process_group: dist.ProcessGroup, device_type: str) -> DeviceMesh | None:
+    """Returns the mesh of the axes whose degree is above 1, or ``None`` when only dp is.
 
-    A single axis uses ``process_group`` itself.
+    It uses the groups of ``axes``; a single axis uses ``process_group`` itself.
     """
-    real = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    real = {axis: degree for axis, degree in axes.degrees.items() if degree > 1}
     if set(real) <= {"dp"}:
         return None
     if len(real) == 1:
         return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=tuple(real))
-    groups = []
-    for axis in real:
-        lists = plan_axis_groups(real, axis)
-        own, _ = dist.new_subgroups_by_enumeration(lists, timeout=timedelta(seconds=timeout_s))
-        groups.append(own)
+    groups: list[Any] = [axes.group(axis) for axis in real]
     ranks = torch.arange(_product(real), dtype=torch.int).view(list(real.values()))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(real))
 

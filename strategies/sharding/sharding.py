@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import NOT_YET, Guide, Stage, Strategy, Values
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
 from fleet.strategies._shared.gradient_exchange import data_parallel_in
 from fleet.strategies._shared.merging import MergingOptimizer, Window, merge_passes
 from fleet.strategies._shared.mesh import plan_axes, sub_mesh
@@ -39,8 +39,8 @@ class ShardingConfig(Config, option="sharding_configs"):
     sharding_degree: int = setting(
         -1, "workers that share one copy of the state; -1 takes all that the other degrees leave", at_least=-1
     )
-    mp_degree: int = setting(1, "workers that share the weights of a layer", at_least=1, refused=NOT_YET)
-    pp_degree: int = setting(1, "stages of the pipeline", at_least=1, refused=NOT_YET)
+    mp_degree: int = setting(1, "workers that share the weights of a layer; 1 leaves it to hybrid_configs", at_least=1)
+    pp_degree: int = setting(1, "stages of the pipeline; 1 leaves it to hybrid_configs", at_least=1)
     dp_degree: int = setting(1, "copies of the sharded model", at_least=1)
     stage: int = setting(
         1, "1 divides the optimizer state, 2 the gradients too, 3 the parameters too", choices=(1, 2, 3)
@@ -340,7 +340,7 @@ class Sharding(Strategy):
         session, mesh = self.session, self._mesh
         average = session.options["gradient_scale_configs"].scale_strategy == "avg"
         merged = self._per_update
-        divisor = float((session.world_size if average else 1) * merged)
+        divisor = float((session.axes.data_replicas if average else 1) * merged)
         axes = ("dp", "sharding") if "dp" in (mesh.mesh_dim_names or ()) else ("sharding",)
         return Division(
             mesh=sub_mesh(mesh, axes),

@@ -36,7 +36,7 @@ def test_product_must_be_the_number_of_workers() -> None:
         plan_degrees("hybrid_configs", {"dp": 1, "sharding": 3}, 4)
 
 
-@pytest.mark.parametrize("axis", ["mp", "pp", "sep", "cp", "ep", "moe_sharding", "cp_sharding"])
+@pytest.mark.parametrize("axis", ["ep", "moe_sharding", "cp_sharding"])
 def test_axes_that_are_not_offered_are_refused(axis: str) -> None:
     """A.2: a degree above 1 on an axis that is not built is refused with the reason."""
     strategy = DistributedStrategy()

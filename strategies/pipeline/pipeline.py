@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import NOT_YET, Stage, Strategy, Values
+from fleet.strategies._declare.strategy import Stage, Strategy, Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,6 @@ class Pipeline(Strategy):
         "dgc": "dgc exchanges gradients of whole models, and a pipeline stage holds a part of one",
         "gradient_merge": "a pipeline adds up micro-batches already; set pipeline_configs['accumulate_steps'] instead",
     }
-    refused = NOT_YET
     model_effect = "keeps this worker's stage of the layers"
     optimizer_effect = "updates this worker's stage once all micro-batches are through"
 

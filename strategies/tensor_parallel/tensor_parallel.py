@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import NOT_YET, Stage, Strategy, Values, top_level
+from fleet.strategies._declare.strategy import Stage, Strategy, Values, top_level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,6 @@ class TensorParallel(Strategy):
         "adaptive_localsgd": "adaptive_localsgd averages whole models, and these workers hold different parts of one",
         "dgc": "dgc exchanges gradients of whole models, and these workers hold different parts of one",
     }
-    refused = NOT_YET
     model_effect = "keeps this worker's part of each divided layer"
 
     @classmethod

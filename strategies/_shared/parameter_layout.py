@@ -1,0 +1,82 @@
+"""Layout: which part of a whole parameter a worker holds, as a plain tensor, where a layer is divided over workers.
+
+A divided parameter is a plain ``nn.Parameter`` of the part's shape. Its layout stands beside it twice: on the
+parameter, for what looks at parameters (norms), and on the module that owns it, for what goes by names (states) and
+after a deep copy, which drops attributes of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_ON_PARAMETER = "fleet_layout"
+_ON_MODULE = "fleet_layouts"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of a whole tensor that one worker holds.
+
+    Attributes:
+        axis: the axis of the mesh whose workers hold the other parts: ``'mp'`` or ``'ep'``.
+        dim: the dimension that is divided.
+        parts: how many parts there are.
+        index: which of them this worker holds.
+        whole: the shape of the whole tensor.
+        sections: sizes along ``dim`` that are each divided by themselves, as query, key and value in one weight;
+            ``()`` when the dimension is divided in one piece.
+    """
+
+    axis: str
+    dim: int
+    parts: int
+    index: int
+    whole: tuple[int, ...]
+    sections: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a part."""
+        return (*self.whole[: self.dim], self.whole[self.dim] // self.parts, *self.whole[self.dim + 1 :])
+
+    def part(self, whole: Tensor, index: int | None = None) -> Tensor:
+        """Returns a copy of part ``index`` of ``whole``, by default this worker's."""
+        at = self.index if index is None else index
+        sections = whole.split(self.sections or (whole.shape[self.dim],), self.dim)
+        return torch.cat([section.chunk(self.parts, self.dim)[at] for section in sections], self.dim)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the whole tensor made of all ``parts``, in the order of their index."""
+        sizes = [size // self.parts for size in self.sections or (self.whole[self.dim],)]
+        pieces = [part.split(sizes, self.dim) for part in parts]
+        return torch.cat([piece for section in zip(*pieces, strict=True) for piece in section], self.dim)
+
+
+def set_layout(module: nn.Module, name: str, layout: Layout) -> None:
+    """Records that the parameter ``name`` of ``module`` itself is a part; Fleet's attributes say so too."""
+    parameter = module.get_parameter(name)
+    parameter.__dict__[_ON_PARAMETER] = layout
+    parameter.__dict__.update(is_distributed=True, split_axis=layout.dim)
+    module.__dict__.setdefault(_ON_MODULE, {})[name] = layout
+
+
+def layout_of(parameter: Tensor) -> Layout | None:
+    """Returns the layout of a parameter that is a part, ``None`` for a whole one."""
+    found: Layout | None = parameter.__dict__.get(_ON_PARAMETER)
+    return found
+
+
+def layouts_in(module: nn.Module) -> dict[str, Layout]:
+    """Returns the layout of every divided parameter of ``module`` and its submodules, by qualified name.
+
+    A parameter that two modules share stands under each of its names.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: layout
+        for prefix, submodule in module.named_modules(remove_duplicate=False)
+        for name, layout in submodule.__dict__.get(_ON_MODULE, {}).items()
+    }
