@@ -171,13 +171,36 @@ class CommunicateGroup:
         return f"CommunicateGroup(rank={int(self.rank)}, ranks={self.ranks})"
 
 
+# What a group is called, and the axes of the mesh that it lies along.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    **{fleet_name: (axis,) for axis, fleet_name in _AXIS_NAMES.items()},
+    "expert": ("ep",),
+    "moe_sharding": ("moe_sharding",),
+    "cp_sharding": ("sharding",),
+    "cp_mp": ("cp", "mp"),
+    "dp_sep": ("dp", "sep"),
+    "pp_mp": ("pp", "mp"),
+}
+
+
 class HybridCommunicateGroup:
     """This worker's coordinate along every axis of the mesh, and the process groups; ``fleet`` creates it.
 
     For each axis ``data``, ``model``, ``pipe`` (its group and rank: ``stage``), ``sharding``, ``sep`` and ``context``
     there is ``get_<axis>_parallel_rank()``, ``get_<axis>_parallel_world_size()``, ``get_<axis>_parallel_group()`` and
-    ``get_<axis>_parallel_group_src_rank()``. The group of an axis with degree 1 is this worker alone. A group has
-    ``nranks``, ``ranks`` and ``rank``, and the calls of ``torch.distributed`` take it.
+    ``get_<axis>_parallel_group_src_rank()``; the same for ``expert`` and ``moe_sharding``, the axes of the experts, and
+    for the groups of two axes ``cp_sharding``, ``cp_mp``, ``dp_sep`` and ``pp_mp``. The group of an axis with degree 1
+    is this worker alone. A group has ``nranks``, ``ranks`` and ``rank``; ``torch.distributed`` takes it.
+
+    Where experts are divided, the context axis is a part of the sharding axis, as in Fleet: the getters of ``sharding``
+    cover both, and ``with_context_parallel=True`` leaves the context axis out.
+
+    Attributes:
+        global_rank: the rank of this worker in the job.
+        nranks: the number of workers.
+        stage_id: this worker's stage of the pipeline.
+        is_first_stage: whether that is the first.
+        is_last_stage: whether that is the last.
 
     Args:
         topology: the layout.
@@ -190,8 +213,11 @@ class HybridCommunicateGroup:
 
     def __init__(self, topology: CommunicateTopology, session: Session) -> None:
         self._topology, self._session = topology, session
+        self._axes = session.axes
         self._alone: dist.ProcessGroup | None = None
         self.global_rank, self.nranks = session.global_rank, session.world_size
+        self.stage_id = self._axes.rank("pp")
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self._axes.size("pp") - 1
 
     def topology(self) -> CommunicateTopology:
         """Returns the layout of the ranks."""
@@ -205,40 +231,42 @@ class HybridCommunicateGroup:
         """Returns the rank of this worker in the job."""
         return self.global_rank
 
-    def get_parallel_mode(self) -> int:
-        """Returns the :class:`ParallelMode` number of the innermost way of dividing the model that is in use."""
-        size = self._topology.get_dim
-        if size("pipe") > 1:
+    def get_parallel_mode(self) -> int | None:
+        """Returns the :class:`ParallelMode` number of the innermost way of dividing the model that is in use.
+
+        A job of one worker has none.
+        """
+        size = self._axes.size
+        if size("pp") > 1:
             return ParallelMode.PIPELINE_PARALLEL
-        if size("model") > 1:
+        if size("mp") > 1:
             return ParallelMode.TENSOR_PARALLEL
         if size("sep") > 1:
             return ParallelMode.SEGMENT_PARALLEL
-        return ParallelMode.SHARDING_PARALLEL if size("sharding") > 1 else ParallelMode.DATA_PARALLEL
+        if size(*self._along("sharding")) > 1:
+            return ParallelMode.SHARDING_PARALLEL
+        if size("cp") > 1:
+            return ParallelMode.SEGMENT_PARALLEL
+        return ParallelMode.DATA_PARALLEL if size("dp") > 1 else None
 
     def get_check_parallel_group(self, sharding: bool = False) -> CommunicateGroup:
-        """Returns the group that must agree on whether a gradient is inf or nan; with ``sharding`` that axis too."""
-        return self.communicate_group("sharding" if sharding else "model")
+        """Returns the workers that must agree on whether a gradient is inf or nan, and on the norm of divided ones.
+
+        Args:
+            sharding: True takes the workers with this one's sharding coordinate, False those with its data coordinate.
+        """
+        apart = self._along("sharding") if sharding else ("dp",)
+        return self._communicate_group(tuple(axis for axis in _AXIS_NAMES if axis not in apart))
 
     check_parallel_group = get_check_parallel_group
 
     def get_stage_id(self) -> int:
         """Returns this worker's stage of the pipeline."""
-        return self.rank("pipe")
+        return self.stage_id
 
     def get_num_stages(self) -> int:
         """Returns the number of stages of the pipeline."""
-        return self._topology.get_dim("pipe")
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this worker is the first stage."""
-        return self.get_stage_id() == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this worker is the last stage."""
-        return self.get_stage_id() == self.get_num_stages() - 1
+        return self._axes.size("pp")
 
     def get_p2p_groups(self) -> None:
         """Returns ``None``: torch's point-to-point operations need no two-rank groups."""
@@ -248,41 +276,85 @@ class HybridCommunicateGroup:
         """Returns the rank that is stage ``stage_id`` of this worker's pipeline."""
         return self._topology.get_rank_from_stage(self.global_rank, pipe=stage_id, **places)
 
-    def get_dp_sep_parallel_group(self) -> CommunicateGroup:
-        """Returns the group along the data and sep axes together; sep has degree 1."""
-        return self.communicate_group("data")
+    def create_fuse_group(self, fused_strategy_list: Sequence[str]) -> tuple[list[int], CommunicateGroup]:
+        """Makes the groups along several axes taken as one; every worker calls it at the same point.
 
-    def get_pp_mp_parallel_group(self) -> CommunicateGroup:
-        """Returns the group along the pipeline and model axes together; both have degree 1."""
-        return self.communicate_group("model")
+        Args:
+            fused_strategy_list: the names of the axes in the topology, such as ``["data", "sharding"]``.
+
+        Returns:
+            The ranks of this worker's group, and the group.
+        """
+        lists = self._topology.get_fused_comm_list(fused_strategy_list)
+        ranks = next(group for group in lists if self.global_rank in group)
+        if len(ranks) in (1, self.nranks):
+            group = self._process_group(len(ranks))
+        else:
+            group, _ = dist.new_subgroups_by_enumeration(lists)
+        return ranks, CommunicateGroup(ranks, self.global_rank, group)
 
     def rank(self, axis: str) -> int:
         """Returns the coordinate of this worker along ``axis``."""
-        self._topology.get_dim(axis)
-        return int(getattr(self._topology.get_coord(self.global_rank), axis))
+        return self._axes.rank(*self._along(axis))
+
+    def world_size(self, axis: str) -> int:
+        """Returns the number of workers along ``axis``."""
+        return self._axes.size(*self._along(axis))
 
     def ranks(self, axis: str) -> list[int]:
         """Returns the ranks of this worker's group along ``axis``."""
-        return next(group for group in self._topology.get_comm_list(axis) if self.global_rank in group)
+        return list(self._axes.ranks(*self._along(axis)))
 
     def communicate_group(self, axis: str) -> CommunicateGroup:
         """Returns this worker's group along ``axis``, with Paddle's attributes."""
-        return CommunicateGroup(self.ranks(axis), self.global_rank, self.group(axis))
+        return self._communicate_group(self._along(axis))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Returns this worker's process group along ``axis``; ``None`` in a single process.
 
         One worker may call it alone: every group of several workers was created when the job started.
         """
+        return self.communicate_group(axis).process_group
+
+    def get_sharding_parallel_rank(self, with_context_parallel: bool = False) -> int:
+        """Returns this worker's coordinate along the sharding axis.
+
+        Args:
+            with_context_parallel: where experts are divided, leave the context axis out.
+        """
+        return self.rank("cp_sharding" if with_context_parallel else "sharding")
+
+    def get_sharding_parallel_world_size(self, with_context_parallel: bool = False) -> int:
+        """Returns the number of workers along the sharding axis.
+
+        Args:
+            with_context_parallel: where experts are divided, leave the context axis out.
+        """
+        return self.world_size("cp_sharding" if with_context_parallel else "sharding")
+
+    def get_moe_sharding_parallel_world_size(self) -> int:
+        """Returns the number of workers that hold the same experts; 0, as in Fleet, where experts are not divided."""
+        return self.world_size("moe_sharding") if self._axes.experts else 0
+
+    def _along(self, name: str) -> tuple[str, ...]:
+        if name not in _GROUPS:
+            near = did_you_mean(str(name), _GROUPS)
+            raise ConfigError(f"The mesh has no axis {name!r}.{near} Axes: {', '.join(_GROUPS)}.")
+        if name == "sharding" and self._axes.experts:
+            return ("sharding", "cp")  # see plan_experts
+        return _GROUPS[name]
+
+    def _communicate_group(self, axes: tuple[str, ...]) -> CommunicateGroup:
+        ranks = self._axes.ranks(*axes)
+        several = 1 < len(ranks) < self.nranks and self._session.process_group is not None
+        group = self._axes.group(*axes) if several else self._process_group(len(ranks))
+        return CommunicateGroup(ranks, self.global_rank, group)
+
+    def _process_group(self, num_workers: int) -> dist.ProcessGroup | None:
+        """Returns the group of all workers, or of this one alone."""
         everyone = self._session.process_group
-        degree = self._topology.get_dim(axis)
-        if everyone is None or degree == self.nranks:
+        if everyone is None or num_workers == self.nranks:
             return everyone
-        if degree > 1:
-            option = next(name for name, fleet_name in _AXIS_NAMES.items() if fleet_name == axis)
-            if self._session.mesh is None:
-                raise AssertionError(f"axis {axis!r} has no group")
-            return self._session.mesh.get_group(option)
         if self._alone is None:
             made: Any = dist.new_group([self.global_rank], use_local_synchronization=True)
             self._alone = made
@@ -290,15 +362,15 @@ class HybridCommunicateGroup:
 
 
 def _add_getters() -> None:
-    """Adds the getters of each axis under Fleet's names."""
-    for axis in _DEFAULT_NAMES:
+    """Adds the getters of each group under Fleet's names."""
+    for axis in _GROUPS:
         prefix = f"get_{axis}_parallel"
 
         def rank(self: HybridCommunicateGroup, _axis: str = axis) -> int:
             return self.rank(_axis)
 
         def world_size(self: HybridCommunicateGroup, _axis: str = axis) -> int:
-            return self.topology().get_dim(_axis)
+            return self.world_size(_axis)
 
         def group(self: HybridCommunicateGroup, _axis: str = axis) -> CommunicateGroup:
             return self.communicate_group(_axis)
@@ -309,7 +381,8 @@ def _add_getters() -> None:
         found = {"rank": rank, "world_size": world_size, "group": group, "group_src_rank": source}
         for name, getter in found.items():
             getter.__name__ = f"{prefix}_{name}"
-            setattr(HybridCommunicateGroup, f"{prefix}_{name}", getter)
+            if getter.__name__ not in vars(HybridCommunicateGroup):
+                setattr(HybridCommunicateGroup, getter.__name__, getter)
 
 
 _add_getters()

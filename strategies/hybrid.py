@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees
+from fleet.strategies._declare.degrees import AXES, EXPERT_AXES, asked_degrees, plan_degrees, plan_experts
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
 from fleet.strategies._declare.nccl import NcclAndCheckConfig, NcclOnlyConfig, NcclTwiceConfig
-from fleet.strategies._declare.strategy import NOT_YET, top_level
+from fleet.strategies._declare.strategy import top_level
 
 _WITHOUT_TIMERS = "torch.profiler shows the same; nothing here measures by itself"
 
@@ -29,10 +29,24 @@ class HybridConfig(Config, option="hybrid_configs"):
     pp_degree: int = setting(1, "stages of the pipeline", at_least=1)
     sharding_degree: int = setting(1, "workers that share one copy of the state; above 1 turns sharding on", at_least=1)
     sep_degree: int = setting(1, "workers that share a sequence by segments", at_least=1)
-    cp_degree: int = setting(1, "workers that share a sequence's context", at_least=1)
-    ep_degree: int = setting(1, "workers that share the experts of a layer", at_least=1, refused=NOT_YET)
-    moe_sharding_degree: int = setting(1, "workers that share the state of experts", at_least=1, refused=NOT_YET)
-    cp_sharding_degree: int = setting(1, "sharding over the context axis", at_least=1, refused=NOT_YET)
+    cp_degree: int = setting(
+        1,
+        "workers that share a sequence by ring attention; an axis of its own, and with ep_degree above 1 a part of the "
+        "sharding axis",
+        at_least=1,
+    )
+    ep_degree: int = setting(
+        1,
+        "workers among which the experts of a MoELayer are divided; above 1, dp_degree and sep_degree are 1 and "
+        "moe_sharding_degree * ep_degree is sharding_degree * mp_degree",
+        at_least=1,
+    )
+    moe_sharding_degree: int = setting(1, "workers that hold the same experts, with ep_degree above 1", at_least=1)
+    cp_sharding_degree: int = setting(
+        1,
+        "sharding_degree / cp_degree, with ep_degree above 1; 1 leaves it to be computed",
+        at_least=1,
+    )
     enable_optimizer_timer: bool = setting(False, "measure the phases of step()", no_meaning=_WITHOUT_TIMERS)
     split_norm_comm: bool = setting(
         False,
@@ -91,18 +105,25 @@ class HybridSettings(Config):
                 f"Set one of them."
             )
         option, degrees = asked_degrees(options)
-        if option != "hybrid_configs":
-            return None  # 'sharding' is on and checks them
         try:
-            plan_degrees(option, degrees, world_size)
+            planned = plan_degrees(option, degrees, world_size)
+        except ConfigError as error:
+            return str(error) if option == "hybrid_configs" else None  # 'sharding' is on and says it
+        try:
+            plan_experts(options, planned)
         except ConfigError as error:
             return str(error)
         return None
 
 
 def check_order(label: str, order: tuple[str, ...]) -> None:
-    """Raises ConfigError unless ``order`` names every axis exactly once; 'sep' and 'cp' may be left out."""
-    needed = set(AXES) - {"sep", "cp"}
-    if len(set(order)) < len(order) or not needed <= set(order) <= set(AXES):
+    """Raises ConfigError unless ``order`` names every axis exactly once; some may be left out.
+
+    Only the order of the expert axes among themselves could matter, and it is fixed, as in Fleet.
+    """
+    needed, known = set(AXES) - {"sep", "cp"}, {*AXES, *EXPERT_AXES}
+    if len(set(order)) < len(order) or not needed <= set(order) <= known:
         names = ", ".join(AXES)
         raise ConfigError(f"{label} is {list(order)!r}; it names each of {names} once ('sep', 'cp' may be left out).")
+    if [axis for axis in order if axis in EXPERT_AXES] == ["ep", "moe_sharding"]:
+        raise ConfigError(f"{label} is {list(order)!r}; 'moe_sharding' stands before 'ep'.")

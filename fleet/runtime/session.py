@@ -32,7 +32,7 @@ from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
-from fleet.strategies._shared.mesh import make_mesh, plan_axes
+from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -395,9 +395,10 @@ class Session:
         if not self.collective:
             return
         degrees = plan_axes(self.options, self.world_size)
-        if degrees != self.degrees:
+        experts = plan_expert_axes(self.options, self.world_size)
+        if degrees != self.degrees or experts != self.axes.experts:
             timeout_s = Environment().float("PADDLE_PG_TIMEOUT") / 1000
-            self.axes = make_axes(degrees, self.global_rank, self.process_group, timeout_s)
+            self.axes = make_axes(degrees, self.global_rank, self.process_group, timeout_s, experts)
             if self.process_group is not None:
                 self.mesh = make_mesh(self.axes, self.process_group, self.device.type)
         self.degrees = degrees

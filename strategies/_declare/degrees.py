@@ -10,6 +10,8 @@ from fleet.errors import ConfigError
 
 # Outermost axis first: neighbours along the last axis have neighbouring ranks.
 AXES = ("dp", "pp", "sharding", "sep", "cp", "mp")
+# The second grid of a job whose experts are divided: it takes the workers of one pipeline stage anew.
+EXPERT_AXES = ("moe_sharding", "ep")
 
 
 def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -49,10 +51,59 @@ def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> di
     return dict(degrees)
 
 
+def plan_experts(options: Any, planned: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the degrees of the mesh and those of the expert grid, ``{}`` for the second where no expert is divided.
+
+    The workers of one pipeline stage are ``sharding * mp`` for the dense part of a model and ``moe_sharding * ep`` for
+    its experts. With experts, cp divides the sharding axis, as in Fleet; without, it is an axis of its own.
+
+    Args:
+        options: the options that ``planned`` comes from.
+        planned: the degree of every axis.
+
+    Raises:
+        ConfigError: the two grids do not fit together.
+    """
+    hybrid = options["hybrid_configs"]
+    ep, moe, rest = hybrid.ep_degree, hybrid.moe_sharding_degree, hybrid.cp_sharding_degree
+    if ep == 1:
+        for key, value in (("moe_sharding_degree", moe), ("cp_sharding_degree", rest)):
+            if value > 1:
+                raise ConfigError(
+                    f"hybrid_configs[{key!r}] is {value} while ['ep_degree'] is 1: it lays out the workers of a job "
+                    f"whose experts are divided. Set ep_degree, or leave {key} at 1."
+                )
+        return dict(planned), {}
+    for axis in ("dp", "sep"):
+        if planned[axis] > 1:
+            raise ConfigError(
+                f"hybrid_configs['ep_degree'] is {ep} and {axis}_degree is {planned[axis]}: the experts are divided "
+                f"among the workers of the sharding and mp axes, so dp_degree and sep_degree must be 1. Set "
+                f"sharding_degree={planned['sharding'] * planned[axis]} and {axis}_degree=1."
+            )
+    stage = planned["sharding"] * planned["mp"]
+    dense = f"sharding_degree={planned['sharding']} * mp_degree={planned['mp']} is {stage}"
+    cp = hybrid.cp_degree
+    if moe * ep != stage:
+        fits = f"Set moe_sharding_degree={stage // ep}" if stage % ep == 0 else f"Choose an ep_degree dividing {stage}"
+        raise ConfigError(
+            f"hybrid_configs: moe_sharding_degree={moe} * ep_degree={ep} is {moe * ep}, and {dense}; both count the "
+            f"workers of one pipeline stage and must be equal. {fits}, or change sharding_degree."
+        )
+    if planned["sharding"] % cp or rest not in (1, planned["sharding"] // cp):
+        raise ConfigError(
+            f"hybrid_configs: cp_degree={cp} * cp_sharding_degree={rest} is {cp * rest}; with experts cp divides the "
+            f"sharding axis, so the product must be sharding_degree={planned['sharding']}. Change one of them."
+        )
+    return {**planned, "sharding": planned["sharding"] // cp, "cp": cp}, {"moe_sharding": moe, "ep": ep}
+
+
 def asked_degrees(options: Any) -> tuple[str, dict[str, int]]:
     """Returns the option that decides and the degrees it asks for, of which one may be -1."""
     hybrid, config = options["hybrid_configs"], options["sharding_configs"]
     degrees = {axis: getattr(hybrid, f"{axis}_degree") for axis in AXES}
+    if hybrid.ep_degree > 1:
+        degrees["cp"] = 1  # it divides the sharding axis: see plan_experts
     tensor_parallel = options["tensor_parallel_configs"].tensor_parallel_degree if options["tensor_parallel"] else 1
     degrees["mp"] = degrees["mp"] if degrees["mp"] > 1 else tensor_parallel
     if not options["sharding"]:

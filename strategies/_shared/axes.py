@@ -8,6 +8,9 @@ the same rows. Workers along ``mp`` and ``pp`` hold different parts of the model
 - ``COPY_AXES``: workers that differ only here hold the same parameters, so their gradients are summed; the sum is
   divided by ``data_replicas``, not by the number of workers, because a loss over a divided sequence is a part already.
 - ``MODEL_AXES``: workers that differ only here hold one copy of the model together; a norm is a sum over these.
+- ``EXPERT_AXES``, where experts are divided: the workers of one pipeline stage as a second grid. Workers along ``ep``
+  hold different experts, workers along ``moe_sharding`` the same ones. Every expert sees the tokens of its whole ``ep``
+  group, so its gradients are summed over ``moe_sharding`` alone, and divided by ``data_replicas`` like all others.
 """
 
 from __future__ import annotations
@@ -19,12 +22,22 @@ from math import prod
 
 import torch.distributed as dist
 
+from fleet.strategies._declare.degrees import EXPERT_AXES
+
 DATA_AXES = ("dp", "sharding")
 COPY_AXES = ("dp", "sharding", "sep", "cp")
 MODEL_AXES = ("pp", "mp")
-# Sets of axes whose groups are made when the job starts, so that one worker may ask for a group alone. The last three
-# are Fleet's: its check groups, and the group of dp and sep.
-_FUSED = (COPY_AXES, MODEL_AXES, ("pp", "sharding", "sep", "cp", "mp"), ("dp", "pp", "sep", "cp", "mp"), ("dp", "sep"))
+# Sets of axes whose groups are made when the job starts, so that one worker may ask for a group alone. Those after the
+# second are Fleet's: its check groups, the group of dp and sep, and that of cp and mp.
+_FUSED = (
+    COPY_AXES,
+    MODEL_AXES,
+    ("pp", "sharding", "sep", "cp", "mp"),
+    ("dp", "pp", "sep", "cp", "mp"),
+    ("dp", "sep"),
+    ("cp", "mp"),
+    ("sep", "cp"),
+)
 
 
 class Axes:
@@ -34,6 +47,7 @@ class Axes:
         degrees: the number of workers along each axis, the outermost axis first.
         global_rank: the rank of this worker.
         groups: the process groups that this worker belongs to, by their ranks.
+        experts: the number of workers along each of ``EXPERT_AXES``; empty where experts are not divided.
 
     Example:
         >>> Axes({"dp": 2, "mp": 2}, 3).ranks("mp")
@@ -45,10 +59,14 @@ class Axes:
         degrees: Mapping[str, int],
         global_rank: int,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
-        self.degrees, self.global_rank = dict(degrees), global_rank
+        self.degrees, self.global_rank, self.experts = dict(degrees), global_rank, dict(experts or {})
         self._groups = dict(groups or {})
         self._places = list(product(*(range(degree) for degree in self.degrees.values())))
+        self._expert_places: list[tuple[int, ...]] = []
+        if self.experts:
+            self._expert_places = self._placed_experts()
 
     def __repr__(self) -> str:
         return f"Axes({self.degrees}, global_rank={self.global_rank})"
@@ -60,7 +78,8 @@ class Axes:
 
     def size(self, *axes: str) -> int:
         """Returns the number of workers along ``axes`` taken together."""
-        return prod(self.degrees.get(axis, 1) for axis in axes)
+        degrees = self.degrees | self.experts
+        return prod(degrees.get(axis, 1) for axis in axes)
 
     def rank(self, *axes: str) -> int:
         """Returns this worker's index among :meth:`ranks` of ``axes``."""
@@ -72,11 +91,25 @@ class Axes:
 
     def all_ranks(self, *axes: str) -> list[tuple[int, ...]]:
         """Returns the ranks of every group along ``axes`` taken together, in the order of their first ranks."""
-        kept = [place for place, axis in enumerate(self.degrees) if axis not in axes]
+        names, places = list(self.degrees), self._places
+        if self.experts and not {*axes}.isdisjoint(EXPERT_AXES):
+            names, places = ["pp", *self.experts], self._expert_places
+            if not {*axes} <= {*names}:
+                raise AssertionError(f"the axes {axes} are on different grids")
+        kept = [place for place, axis in enumerate(names) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank, at in enumerate(self._places):
+        for rank, at in enumerate(places):
             found.setdefault(tuple(at[place] for place in kept), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
+
+    def _placed_experts(self) -> list[tuple[int, ...]]:
+        """Returns stage and places along ``EXPERT_AXES`` of every rank: a stage's workers in order, ep innermost."""
+        places: dict[int, tuple[int, ...]] = {}
+        stages = self.all_ranks(*(axis for axis in self.degrees if axis != "pp"))
+        for stage, ranks in enumerate(stages):
+            for place, rank in enumerate(ranks):
+                places[rank] = (stage, *divmod(place, self.experts["ep"]))
+        return [places[rank] for rank in range(self.world_size)]
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
         """Returns the place of ``rank``, or of this worker, along every axis."""
@@ -117,28 +150,34 @@ class Axes:
 
 
 def make_axes(
-    degrees: Mapping[str, int], global_rank: int, process_group: dist.ProcessGroup | None, timeout_s: float
+    degrees: Mapping[str, int],
+    global_rank: int,
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    experts: Mapping[str, int] | None = None,
 ) -> Axes:
     """Returns the place of this worker, with process groups for every axis; every worker calls it at the same point.
 
     A group of all workers is ``process_group`` itself.
     """
-    axes = Axes(degrees, global_rank)
+    axes = Axes(degrees, global_rank, experts=experts)
     if process_group is None:
         return axes
     everyone = tuple(range(axes.world_size))
     groups = {everyone: process_group}
     made: set[frozenset[tuple[int, ...]]] = set()
-    for fused in _axes_with_groups(degrees):
+    for fused in _axes_with_groups(axes):
         lists = axes.all_ranks(*fused)
         if len(lists[0]) in (1, axes.world_size) or frozenset(lists) in made:
             continue
         made.add(frozenset(lists))
         own, _ = dist.new_subgroups_by_enumeration([list(g) for g in lists], timeout=timedelta(seconds=timeout_s))
         groups[axes.ranks(*fused)] = own
-    return Axes(degrees, global_rank, groups)
+    return Axes(degrees, global_rank, groups, experts)
 
 
-def _axes_with_groups(degrees: Mapping[str, int]) -> Iterator[Sequence[str]]:
-    yield from ((axis,) for axis in degrees)
+def _axes_with_groups(axes: Axes) -> Iterator[Sequence[str]]:
+    yield from ((axis,) for axis in axes.degrees)
     yield from _FUSED
+    if axes.experts:
+        yield from (("moe_sharding",), ("ep",), ("sharding", "cp"))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees
+from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees, plan_experts
 from fleet.strategies._shared.axes import Axes
 
 
@@ -20,9 +20,18 @@ def plan_axes(options: Any, world_size: int) -> dict[str, int]:
     sharding_degree; the order is that of ``hybrid_configs['order']`` or ``hybrid_parallel_order``.
     """
     hybrid = options["hybrid_configs"]
-    order = hybrid.order or options["hybrid_parallel_order"]
-    planned = plan_degrees(*asked_degrees(options), world_size)
+    order = [axis for axis in hybrid.order or options["hybrid_parallel_order"] if axis in AXES]
+    planned, _ = _planned(options, world_size)
     return {axis: planned[axis] for axis in (*order, *(axis for axis in AXES if axis not in order))}
+
+
+def plan_expert_axes(options: Any, world_size: int) -> dict[str, int]:
+    """Returns the degrees of the expert grid, ``moe_sharding`` and ``ep``; ``{}`` where no expert is divided."""
+    return _planned(options, world_size)[1]
+
+
+def _planned(options: Any, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    return plan_experts(options, plan_degrees(*asked_degrees(options), world_size))
 
 
 def plan_axis_groups(degrees: Mapping[str, int], axis: str) -> list[list[int]]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +17,87 @@ from hypothesis import strategies as st
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.topology import CommunicateTopology
+from fleet.strategies._declare.degrees import plan_experts
+from fleet.strategies._shared.axes import Axes
+from fleet.topology import CommunicateTopology, HybridCommunicateGroup
 from tests.helpers.workers import run_workers
 
 NAMES = ["data", "pipe", "sharding", "sep", "context", "model"]
+
+
+RECORDED = json.loads((Path(__file__).parent.parent / "data/hybrid/arithmetic.json").read_text())
+OURS = {"data": "dp", "pipe": "pp", "sharding": "sharding", "sep": "sep", "context": "cp", "model": "mp"}
+
+
+def place_of(rank: int, names: list[str], dims: list[int]) -> HybridCommunicateGroup:
+    """Returns the groups of one rank as arithmetic, without any process."""
+    asked = dict(zip(names, dims, strict=True))
+    degrees = {OURS[name]: size for name, size in asked.items() if name in OURS}
+    experts: dict[str, int] = {}
+    if "expert" in asked:
+        keys = {"ep": asked["expert"], "moe_sharding": asked["moe_sharding"], "cp": asked["context"], "cp_sharding": 1}
+        hybrid = SimpleNamespace(**{f"{key}_degree": value for key, value in keys.items()})
+        degrees, experts = plan_experts({"hybrid_configs": hybrid}, {**degrees, "cp": 1})
+    axes = Axes(degrees, rank, experts=experts)
+    session: Any = SimpleNamespace(
+        axes=axes, global_rank=rank, world_size=prod(degrees.values()), process_group=None, degrees=degrees
+    )
+    fleet_name = {ours: name for name, ours in OURS.items()}
+    return HybridCommunicateGroup(
+        CommunicateTopology([fleet_name[axis] for axis in degrees], list(degrees.values())), session
+    )
+
+
+@pytest.mark.parametrize("case", RECORDED["topology"], ids=lambda case: "x".join(map(str, case["dims"])))
+def test_topology_is_the_recorded_one(case: dict[str, Any]) -> None:
+    """Surface 2: lists, coordinates and fused groups of real topologies (inside a fused group the order may differ)."""
+    topology = CommunicateTopology(case["names"], case["dims"])
+    for axis, lists in case["comm"].items():
+        assert topology.get_comm_list(axis) == lists
+    for axis, lists in case["axis_list"].items():
+        assert [topology.get_axis_list(axis, index) for index in range(topology.get_dim(axis))] == lists
+    for axes, lists in case["fused"].items():
+        assert sorted(topology.get_fused_ranks(axes.split(","))) == sorted(sorted(group) for group in lists)
+    assert [list(topology.get_coord(rank)) for rank in range(topology.world_size())] == case["coord"]
+
+
+@pytest.mark.parametrize("case", RECORDED["groups"], ids=lambda case: "x".join(map(str, case["dims"])))
+def test_groups_are_the_recorded_ones(case: dict[str, Any]) -> None:
+    """Surface 2: mode, groups, check groups, stage and sources of every rank."""
+    axes_of = {"data", "model", "pipe", "sharding", "sep"}
+    for known in case["ranks"]:
+        place = place_of(known["rank"], case["names"], case["dims"])
+        assert place.get_parallel_mode() == known["mode"]
+        for axis in axes_of & set(known):
+            assert getattr(place, f"get_{axis}_parallel_group")().ranks == known[axis]
+        assert place.get_check_parallel_group().ranks == known["check"]
+        if "check_sharding" in known:
+            assert place.get_check_parallel_group(sharding=True).ranks == known["check_sharding"]
+        assert (place.get_stage_id(), place.stage_id) == (known["stage"], known["stage"])
+        stages = range(place.get_num_stages())
+        assert [place.get_rank_from_stage(stage) for stage in stages] == known["stage_ranks"]
+        assert (place.is_first_stage, place.is_last_stage) == (known["stage"] == 0, known["stage"] == stages[-1])
+        for axis, source in known["src"].items():
+            assert getattr(place, f"get_{axis}_parallel_group_src_rank")() == source
+        for key in set(known) - {"rank", "mode", "check", "check_sharding", "stage", "stage_ranks", "src"} - axes_of:
+            assert getattr(place, f"get_{key}_parallel_group")().ranks == sorted(known[key]), key
+
+
+@pytest.mark.parametrize("case", RECORDED["expert_groups"], ids=lambda case: "x".join(map(str, case["dims"])))
+def test_expert_groups_are_the_recorded_ones(case: dict[str, Any]) -> None:
+    """Surface 1.4 and 2: the groups of the expert grid, with the context axis inside the sharding axis."""
+    for known in case.get("ranks", ()):
+        place = place_of(known["rank"], case["names"], case["dims"])
+        for key in set(known) - {"rank"}:
+            assert getattr(place, f"get_{key}_parallel_group")().ranks == known[key], key
+            assert getattr(place, f"get_{key}_parallel_world_size")() == len(known[key])
+        sharding = len(known["sharding"])
+        inner = len(known.get("cp_sharding", known["sharding"]))
+        assert place.get_sharding_parallel_world_size() == sharding
+        assert place.get_sharding_parallel_world_size(with_context_parallel=True) == inner
+        assert place.get_expert_parallel_rank() == known["expert"].index(known["rank"])
+    if "error" in case:  # an order that Paddle refuses; ours does not depend on it
+        assert place_of(0, case["names"], case["dims"]).ranks("expert") == [0, 1]
 
 
 def brute_force(names: list[str], dims: list[int], axis: str) -> list[list[int]]:
@@ -92,7 +173,9 @@ def test_one_process() -> None:
         own = getattr(group, f"get_{axis}_parallel_group")()
         assert (own.nranks, own.ranks, own.rank, own.process_group) == (1, [0], 0, None)
         assert getattr(group, f"get_{axis}_parallel_group_src_rank")() == 0
-    assert group.get_parallel_mode() == fleet.ParallelMode.DATA_PARALLEL
+    assert group.get_parallel_mode() is None
+    assert group.get_moe_sharding_parallel_world_size() == 0
+    assert (group.stage_id, group.nranks, group.global_rank) == (0, 1, 0)
     assert (group.get_stage_id(), group.get_num_stages()) == (0, 1)
     assert group.is_first_stage is True
     assert group.is_last_stage is True
@@ -126,6 +209,8 @@ def groups_of(rank: int, world_size: int) -> list[Any]:
         dist.barrier(group=group)
         own = (group.nranks, group.world_size, int(group.rank), group.ranks, group.get_group_rank(rank))
         same = group.rank == dist.get_rank(group) and dist.get_world_size(group) == group.nranks
+        ranks, fused = place.create_fuse_group(["data", "sharding"])
+        assert (ranks, fused.nranks, fused.process_group) == ([0, 1, 2, 3], 4, dist.group.WORLD)
         found.append((own, same, dist.get_process_group_ranks(group) == group.ranks, tensor.item(), first.item(),
                       [t.item() for t in gathered], parts.item()))  # fmt: skip
         assert group.process_group is not None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
 from fleet.options.explain import explanation
 from fleet.strategies import plan
 from fleet.strategies._declare.degrees import AXES, plan_degrees
 from fleet.strategies._declare.strategy_plan import problems
-from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 
 
 def test_dp_takes_what_all_other_degrees_leave() -> None:
@@ -36,13 +38,31 @@ def test_product_must_be_the_number_of_workers() -> None:
         plan_degrees("hybrid_configs", {"dp": 1, "sharding": 3}, 4)
 
 
-@pytest.mark.parametrize("axis", ["ep", "moe_sharding", "cp_sharding"])
-def test_axes_that_are_not_offered_are_refused(axis: str) -> None:
-    """A.2: a degree above 1 on an axis that is not built is refused with the reason."""
+def expert_grid(world_size: int, **degrees: int) -> Any:
+    """Returns the degrees of the mesh above 1 and of the expert grid, or why the plan is refused."""
     strategy = DistributedStrategy()
-    strategy.hybrid_configs = {f"{axis}_degree": 2}
-    found = [str(e) for e in problems(strategy, 2) if isinstance(e, UnsupportedOptionError)]
-    assert any(text.startswith(f"hybrid_configs['{axis}_degree'] = 2 cannot be honoured") for text in found)
+    strategy.hybrid_configs = {f"{axis}_degree": degree for axis, degree in degrees.items()}
+    found = problems(strategy, world_size)
+    if found:
+        return " ".join(str(error) for error in found)
+    dense = {axis: degree for axis, degree in plan_axes(strategy, world_size).items() if degree > 1}
+    return dense, plan_expert_axes(strategy, world_size)
+
+
+def test_the_expert_grid() -> None:
+    """Surface 1.4: moe_sharding * ep = sharding * mp; cp divides the sharding axis; dp and sep are 1."""
+    assert expert_grid(2, sharding=2, ep=2) == ({"sharding": 2}, {"moe_sharding": 1, "ep": 2})
+    assert expert_grid(2, mp=2, ep=2) == ({"mp": 2}, {"moe_sharding": 1, "ep": 2})
+    assert expert_grid(8, sharding=2, pp=2, mp=2, ep=2, moe_sharding=2)[1] == {"moe_sharding": 2, "ep": 2}
+    assert expert_grid(4, sharding=4, cp=2, ep=2, moe_sharding=2)[0] == {"sharding": 2, "cp": 2}
+    assert expert_grid(4, sharding=4, cp=2, cp_sharding=2, ep=4)[0] == {"sharding": 2, "cp": 2}
+    assert "Set moe_sharding_degree=2" in expert_grid(4, sharding=4, ep=2)
+    assert "Choose an ep_degree dividing 4" in expert_grid(4, sharding=4, ep=3)
+    assert "Set sharding_degree=2 and dp_degree=1" in expert_grid(2, ep=2)
+    assert "sep_degree is 2" in expert_grid(2, sep=2, ep=2)
+    assert "must be sharding_degree=4" in expert_grid(4, sharding=4, cp=2, cp_sharding=4, ep=4)
+    for key in ("moe_sharding", "cp_sharding"):
+        assert "while ['ep_degree'] is 1" in expert_grid(2, **{key: 2})
 
 
 def test_plain_data_parallel_degrees_plan() -> None:
@@ -112,6 +132,10 @@ def test_order_is_checked() -> None:
     """A.1 hybrid_parallel_order: the membership check of Paddle never fires; this one does."""
     strategy = DistributedStrategy()
     assert strategy.hybrid_parallel_order == list(AXES)
+    strategy.hybrid_parallel_order = ["pp", "dp", "sharding", "sep", "mp"]
+    strategy.hybrid_parallel_order = ["sharding", "moe_sharding", "pp", "sep", "dp", "ep", "mp"]
+    with pytest.raises(ConfigError, match="'moe_sharding' stands before 'ep'"):
+        strategy.hybrid_parallel_order = ["ep", "moe_sharding", *AXES]
     strategy.hybrid_parallel_order = ["pp", "dp", "sharding", "sep", "mp"]
     for wrong in (["dp"], [*AXES, "dp"], ["dp", "pp", "sharding", "sep", "xx"], []):
         with pytest.raises(ConfigError, match="names each of dp, pp"):
