@@ -67,6 +67,7 @@ class Session:
     num_steps: int = 0
     closed: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    means_sequences: bool = False  # sequence_mean() was called
     num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
     meet_workers: Callable[..., dist.ProcessGroup] | None = None  # in a job with servers; takes the tensors' device
@@ -276,11 +277,20 @@ class Session:
         return wrapped
 
     def before_step(self) -> None:
-        """Warns once when the optimizer steps although no model exchanges gradients."""
+        """Warns once when the optimizer steps although no model exchanges gradients, or a loss may be a wrong mean."""
         if not self._checked and self.world_size > 1 and not self.models:
             warnings.warn(
                 "fleet.distributed_optimizer() was called without fleet.distributed_model(): the workers do not "
                 "exchange gradients. Call model = fleet.distributed_model(model) as well.",
+                OptionWarning,
+                stacklevel=4,
+            )
+        if not self._checked and not self.means_sequences and self.axes.size("sep", "cp") > 1:
+            warnings.warn(
+                "The workers along sep and cp hold parts of the same sequences, their gradients are added up, and "
+                "fleet.meta_parallel.sequence_mean() was not called. A mean over a worker's own tokens gives gradients "
+                f"that are {self.axes.size('sep', 'cp')} times too large. Write sequence_mean(sum of the losses, number "
+                "of tokens); a loss that you divide by the tokens of the whole sequence yourself is right as it is.",
                 OptionWarning,
                 stacklevel=4,
             )
