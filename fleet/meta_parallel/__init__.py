@@ -15,15 +15,23 @@ from importlib import import_module
 from typing import Any
 
 _TENSOR = "fleet.strategies.tensor_parallel"
+_SEGMENT = "fleet.meta_parallel.segment_parallel"
 _HOMES = {
     "ColumnParallelLinear": f"{_TENSOR}.layers",
     "ParallelCrossEntropy": f"{_TENSOR}.cross_entropy",
     "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
+    "ReshardLayer": _SEGMENT,
     "RNGStatesTracker": "fleet.strategies._shared.random_streams",
     "RowParallelLinear": f"{_TENSOR}.layers",
     "VocabParallelEmbedding": f"{_TENSOR}.layers",
     "get_rng_state_tracker": f"{_TENSOR}.streams",
     "model_parallel_random_seed": "fleet.meta_parallel.seeds",
+    "ring_attention": "fleet.meta_parallel.context_parallel",
+    "sep_attention": _SEGMENT,
+    "sequence_mean": _SEGMENT,
+    "sequence_positions": _SEGMENT,
+    "split_inputs_sequence_dim": _SEGMENT,
+    "split_inputs_sequence_dim_load_balance": "fleet.meta_parallel.context_parallel",
 }
 
 __all__ = sorted(_HOMES)

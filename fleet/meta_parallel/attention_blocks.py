@@ -77,7 +77,9 @@ def _kernel(q: Tensor) -> str:
         return "cpu" if q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0 else "plain"
     # Other sizes need padding, which the kernel's own front end would do.
     fits = q.dtype in _HALVES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return "flash" if q.device.type == "cuda" and fits and torch.cuda.get_device_capability(q.device)[0] >= 8 else "plain"
+    return (
+        "flash" if q.device.type == "cuda" and fits and torch.cuda.get_device_capability(q.device)[0] >= 8 else "plain"
+    )
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:

@@ -90,7 +90,7 @@ def ring_attention(
         return out.transpose(1, 2)
     if is_causal and q.shape[1] % 2:
         raise ConfigError(
-            f"ring_attention() got {q.shape[1]} tokens; in the balanced order each worker holds two equal parts. Choose "
-            f"sequences that divide into {2 * group.size()} parts."
+            f"ring_attention() got {q.shape[1]} tokens; in the balanced order each worker holds two equal parts. "
+            f"Choose sequences that divide into {2 * group.size()} parts."
         )
     return ring(*heads, group, is_causal, q.shape[3] ** -0.5 if scale is None else scale).transpose(1, 2)

@@ -79,8 +79,8 @@ def split_inputs_sequence_dim(
 def sequence_positions(num_tokens: int) -> Tensor:
     """Returns the positions of this worker's tokens in a sequence of ``num_tokens``, in the order it holds them.
 
-    Along cp they are those of the balanced order (``split_inputs_sequence_dim_load_balance``), along sep a segment; with
-    both, a segment of the balanced part.
+    Along cp they are those of the balanced order (``split_inputs_sequence_dim_load_balance``), along sep a segment;
+    with both, a segment of the balanced part.
     """
     from fleet.meta_parallel.context_parallel import split_inputs_sequence_dim_load_balance
 
@@ -91,8 +91,8 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
     """Returns the mean of a loss over the tokens of whole sequences, of which each worker holds a part.
 
     The value is that of the whole sequence, on every worker. In backward each worker's tokens contribute their share:
-    gradients are summed over sep and cp, so a mean over a worker's own tokens would make them too large by as many times
-    as the sequence was divided, and no error would say so.
+    gradients are summed over sep and cp, so a mean over a worker's own tokens would make them as many times too large
+    as the sequence has parts, and no error would say so.
 
     Args:
         loss_sum: the sum of the loss over this worker's tokens.
@@ -191,8 +191,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, call: str) -> None:
     same = q.dim() == 4 and k.shape == v.shape and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[-1])
     if not same or q.shape[2] % k.shape[2]:
         raise ConfigError(
-            f"{call} got q, k and v of the shapes {shapes}. Each is [rows, tokens of this worker, heads, size]; k and v "
-            "are alike, and the heads of q are a multiple of theirs."
+            f"{call} got q, k and v of the shapes {shapes}. Each is [rows, tokens of this worker, heads, size]; k and "
+            "v are alike, and the heads of q are a multiple of theirs."
         )
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise ConfigError(f"{call} got q, k and v of the types {q.dtype}, {k.dtype} and {v.dtype}; give them one type.")

@@ -289,8 +289,8 @@ class Session:
             warnings.warn(
                 "The workers along sep and cp hold parts of the same sequences, their gradients are added up, and "
                 "fleet.meta_parallel.sequence_mean() was not called. A mean over a worker's own tokens gives gradients "
-                f"that are {self.axes.size('sep', 'cp')} times too large. Write sequence_mean(sum of the losses, number "
-                "of tokens); a loss that you divide by the tokens of the whole sequence yourself is right as it is.",
+                f"that are {self.axes.size('sep', 'cp')} times too large. Write sequence_mean(sum of the losses, "
+                "number of tokens). A loss that you divide by the tokens of the whole sequence is right as it is.",
                 OptionWarning,
                 stacklevel=4,
             )

@@ -1,0 +1,119 @@
+"""Sequences divided over sep (surface 11): splits, exchanges, the loss rule, and whole trainings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fleet
+from fleet.errors import ConfigError, OptionWarning
+from fleet.meta_parallel.segment_parallel import (
+    ReshardLayer,
+    check_attention,
+    sep_attention,
+    sequence_mean,
+    sequence_positions,
+    split_inputs_sequence_dim,
+)
+from tests.helpers import sequence_training as training
+from tests.helpers.workers import run_workers
+
+
+def started(**degrees: int) -> None:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {f"{axis}_degree": degree for axis, degree in degrees.items()}
+    fleet.init(is_collective=True, strategy=strategy)
+
+
+def test_splits() -> None:
+    """Surface 11: tensors or dictionaries of them, cut along the last dimension."""
+    whole = torch.arange(12).view(2, 6)
+    parts = [split_inputs_sequence_dim({"x": whole}, rank, 3)["x"] for rank in range(3)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert parts[1].tolist() == [[2, 3], [8, 9]]
+    with pytest.raises(ConfigError, match="does not divide into 4 parts.*Choose a multiple of 4, or another sep_deg"):
+        split_inputs_sequence_dim(whole, 0, 4)
+    with pytest.raises(ConfigError, match="places are 0 to 2"):
+        split_inputs_sequence_dim(whole, 3, 3)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """Heads that do not belong together are refused before anything is exchanged."""
+    q, k = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 4, 8)
+    with pytest.raises(ConfigError, match="the heads of q are a multiple"):
+        check_attention(q, k, k, "sep_attention()")
+    with pytest.raises(ConfigError, match="give them one type"):
+        check_attention(q, q, q.double(), "sep_attention()")
+
+
+def test_one_process() -> None:
+    """With degree 1 all of it is what plain torch does."""
+    fleet.init(is_collective=True)
+    q = torch.randn(2, 6, 4, 8)
+    expected = F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=True).transpose(1, 2)
+    assert torch.equal(sep_attention(q, q, q, is_causal=True), expected)
+    assert torch.equal(ReshardLayer()(q), q)
+    assert sequence_mean(torch.tensor(6.0), 3).item() == 2.0
+    assert sequence_mean(torch.tensor(0.0), torch.tensor(0)).item() == 0.0
+    assert sequence_positions(6).tolist() == list(range(6))
+
+
+def exchanged(rank: int, world_size: int) -> dict[str, Any]:
+    """Uses the exchange both ways, and what sep refuses."""
+    started(sep=2)
+    whole = torch.arange(2.0 * 4 * 2 * 3).view(2, 4, 2, 3)
+    own = whole.chunk(2, 1)[rank].clone().requires_grad_()
+    heads = ReshardLayer(fleet.get_hybrid_communicate_group().get_sep_parallel_group())(own, 2, 1)
+    back = ReshardLayer()(heads)
+    (back * whole.chunk(2, 1)[rank]).sum().backward()
+    alike = torch.equal(heads, whole.chunk(2, 2)[rank]) and torch.equal(back, own)
+    texts = []
+    for call in (lambda: sep_attention(own[:, :, :1], own[:, :, :1], own[:, :, :1]), lambda: ReshardLayer()(own, 3, 1)):
+        with pytest.raises(ConfigError) as error:
+            call()
+        texts.append(str(error.value))
+    loss = sequence_mean(own.sum(), rank + 1)  # 1 token here, 2 there
+    model = fleet.distributed_model(nn.Linear(2, 2))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.step()
+    started(sep=2)
+    model = fleet.distributed_model(nn.Linear(2, 2))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(OptionWarning, match="2 times too large"):
+        optimizer.step()
+    assert own.grad is not None
+    return {
+        "alike": alike and torch.equal(own.grad, own),
+        "texts": texts,
+        "loss": loss.item(),
+        "expected": whole.sum().item() / 3,
+        "positions": sequence_positions(8).tolist(),
+    }
+
+
+def test_the_exchange_of_segments_for_heads() -> None:
+    """Surface 11: the two directions undo each other, forward and in backward; other heads are refused."""
+    for rank, found in enumerate(run_workers(exchanged, 2, backend=None)):
+        assert found["alike"]
+        assert found["loss"] == pytest.approx(found["expected"])
+        assert "does not divide into 2 parts" in found["texts"][0]
+        assert "another sep_degree" in found["texts"][1]
+        assert found["positions"] == list(range(4 * rank, 4 * rank + 4))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"sep": 2}, pytest.param({"sep": 2, "dp": 2}, marks=pytest.mark.slow), {"sep": 2, "mp": 2}],
+    ids=str,
+)
+def test_trains_as_one_process(degrees: dict[str, int]) -> None:
+    """Surface 11: losses 1e-5 over 8 steps, every whole gradient 1e-5, against plain torch on all the data."""
+    expected = training.alone()
+    world_size = 4 if len(degrees) > 1 else 2
+    for found in run_workers(training.on_mesh, world_size, degrees, "sep", backend=None):
+        apart = training.differences(found, expected)
+        assert max(apart.values()) < 1e-5, apart
