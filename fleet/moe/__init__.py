@@ -1,0 +1,39 @@
+"""Layers of experts: a gate sends each token to a few of many modules, which the workers of the ep axis share out.
+
+Names are resolved at first use. ``fleet.incubate.distributed.models.moe`` is the same under Fleet's path.
+
+Example:
+    >>> strategy.hybrid_configs = {"sharding_degree": 2, "ep_degree": 2}
+    >>> fleet.init(is_collective=True, strategy=strategy)
+    >>> experts = [Mlp(512) for _ in range(4)]  # of this worker; the layer has 8
+    >>> layer = fleet.moe.MoELayer(512, experts, gate={"type": "switch", "top_k": 1})
+    >>> loss = criterion(model(x), y) + 0.01 * layer.gate.get_loss()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "BaseGate": "fleet.moe.gates",
+    "ClipGradForMOEByGlobalNorm": "fleet.moe.expert_clip",
+    "GShardGate": "fleet.moe.gates",
+    "MoELayer": "fleet.moe.moe_layer",
+    "NaiveGate": "fleet.moe.gates",
+    "SwitchGate": "fleet.moe.gates",
+    "global_gather": "fleet.moe.token_exchange",
+    "global_scatter": "fleet.moe.token_exchange",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
