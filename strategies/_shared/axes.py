@@ -24,7 +24,10 @@ COPY_AXES = ("dp", "sharding", "sep", "cp")
 MODEL_AXES = ("pp", "mp")
 # Sets of axes whose groups are made when the job starts, so that one worker may ask for a group alone. The last three
 # are Fleet's: its check groups, and the group of dp and sep.
-_FUSED = (COPY_AXES, MODEL_AXES, ("pp", "sharding", "sep", "cp", "mp"), ("dp", "pp", "sep", "cp", "mp"), ("dp", "sep"))
+_FUSED = (
+    *(COPY_AXES, MODEL_AXES, ("dp", "sep", "cp")),
+    *(("pp", "sharding", "sep", "cp", "mp"), ("dp", "pp", "sep", "cp", "mp"), ("dp", "sep")),
+)
 
 
 class Axes:

@@ -14,9 +14,10 @@ from fleet.errors import ConfigError
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.gradient_exchange import data_parallel_in
 from fleet.strategies._shared.merging import MergingOptimizer, Window, merge_passes
-from fleet.strategies._shared.mesh import plan_axes, sub_mesh
+from fleet.strategies._shared.mesh import copies_mesh, plan_axes
 from fleet.strategies._shared.passes import Passes, passes_of
 from fleet.strategies.sharding.exchange_batches import Batches, CountingOptimizer, ModelBatches
 from fleet.strategies.sharding.owners import PartitionedOptimizer
@@ -339,14 +340,13 @@ class Sharding(Strategy):
 
         session, mesh = self.session, self._mesh
         average = session.options["gradient_scale_configs"].scale_strategy == "avg"
-        merged = self._per_update
-        divisor = float((session.axes.data_replicas if average else 1) * merged)
-        axes = ("dp", "sharding") if "dp" in (mesh.mesh_dim_names or ()) else ("sharding",)
+        replicas, merged = session.axes.data_replicas, self._per_update
+        plain = average and merged == 1 and replicas == session.axes.size(*COPY_AXES)
         return Division(
-            mesh=sub_mesh(mesh, axes),
-            process_group=session.process_group,
+            mesh=copies_mesh(mesh, session.axes),
+            process_group=session.axes.group(*COPY_AXES),
             reshard_after_forward=self.zero_stage == 3,
-            divisor=None if average and merged == 1 else divisor,
+            divisor=None if plain else float((replicas if average else 1) * merged),
             sum_first=self._sum_first,
             offload=self.config.optimize_offload,
             find_unused=session.options["find_unused_parameters"],
