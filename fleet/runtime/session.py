@@ -29,12 +29,13 @@ from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.util import UtilBase
+from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared import norm
 from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
-from fleet.strategies._shared.parameter_layout import mark_parts
+from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -277,6 +278,9 @@ class Session:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
         self.checks.forget_optimizer(optimizer)
+        if self.collective and self.axes.size(*MODEL_AXES) > 1:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            check_parts_of_model(optimizer, has_parts=any(layout_of(p) is not None for p in parameters))
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
         if self.record.server_endpoints:
