@@ -91,6 +91,9 @@ class HybridSettings(Config):
                 f"Set one of them."
             )
         option, degrees = asked_degrees(options)
+        reason = _problem_of_overlap(options, world_size)
+        if reason is not None:
+            return reason
         if option != "hybrid_configs":
             return None  # 'sharding' is on and checks them
         try:
@@ -98,6 +101,29 @@ class HybridSettings(Config):
         except ConfigError as error:
             return str(error)
         return None
+
+
+def _problem_of_overlap(options: Any, world_size: int) -> str | None:
+    """Returns the reason when the exchange of a pipeline is to overlap, and there is none or it is said twice."""
+    config: HybridPpConfig = options["hybrid_configs"].pp_configs
+    on = {"dp": config.dp_comm_overlap, "sharding": config.sharding_comm_overlap}
+    if all(on.values()):
+        return (
+            "hybrid_configs['pp_configs'] has dp_comm_overlap and sharding_comm_overlap on; an exchange goes over "
+            "copies or to owners. Turn one of them off."
+        )
+    try:
+        degrees = plan_degrees(*asked_degrees(options), world_size)
+    except ConfigError:
+        return None  # said elsewhere
+    for axis in (axis for axis, is_on in on.items() if is_on):
+        low = next((name for name in ("pp", axis) if degrees[name] == 1), None)
+        if low is not None:
+            return (
+                f"hybrid_configs['pp_configs']['{axis}_comm_overlap'] is True and {low}_degree is 1; it hides the "
+                f"exchange over {axis} behind the last micro-batch of a pipeline. Turn it off, or raise {low}_degree."
+            )
+    return None
 
 
 def check_order(label: str, order: tuple[str, ...]) -> None:

@@ -133,7 +133,7 @@ class Sharding(Strategy):
 
         When only ``hybrid_configs`` asks for sharding, its own check of the degrees applies.
         """
-        reason = _problem_of_settings(options)
+        reason = _problem_of_settings(options) or _problem_of_stages(options)
         if reason is not None:
             return reason
         config: ShardingConfig = options["sharding_configs"]
@@ -413,6 +413,18 @@ def _problem_of_settings(options: Values) -> str | None:
             "second backward passes before one step(). Set one of them."
         )
     return None
+
+
+def _problem_of_stages(options: Values) -> str | None:
+    """Returns the reason when parts would be gathered and reduced for every micro-batch of a pipeline."""
+    stage = stage_of(options)
+    if stage == 1 or asked_degrees(options)[1]["pp"] == 1:
+        return None
+    return (
+        f"sharding_configs['stage'] is {stage} and the pipeline has several stages, in which forward and backward of "
+        "different micro-batches take turns: every one of them would gather the parameters and reduce the gradients "
+        "again. Set sharding_configs['stage'] to 1, which divides the optimizer state, or pp_degree to 1."
+    )
 
 
 def _problem_of_hybrid(options: Values) -> str | None:

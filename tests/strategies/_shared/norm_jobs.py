@@ -133,10 +133,6 @@ def init(**options: Any) -> Axes:
     return session.axes
 
 
-def on_mesh(rank: int, world_size: int, options: dict[str, Any], forms: list[str]) -> dict[str, Any]:
-    """Trains in every one of ``forms``; returns what :func:`train` found by form."""
-    found = {}
-    for form in forms:
-        axes = init(**options)
-        found[form] = train(form, axes, wrap=True)
-    return found
+def on_meshes(rank: int, world_size: int, meshes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains in every form on every one of ``meshes``; returns what :func:`train` found, by form."""
+    return [{form: train(form, init(**options), wrap=True) for form in FORMS} for options in meshes]
