@@ -1,0 +1,37 @@
+"""Models divided over workers: layers with divided weights, their random streams, pipelines and segments.
+
+The layers ask the running job for their workers when they are created, so ``fleet.init`` comes first. Names are
+resolved at first use.
+
+Example:
+    >>> strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 2}
+    >>> fleet.init(is_collective=True, strategy=strategy)
+    >>> up = fleet.meta_parallel.ColumnParallelLinear(1024, 4096, has_bias=True, gather_output=False)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_PIPELINE = "fleet.strategies.pipeline"
+_HOMES = {
+    "LayerDesc": f"{_PIPELINE}.descriptions",
+    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
+    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
+    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
+    "PipelineParallel": "fleet.runtime.pipeline_model",
+    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
