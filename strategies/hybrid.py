@@ -104,14 +104,9 @@ class HybridSettings(Config):
 
 
 def _problem_of_overlap(options: Any, world_size: int) -> str | None:
-    """Returns the reason when the exchange of a pipeline is to overlap, and there is none or it is said twice."""
+    """Returns the reason when the exchange of a pipeline is to overlap, and there is no pipeline or no exchange."""
     config: HybridPpConfig = options["hybrid_configs"].pp_configs
     on = {"dp": config.dp_comm_overlap, "sharding": config.sharding_comm_overlap}
-    if all(on.values()):
-        return (
-            "hybrid_configs['pp_configs'] has dp_comm_overlap and sharding_comm_overlap on; an exchange goes over "
-            "copies or to owners. Turn one of them off."
-        )
     try:
         degrees = plan_degrees(*asked_degrees(options), world_size)
     except ConfigError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_PIPELINE = "fleet.strategies.pipeline"
 _TENSOR = "fleet.strategies.tensor_parallel"
 _HOMES = {
     "ColumnParallelLinear": f"{_TENSOR}.layers",
@@ -24,6 +25,12 @@ _HOMES = {
     "VocabParallelEmbedding": f"{_TENSOR}.layers",
     "get_rng_state_tracker": f"{_TENSOR}.streams",
     "model_parallel_random_seed": "fleet.meta_parallel.seeds",
+    "LayerDesc": f"{_PIPELINE}.descriptions",
+    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
+    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
+    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
+    "PipelineParallel": "fleet.runtime.pipeline_model",
+    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
 }
 
 __all__ = sorted(_HOMES)
