@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.norm import of_mesh
 
 __all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue", "GradientClip"]
 
@@ -23,6 +24,8 @@ class GradientClip:
 class ClipGradByGlobalNorm(GradientClip):
     """Scales all gradients by ``clip_norm / max(norm, clip_norm)``, where ``norm`` is their joint norm.
 
+    Where a model is divided over ``mp`` or ``pp`` it is the norm of the whole model's gradients.
+
     Args:
         clip_norm: the largest norm that is not scaled; greater than 0.
     """
@@ -33,8 +36,7 @@ class ClipGradByGlobalNorm(GradientClip):
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor]) -> None:
         """Changes ``gradients`` in place."""
-        if not gradients:
-            return
+        # Without gradients too: the workers of other stages wait for this one's share of the norm.
         norm = whole(torch.nn.utils.get_total_norm(list(gradients)))
         scale = self.clip_norm / norm.clamp(min=self.clip_norm)
         for gradient in gradients:
@@ -42,7 +44,7 @@ class ClipGradByGlobalNorm(GradientClip):
 
 
 class ClipGradByNorm(GradientClip):
-    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, where ``norm`` is its own norm."""
+    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, where ``norm`` is its own, as a whole."""
 
     def __init__(self, clip_norm: float = 1.0) -> None:
         self.clip_norm = _positive("ClipGradByNorm(clip_norm=...)", clip_norm)
@@ -50,9 +52,13 @@ class ClipGradByNorm(GradientClip):
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor]) -> None:
         """Changes ``gradients`` in place."""
-        for gradient in gradients:
-            norm = whole(torch.linalg.vector_norm(gradient))
-            gradient.mul_((self.clip_norm / norm.clamp(min=self.clip_norm)).to(gradient.dtype))
+        mesh = of_mesh()
+        if mesh is None:
+            norms = [whole(torch.linalg.vector_norm(gradient)) for gradient in gradients]
+        else:
+            norms = list(mesh.each(gradients))
+        for gradient, norm in zip(gradients, norms, strict=True):
+            gradient.mul_((self.clip_norm / norm.clamp(min=self.clip_norm)).to(gradient.device, gradient.dtype))
 
 
 class ClipGradByValue(GradientClip):

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fleet._optimizer_arguments import Decay, Parameters, checked, muon_groups, number, with_steps_before
 from fleet.clip import GradientClip
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.regularizer import L1Decay, L2Decay
+from fleet.strategies._shared.muon import MuonRule
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies.lamb import LambAdam
 
@@ -37,14 +39,12 @@ __all__ = [
     "Adamax",
     "Lamb",
     "Momentum",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSProp",
     "Rprop",
 ]
-
-Decay = float | L1Decay | L2Decay | None
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | None
 
 
 def SGD(
@@ -285,6 +285,59 @@ def Lamb(
     return LambAdam(adam, "lamb", unused, None, decay=lamb_weight_decay)
 
 
+def Muon(
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+    lr: float = 0.02,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    weight_decay: float = 0.0,
+    *,
+    adamw_lr: float = 3e-4,
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-10,
+    adamw_weight_decay: float = 0.0,
+    ns_dtype: torch.dtype = torch.bfloat16,
+    grad_clip: GradientClip | None = None,
+) -> Optimizer:
+    """Returns Muon for matrices and AdamW for everything else, in one optimizer; equal on every mesh.
+
+    It is meant for the hidden weights of a model. Embeddings and the last layer are matrices too and train better with
+    AdamW, so give them in a group of their own with ``"use_muon": False``. With sharding stage 1 an update needs no
+    further exchange; a weight that is divided over ``mp`` is gathered for it.
+
+    Source: Keller Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/; as ``torch.optim.Muon``.
+
+    Args:
+        parameters: parameters, or groups in torch's form, with ``use_muon`` for Muon or AdamW; without it, parameters
+            of two dims take Muon. A group may set ``lr``, ``weight_decay`` and its rule's other settings.
+        lr: learning rate of Muon.
+        momentum: momentum of Muon.
+        nesterov: look one step ahead.
+        ns_steps: Newton-Schulz iterations.
+        weight_decay: decoupled decay of Muon.
+        adamw_lr: learning rate of AdamW.
+        adamw_betas: its betas.
+        adamw_eps: its epsilon.
+        adamw_weight_decay: its decay.
+        ns_dtype: what the iterations compute in.
+        grad_clip: clips before each update.
+
+    Example:
+        >>> head = {"params": model.head.parameters(), "use_muon": False}
+        >>> optimizer = fleet.optimizer.Muon([{"params": model.blocks.parameters()}, head], lr=0.02)
+    """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("adamw_lr", adamw_lr), ("momentum", momentum)):
+        if not number(name, value) >= 0 or (name == "momentum" and value >= 1):
+            rule = "at least 0 and below 1" if name == "momentum" else "at least 0"
+            raise ConfigError(f"Muon({name}={value!r}): it must be {rule}.")
+    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
+        raise ConfigError(f"Muon(ns_steps={ns_steps!r}): it must be an integer of at least 1.")
+    muon = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "weight_decay": weight_decay}
+    adamw = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
+    return with_steps_before(MuonRule(muon_groups(parameters), muon, adamw, ns_dtype), grad_clip)
+
+
 # ---- rules that torch does not have ----------------------------------------------------------------------------------
 
 
@@ -440,78 +493,3 @@ def _zeros(state: dict[str, Any], key: str, parameter: Tensor) -> Tensor:
     if key not in state:
         state[key] = torch.zeros_like(parameter)
     return cast(Tensor, state[key])
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def checked(
-    learning_rate: object, parameters: Parameters, weight_decay: Decay, grad_clip: object, **off: bool
-) -> list[dict[str, Any]]:
-    """Returns groups in torch's form: a rate and an L2 decay each, and under ``l1_decay`` an L1 decay.
-
-    Raises ConfigError for arguments that torch does not take, or takes with a different meaning.
-    """
-    rate = _number("learning_rate", learning_rate)
-    if parameters is None:
-        raise ConfigError("parameters is None; pass model.parameters().")
-    if grad_clip is not None and not isinstance(grad_clip, GradientClip):
-        raise ConfigError(f"grad_clip is {grad_clip!r}; it takes fleet.ClipGradByGlobalNorm(...) or its siblings.")
-    for name, value in off.items():
-        if value:
-            raise UnsupportedOptionError(f"{name}=True is not supported; strategy.amp brings master weights.")
-    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not given:
-        raise ConfigError("parameters is empty; pass model.parameters() of a model that has parameters.")
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    return [_group(group, rate, weight_decay) for group in groups]
-
-
-def _group(group: dict[str, Any], rate: float, weight_decay: Decay) -> dict[str, Any]:
-    """Converts one group from Paddle's form to torch's."""
-    if unknown := set(group) - {"params", "learning_rate", "weight_decay"}:
-        raise ConfigError(
-            f"A parameter group has {sorted(unknown)}; it takes 'params', 'learning_rate' (a factor on the "
-            "optimizer's) and 'weight_decay'. Use an optimizer from torch.optim for other settings by group."
-        )
-    if "params" not in group:
-        raise ConfigError(f"A parameter group has {sorted(group)} and no 'params'.")
-    decay = group.get("weight_decay", weight_decay)
-    if decay is not None and not isinstance(decay, L1Decay | L2Decay):
-        decay = L2Decay(_number("weight_decay", decay, "a number, L1Decay or L2Decay"))
-    made = {"params": group["params"], "weight_decay": float(decay.coeff) if isinstance(decay, L2Decay) else 0.0}
-    if isinstance(decay, L1Decay):
-        made["l1_decay"] = float(decay.coeff)
-    if "learning_rate" in group:
-        made["lr_factor"] = _number("learning_rate of a group", group["learning_rate"])
-        made["lr"] = rate * made["lr_factor"]
-    return made
-
-
-def _number(name: str, value: object, takes: str = "a number") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        schedule = (
-            " A schedule wraps the optimizer: torch.optim.lr_scheduler.StepLR(optimizer, ...)."
-            if name == "learning_rate"
-            else ""
-        )
-        raise ConfigError(f"{name} is {value!r}; it takes {takes}.{schedule}")
-    return float(value)
-
-
-def with_steps_before(optimizer: Optimizer, grad_clip: GradientClip | None) -> Optimizer:
-    """Returns ``optimizer``, which now clips and adds L1 decay before each update."""
-    if grad_clip is None and not any(group.get("l1_decay") for group in optimizer.param_groups):
-        return optimizer
-
-    @torch.no_grad()
-    def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
-        if grad_clip is not None:
-            grad_clip.clip([p.grad for group in stepping.param_groups for p in group["params"] if p.grad is not None])
-        for group in stepping.param_groups:
-            for p in group["params"] if group.get("l1_decay") else ():
-                if p.grad is not None:
-                    p.grad.add_(p.sign(), alpha=group["l1_decay"])
-
-    optimizer.register_step_pre_hook(before_step)
-    return optimizer

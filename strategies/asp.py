@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from fleet.errors import CheckpointError, ConfigError, did_you_mean
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Workers
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
@@ -52,6 +53,10 @@ class Asp(Strategy):
     after = ("build_strategy", "lars", "lamb")  # masks what the final rule has written
     in_ps_job = True
     in_place = True
+    conflicts = {
+        "tensor_parallel": "the weights that stay are chosen in whole layers, and these workers hold parts of some",
+        "pipeline": "asp looks for the layers that it can make sparse in a whole model, and a stage holds some of them",
+    }
     model_effect = "sets two of every four weights of large linear and convolution layers to zero at the first forward"
     optimizer_effect = "sets the masked weights back to zero after each update"
     guide = Guide(
@@ -138,7 +143,7 @@ class Masks:
             return
         # Also where a loaded state has set them: whatever each worker loaded, all go on with the same ones.
         chosen = [self._dropped[w] if w in self._dropped else smaller_two_of_four(local_part(w)) for w in waiting]
-        group = self._session.process_group
+        group = self._session.axes.group(*COPY_AXES)
         if group is not None and self._session.collective:
             whole = [place for place, w in enumerate(waiting) if local_part(w) is w]
             sent = [chosen[place].to(torch.uint8) for place in whole]

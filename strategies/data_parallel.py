@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, JobKind, Stage, Workers, top_level
 from fleet.strategies._shared.axes import COPY_AXES
+from fleet.strategies._shared.experts import expert_names, is_expert
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 from fleet.strategies._shared.passes import Passes, passes_of
 
@@ -84,6 +85,8 @@ class DataParallelJob(JobKind):
         copies = self.session.axes.group(*COPY_AXES)
         if copies is None or not any(_can_train(p) for p in model.parameters()):
             return model  # nothing to exchange, or nobody to exchange with
+        # They are exchanged by the layer that holds them, see [Note: Who holds what].
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(model))
         session, parameters = self.session, {id(p) for p in model.parameters()}
         sharing = [other for other in self._wrapped if not parameters.isdisjoint(map(id, other.parameters()))]
         for other in sharing:
@@ -166,7 +169,8 @@ def wrap_data_parallel(
         if not fuse:
             made["bucket_cap_mb"] = 1 / _MIB  # one byte: every parameter fills a bucket
         elif "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
-            sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+            trained = [p for p in model.parameters() if p.requires_grad and not is_expert(p)]
+            sizes = [p.numel() * p.element_size() for p in trained]
             made["bucket_cap_mb_list"] = plan_bucket_caps_MiB(sizes, bucket_MiB, last_bucket_MiB)
         else:
             made["bucket_cap_mb"] = bucket_MiB
@@ -181,17 +185,17 @@ def wrap_data_parallel(
 
 
 def _can_train(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
+    return (parameter.is_floating_point() or parameter.is_complex()) and not is_expert(parameter)
 
 
 def _trained(model: nn.Module) -> list[int]:
-    return [id(p) for p in model.parameters() if p.requires_grad]
+    return [id(p) for p in model.parameters() if p.requires_grad and not is_expert(p)]
 
 
 @contextmanager
 def _one_that_trains(model: nn.Module) -> Iterator[None]:
     """Unfreezes a parameter of a frozen ``model`` for a moment: DistributedDataParallel refuses a model without one."""
-    frozen = not any(p.requires_grad for p in model.parameters())
+    frozen = not _trained(model)
     first = next(p for p in model.parameters() if _can_train(p))
     first.requires_grad_(first.requires_grad or frozen)
     try:

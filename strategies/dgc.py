@@ -17,6 +17,7 @@ from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._shared.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
+from fleet.strategies._shared.local_training import problem_of_sequences
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, shared_by_two, users_step_hooks
 from fleet.strategies._shared.passes import passes_of
 
@@ -63,6 +64,11 @@ class Dgc(Strategy):
         check_momentum(self.name, optimizer)
         check_settings_off(self.name, optimizer, "dampening", "maximize")
         check_hooks(optimizer)
+
+    @classmethod
+    def problem(cls, options: Values, world_size: int) -> str | None:
+        """Returns the reason when workers hold parts of one sequence."""
+        return problem_of_sequences(cls.name, options)
 
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,15 +106,48 @@ class HybridSettings(Config):
                 f"Set one of them."
             )
         option, degrees = asked_degrees(options)
+        reason = _problem_of_overlap(options, world_size)
+        if reason is not None:
+            return reason
         try:
             planned = plan_degrees(option, degrees, world_size)
         except ConfigError as error:
             return str(error) if option == "hybrid_configs" else None  # 'sharding' is on and says it
-        try:
-            plan_experts(options, planned)
-        except ConfigError as error:
-            return str(error)
-        return None
+        return _problem_of_experts(options, planned)
+
+
+def _problem_of_experts(options: Any, planned: Mapping[str, int]) -> str | None:
+    """Returns the reason when the expert grid does not fit, or an option takes every worker to hold every parameter."""
+    try:
+        plan_experts(options, planned)
+    except ConfigError as error:
+        return str(error)
+    ep = options["hybrid_configs"].ep_degree
+    others = ("localsgd", "adaptive_localsgd", "dgc")
+    if ep > 1 and (on := [name for name in others if options[name]]):
+        return (
+            f"hybrid_configs['ep_degree'] is {ep} and {on[0]!r} is on, which exchanges whole models among workers that "
+            f"hold different experts. Turn {on[0]} off, or set ep_degree to 1."
+        )
+    return None
+
+
+def _problem_of_overlap(options: Any, world_size: int) -> str | None:
+    """Returns the reason when the exchange of a pipeline is to overlap, and there is no pipeline or no exchange."""
+    config: HybridPpConfig = options["hybrid_configs"].pp_configs
+    on = {"dp": config.dp_comm_overlap, "sharding": config.sharding_comm_overlap}
+    try:
+        degrees = plan_degrees(*asked_degrees(options), world_size)
+    except ConfigError:
+        return None  # said elsewhere
+    for axis in (axis for axis, is_on in on.items() if is_on):
+        low = next((name for name in ("pp", axis) if degrees[name] == 1), None)
+        if low is not None:
+            return (
+                f"hybrid_configs['pp_configs']['{axis}_comm_overlap'] is True and {low}_degree is 1; it hides the "
+                f"exchange over {axis} behind the last micro-batch of a pipeline. Turn it off, or raise {low}_degree."
+            )
+    return None
 
 
 def check_order(label: str, order: tuple[str, ...]) -> None:

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_adam, check_settings_off
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.norm import norms
 from fleet.strategies._shared.parts import local
-from fleet.strategies._shared.update_rule import RuleWrapper, norms
+from fleet.strategies._shared.update_rule import RuleWrapper
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,10 @@ class Qat(Strategy):
     stage = Stage.MODULE
     Config = QatConfig
     after = ("tensor_parallel",)
+    conflicts = {
+        "tensor_parallel": "a scale is taken from a whole row of a weight, and these workers hold parts of rows",
+        "pipeline": "qat looks for the layers that it rounds in a whole model, and a stage holds some of them",
+    }
     model_effect = "rounds weights and activations of nn.Linear in the forward pass"
     guide = Guide(
         when="The model will be served with integer weights, and rounding it after training costs too much accuracy.",

@@ -10,8 +10,9 @@ from torch import nn
 
 from fleet.errors import ConfigError, did_you_mean
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._shared.segments import norm_modules, run_segment
+from fleet.strategies._shared.stages import on_some_stage
 
 _NO_TUNER = "it belongs to Paddle's automatic parallelism, which has no counterpart here"
 
@@ -76,7 +77,7 @@ class Recompute(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when a name or pattern in ``checkpoints`` fits no module."""
-        find_modules(model, self.config.checkpoints)
+        check_patterns(model, self.config.checkpoints, self.session)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; the named modules compute their activations again in backward."""
@@ -103,13 +104,16 @@ class RecomputedForward:
 
 
 def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
-    """Returns the modules that ``patterns`` name, each once, in the order of ``model.named_modules()``.
-
-    Raises ConfigError for a pattern that fits nothing, with the nearest names.
-    """
+    """Returns the modules that ``patterns`` name, each once, in the order of ``model.named_modules()``."""
     modules = {name: module for name, module in model.named_modules() if name}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in modules):
+    return [m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def check_patterns(model: nn.Module, patterns: tuple[str, ...], session: Workers) -> None:
+    """Raises ConfigError for one of ``patterns`` that fits no module of any stage, with the nearest names."""
+    modules = [name for name, _ in model.named_modules() if name]
+    fits = on_some_stage([any(fnmatchcase(name, pattern) for name in modules) for pattern in patterns], session)
+    for pattern, fitting in zip(patterns, fits, strict=True):
+        if not fitting:
             near = did_you_mean(pattern, modules) or f" Modules: {', '.join(list(modules)[:12])}."
             raise ConfigError(f"recompute_configs['checkpoints'] has {pattern!r}, which names no module.{near}")
-    return [m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]

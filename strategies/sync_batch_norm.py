@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.axes import COPY_AXES
 
 
 class SyncBatchNorm(Strategy):
@@ -37,7 +38,8 @@ class SyncBatchNorm(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with every batch norm replaced; parameters and buffers are the same objects."""
-        group = self.session.process_group
+        # Workers along mp and pp see the same rows: theirs must not be counted again.
+        group = self.session.axes.group(*COPY_AXES)
         if group is None:
             return model
         if group == dist.group.WORLD:
@@ -50,7 +52,11 @@ class SyncBatchNorm(Strategy):
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Raises ConfigError for a new batch norm, which is not replaced."""
         plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        if added and self.session.process_group is not None and any(isinstance(m, plain) for m in model.modules()):
+        if (
+            added
+            and self.session.axes.group(*COPY_AXES) is not None
+            and any(isinstance(m, plain) for m in model.modules())
+        ):
             raise ConfigError(
                 f"{next(iter(added))!r} was added to the model after distributed_model(), and sync_batch_norm replaced "
                 "the batch norms that were there then. Complete the model first, then call distributed_model()."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, top_level
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 
 
@@ -61,23 +64,34 @@ class UseHierarchicalAllreduce(Strategy):
         """Returns ``model`` with its exchange on two levels; every worker must call this."""
         size = self.session.options["hierarchical_allreduce_inter_nranks"]
         size = size if size > 1 else self.session.local_world_size
+        axes = self.session.axes
         if data_parallel_in(model) is not None and 1 < size < self.session.world_size:
-            levels = TwoLevels(self.session.global_rank, self.session.world_size, size)
+            levels = TwoLevels(axes.ranks(*COPY_AXES), axes.all_ranks(*COPY_AXES), size)
             exchange_of(model).change(sum=levels.sum)
         return model
 
 
 class TwoLevels:
-    """The process groups of both levels: neighbours, and the first of each group of neighbours (the leaders)."""
+    """The process groups of both levels: neighbours, and the first of each group of neighbours (the leaders).
 
-    def __init__(self, global_rank: int, world_size: int, size: int) -> None:
-        starts = range(0, world_size, size)
-        self._leader = global_rank - global_rank % size
-        # Every process takes part in making every group, in the same order.
-        inner = [dist.new_group(list(range(start, start + size))) for start in starts]
-        self._between: Any = dist.new_group(list(starts))
-        self._inside: Any = inner[global_rank // size]
-        self._leads = global_rank == self._leader
+    Args:
+        ranks: the workers that exchange with this one.
+        all_ranks: those of every worker; all make all groups, in the same order.
+        size: ranks from one multiple of ``size`` to the next are neighbours.
+    """
+
+    def __init__(self, ranks: Sequence[int], all_ranks: Sequence[Sequence[int]], size: int) -> None:
+        rank = dist.get_rank()
+        self._inside: Any = None
+        self._between: Any = None
+        for exchanging in all_ranks:
+            inner = [list(near) for _, near in groupby(exchanging, lambda rank: rank // size)]
+            groups = [dist.new_group(near) for near in inner]
+            between = dist.new_group([near[0] for near in inner])
+            if exchanging == ranks:
+                place = next(place for place, near in enumerate(inner) if rank in near)
+                self._inside, self._between, self._leader = groups[place], between, inner[place][0]
+        self._leads = rank == self._leader
 
     def sum(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
         """Adds ``tensor`` up over all workers, in place: to the leader, between leaders, and back."""

@@ -27,6 +27,7 @@ from fleet.runtime.fleet_model import FleetModel, runs_inside
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.axes import COPY_AXES
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part
@@ -153,7 +154,11 @@ class TrainingChecks:
 
     def _agree_on(self, watch: ModelWatch, names: set[str]) -> None:
         """Raises ConfigError unless the same parameters train on every worker from this forward on."""
-        shapes = {name: list(watch.named[name].shape) for name in watch.named if name in names}
+        shapes = {
+            name: list(watch.named[name].shape)
+            for name in watch.named
+            if name in names and not is_expert(watch.named[name])
+        }
         found = self._gather(
             f"training with changed parameters of model {self._number(watch)}", shapes, perhaps_alone=True
         )
@@ -195,11 +200,13 @@ class TrainingChecks:
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
             first = self._peers[0]
-            if is_first and first in loaded and not watch.is_divided:  # also if the first worker of each node loaded
+            if (
+                is_first and first in loaded and not watch.is_divided and not watch.has_experts
+            ):  # also if the first worker of each node loaded
                 tensors = [*watch.model.parameters(), *watch.model.buffers()]
                 broadcast_from_rank_0(tensors, session.axes.group(*COPY_AXES))
                 session.say(f"The state that worker {first} loaded ({found[first]['place']}) is now on every worker.")
-            elif watch.is_divided or not is_first or self._differ(found):
+            elif watch.is_divided or watch.has_experts or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
         elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
             self._check_drawn(watch, sums)

@@ -14,6 +14,7 @@ from fleet.checks.roll_call import RollCall
 from fleet.checks.whereabouts import named
 from fleet.errors import ConfigError
 from fleet.options import DistributedStrategy
+from fleet.strategies._shared.experts import expert_modules, expert_names
 
 _MAX_SHOWN = 3
 
@@ -25,9 +26,12 @@ def check_options(roll_call: RollCall, call: str, options: DistributedStrategy) 
 
 def check_model(roll_call: RollCall, module: nn.Module, peers: Sequence[int]) -> None:
     """Raises ConfigError unless the workers ``peers``, and this one, have the same parameters and buffers."""
-    found = {name: f"a parameter with {_layout(p)}" for name, p in module.named_parameters()}
-    found |= {name: f"a buffer with {_layout(b)}" for name, b in module.named_buffers()}
-    found["the order of the parameters"] = "that of " + ", ".join(name for name, _ in module.named_parameters())
+    own = set(expert_names(module))  # named by their numbers, which differ between workers
+    parameters = {name: p for name, p in module.named_parameters() if name not in own}
+    found = {name: f"a parameter with {_layout(p)}" for name, p in parameters.items()}
+    found |= {name: f"a buffer with {_layout(b)}" for name, b in module.named_buffers() if name not in own}
+    found |= {f"the experts of {name}": f"{len(list(experts.children()))}" for name, experts in expert_modules(module)}
+    found["the order of the parameters"] = "that of " + ", ".join(parameters)
     _compare(roll_call, "fleet.distributed_model()", found, peers)
 
 

@@ -16,6 +16,7 @@ from fleet.checks.whereabouts import user_line
 from fleet.errors import ConfigError
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parts import is_part, local
 from fleet.strategies._shared.passes import Passes
 
@@ -70,6 +71,11 @@ class ModelWatch:
         """Whether each worker has shards of the parameters."""
         return any(is_part(p) for p in self.named.values())
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether workers hold different experts."""
+        return any(is_expert(p) for p in self.named.values())
+
     def note_parameters(self, registered: int) -> None:
         """Records the current parameters; ``registered`` counts what modules have registered so far."""
         self.registered = registered
@@ -105,7 +111,8 @@ class ModelWatch:
 
     def sums(self) -> dict[str, int]:
         """Returns a checksum of each parameter, and of a sharded one where all workers have shards of one size."""
-        return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
+        held = {name: p for name, p in self.named.items() if not is_expert(p)}
+        return checksums({name: p for name, p in held.items() if not is_part(p) or _is_even(p)})
 
     def varying(self) -> list[str]:
         """Returns the parameters whose shards have one size on all workers and are not constant on this one."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_PIPELINE = "fleet.strategies.pipeline"
 _TENSOR = "fleet.strategies.tensor_parallel"
 _SEGMENT = "fleet.meta_parallel.segment_parallel"
 _HOMES = {
@@ -32,6 +33,12 @@ _HOMES = {
     "sequence_positions": _SEGMENT,
     "split_inputs_sequence_dim": _SEGMENT,
     "split_inputs_sequence_dim_load_balance": "fleet.meta_parallel.context_parallel",
+    "LayerDesc": f"{_PIPELINE}.descriptions",
+    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
+    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
+    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
+    "PipelineParallel": "fleet.runtime.pipeline_model",
+    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
 }
 
 __all__ = sorted(_HOMES)

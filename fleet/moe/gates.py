@@ -86,7 +86,9 @@ class NaiveGate(BaseGate):
     def __init__(self, d_model: int, num_expert: int, world_size: int, topk: int = 2) -> None:
         super().__init__(num_expert, world_size)
         if not 1 <= topk <= self.tot_expert:
-            raise ConfigError(f"{type(self).__name__}(topk={topk!r}): there are {self.tot_expert} experts to choose from.")
+            raise ConfigError(
+                f"{type(self).__name__}(topk={topk!r}): there are {self.tot_expert} experts to choose from."
+            )
         self.gate, self.top_k = nn.Linear(d_model, self.tot_expert), topk
 
     def forward(self, inp: Tensor, return_all_scores: bool = False) -> Any:
@@ -121,7 +123,9 @@ class GShardGate(NaiveGate):
         group: Any = None,
     ) -> None:
         if topk != 2:
-            raise ConfigError(f"GShardGate(topk={topk!r}): gshard sends each token to 2 experts. Set 2, or use NaiveGate.")
+            raise ConfigError(
+                f"GShardGate(topk={topk!r}): gshard sends each token to 2 experts. Set 2, or use NaiveGate."
+            )
         super().__init__(d_model, num_expert, world_size, topk)
         self.capacity, self.random_routing = capacity, random_routing
 
@@ -165,7 +169,9 @@ class SwitchGate(NaiveGate):
         group: Any = None,
     ) -> None:
         if topk != 1:
-            raise ConfigError(f"SwitchGate(topk={topk!r}): switch sends each token to 1 expert. Set 1, or use NaiveGate.")
+            raise ConfigError(
+                f"SwitchGate(topk={topk!r}): switch sends each token to 1 expert. Set 1, or use NaiveGate."
+            )
         super().__init__(d_model, num_expert, world_size, topk)
         self.switch_eps, self.capacity = switch_eps, capacity
 

@@ -28,11 +28,17 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.pipeline_model import PipelineModel
 from fleet.runtime.util import UtilBase
+from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
-from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
+from fleet.strategies._shared import norm
+from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
+from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
+from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
+from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +81,7 @@ class Session:
     _roll_call: RollCall | None = None
     _uncaught: UncaughtErrors | None = None
     _checked: bool = False
+    _norms: norm.MeshNorm | None = None
 
     def __post_init__(self) -> None:
         if self.roll_call is not None:
@@ -121,6 +128,14 @@ class Session:
     def parameters(self) -> Iterator[torch.Tensor]:
         """Returns the parameters of all wrapped models."""
         return (parameter for model in self.models for parameter in model.parameters())
+
+    def parameter_sets(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Yields lists of parameters that every worker has one of: each model's, each optimizer's, each group's."""
+        for model in self.models:
+            yield list(model.parameters())
+        for optimizer in self.optimizers:
+            yield optimizer.parameters()
+            yield from (group["params"] for group in optimizer.param_groups)
 
     def has_equal_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Returns whether data parallel gives every worker the same gradients for all ``parameters``."""
@@ -245,6 +260,8 @@ class Session:
                 f"{', '.join(acting)} {_acts(acting)} in it. Use the model that it returned (parameters may "
                 "be added to it), or call fleet.init() and wrap a new module."
             )
+        mark_parts(module)
+        share_experts(module, self.axes)
         for strategy in self.strategies:
             strategy.check_model(module)
         if self.roll_call is not None:
@@ -252,7 +269,7 @@ class Session:
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
-        model = FleetModel(module, chain, self)
+        model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
         self.models.append(model)
         self.checks.watch_model(model)
         if self.health is not None:
@@ -266,6 +283,9 @@ class Session:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
         self.checks.forget_optimizer(optimizer)
+        if self.collective and self.axes.size(*MODEL_AXES) > 1:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            check_parts_of_model(optimizer, has_parts=any(layout_of(p) is not None for p in parameters))
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
         if self.record.server_endpoints:
@@ -351,6 +371,7 @@ class Session:
         for strategy in self.strategies:
             strategy.close()
         self.strategies = []
+        norm.remove(self._norms)
         if self.health is not None:
             self.health.close()
         if self.server_job is not None:
@@ -412,6 +433,10 @@ class Session:
             if self.process_group is not None:
                 self.mesh = make_mesh(self.axes, self.process_group, self.device.type)
         self.degrees = degrees
+        norm.remove(self._norms)
+        if self.process_group is not None and self.axes.size(*MODEL_AXES, "sharding", "ep") > 1:
+            self._norms = norm.MeshNorm(self)
+            norm.install(self._norms)
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` as all strategies wrap it."""

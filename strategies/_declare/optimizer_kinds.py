@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from fleet.errors import ConfigError
+
+_MATRICES = {
+    "Adafactor": "it takes means over the rows and columns of a parameter",
+    "Muon": "it orthogonalizes the update of a whole matrix",
+}
+_WHOLE_ONLY = {
+    **_MATRICES,
+    "Rprop": "it writes into single elements by their index, which torch cannot do in a part",
+    "SparseAdam": "it takes sparse gradients, and a part has dense ones",
+}
 
 
 def check_momentum(option: str, optimizer: Optimizer) -> None:
@@ -45,3 +55,35 @@ def check_adam(option: str, optimizer: Optimizer) -> None:
             f"{option} needs torch.optim.Adam, got {type(optimizer).__name__}. "
             f"Pass torch.optim.Adam(parameters, lr), or turn {option} off."
         )
+
+
+def whole_only(optimizer: Optimizer) -> tuple[str, str] | None:
+    """Returns name and reason of an optimizer of torch that cannot update DTensors, ``None`` for any other."""
+    return next(
+        ((f"torch.optim.{name}", _WHOLE_ONLY[name]) for name in _torch_kinds(optimizer) if name in _WHOLE_ONLY), None
+    )
+
+
+def check_parts_of_model(optimizer: Optimizer, *, has_parts: bool) -> None:
+    """Raises ConfigError for an optimizer that computes over whole parameters, or over all of them together.
+
+    Args:
+        optimizer: the user's, in a job whose workers hold parts of one model.
+        has_parts: whether some of its parameters are divided themselves.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "torch.optim.LBFGS keeps one history over all parameters, and with mp_degree or pp_degree above 1 a worker "
+            "holds some of them. Use an optimizer that updates each parameter by itself."
+        )
+    name = next((name for name in _torch_kinds(optimizer) if name in _MATRICES), None)
+    if has_parts and name is not None:
+        instead = "fleet.optimizer.Muon, which gathers what it needs" if name == "Muon" else "AdamW"
+        raise ConfigError(
+            f"torch.optim.{name} needs whole parameters: {_MATRICES[name]}. With mp_degree above 1 a worker holds "
+            f"parts of some, and the result would be another one. Use {instead}."
+        )
+
+
+def _torch_kinds(optimizer: Optimizer) -> list[str]:
+    return [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")]

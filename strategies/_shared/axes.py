@@ -37,6 +37,7 @@ _FUSED = (
     ("dp", "sep"),
     ("cp", "mp"),
     ("sep", "cp"),
+    ("dp", "sep", "cp"),
 )
 
 

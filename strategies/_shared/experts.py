@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from fleet.strategies._shared.axes import Axes
 
 _ON_PARAMETER = "fleet_expert"
 _ON_MODULE = "fleet_experts"
@@ -42,3 +45,11 @@ def expert_names(module: nn.Module) -> list[str]:
         for prefix, submodule in expert_modules(module)
         for name, _ in (*submodule.named_parameters(), *submodule.named_buffers())
     ]
+
+
+def share_experts(module: nn.Module, axes: Axes) -> None:
+    """Marks the experts in ``module`` and gives the workers that hold the same ones the values of the first of them."""
+    held = [t for _, experts in expert_modules(module) for t in (*experts.parameters(), *experts.buffers())]
+    group = axes.group("moe_sharding")
+    for tensor in held if group is not None else ():
+        dist.broadcast(tensor.detach(), group=group, group_src=0)

@@ -30,6 +30,19 @@ def local_training_notes(option: str, options: Values, world_size: int) -> tuple
     )
 
 
+def problem_of_sequences(option: str, options: Values) -> str | None:
+    """Returns the reason why ``option`` cannot run where workers hold other tokens of the same rows."""
+    for axis in ("sep", "cp"):
+        degree = getattr(options["hybrid_configs"], f"{axis}_degree")
+        if degree > 1:
+            return (
+                f"{option!r} is on and hybrid_configs['{axis}_degree'] is {degree}: these workers hold other tokens of "
+                f"the same rows, and {option} would train on a part of a sequence as if it were a whole one. Turn "
+                f"{option} off, or set {axis}_degree to 1."
+            )
+    return None
+
+
 def start_from_rank_0(model: nn.Module, session: Workers) -> None:
     """Makes parameters and buffers of ``model`` equal rank 0's."""
     if session.process_group is not None:
@@ -48,6 +61,11 @@ class TrainsLocally(Strategy):
         "lamb": "workers that train by themselves need torch.optim.SGD, and lamb works on Adam",
     }
     model_effect = "starts from rank 0's parameters and exchanges no gradients"
+
+    @classmethod
+    def problem(cls, options: Values, world_size: int) -> str | None:
+        """Returns the reason when workers hold parts of one sequence."""
+        return problem_of_sequences(cls.name, options)
 
     @classmethod
     def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:

@@ -76,6 +76,19 @@ def sub_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=axes)
 
 
+def copies_mesh(mesh: DeviceMesh, axes: Axes) -> DeviceMesh:
+    """Returns the mesh of the workers that hold the same part of a model: 'sharding', and its copies before it."""
+    others = ("dp", "sep", "cp")
+    real = tuple(axis for axis in others if axes.size(axis) > 1)
+    if len(real) < 2:
+        return sub_mesh(mesh, (*real, "sharding"))
+    degree, peers = axes.size("sharding"), axes.ranks(*others, "sharding")
+    columns = [[rank for rank in peers if axes.coordinate(rank)["sharding"] == at] for at in range(degree)]
+    ranks = torch.tensor(columns, dtype=torch.int).T.contiguous()
+    groups: list[Any] = [axes.group(*others), axes.group("sharding")]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("copies", "sharding"))
+
+
 def _product(degrees: Mapping[str, int]) -> int:
     total = 1
     for degree in degrees.values():

@@ -58,10 +58,19 @@ class Layout:
 
 def set_layout(module: nn.Module, name: str, layout: Layout) -> None:
     """Records that the parameter ``name`` of ``module`` itself is a part; Fleet's attributes say so too."""
-    parameter = module.get_parameter(name)
+    _mark(module.get_parameter(name), layout)
+    module.__dict__.setdefault(_ON_MODULE, {})[name] = layout
+
+
+def mark_parts(module: nn.Module) -> None:
+    """Puts the layouts that ``module`` has by name on its parameters again, which a deep copy leaves bare."""
+    for name, layout in layouts_in(module).items():
+        _mark(module.get_parameter(name), layout)
+
+
+def _mark(parameter: Tensor, layout: Layout) -> None:
     parameter.__dict__[_ON_PARAMETER] = layout
     parameter.__dict__.update(is_distributed=True, split_axis=layout.dim)
-    module.__dict__.setdefault(_ON_MODULE, {})[name] = layout
 
 
 def layout_of(parameter: Tensor) -> Layout | None:

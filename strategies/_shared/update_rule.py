@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.strategy import Workers
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
-from fleet.strategies._shared.parts import has_parts, sums_over_parts
 
 
 class RuleWrapper(OptimizerWrapper):
@@ -58,7 +57,7 @@ class RuleWrapper(OptimizerWrapper):
         """Updates ``parameters`` in place with ``gradients``; ``group`` holds the hyper-parameters.
 
         With sharding both are parts: work on :func:`~fleet.strategies._shared.parts.local` of them, and take norms by
-        :func:`norms`, which are those of the whole.
+        :func:`~fleet.strategies._shared.norm.norms`, which are those of the whole, over mp too.
         """
         raise NotImplementedError
 
@@ -82,17 +81,3 @@ class RuleWrapper(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_session": None, "_is_excluded": None, "_excluded": {}}
-
-
-def norms(tensors: list[Tensor], owners: Sequence[Tensor] = ()) -> Tensor:
-    """Returns the Euclidean norm of each tensor in float32, shape [number of tensors].
-
-    Args:
-        tensors: whole tensors, or this worker's parts.
-        owners: the parameter that each tensor belongs to; where it is divided among workers, the norm is that of the
-            whole, and every worker that shares it makes the call.
-    """
-    if not tensors:
-        return torch.zeros(0)
-    found = torch.stack(torch._foreach_norm([t.float() if t.dtype != torch.float32 else t for t in tensors]))
-    return sums_over_parts(found.square(), owners).sqrt() if has_parts(list(owners)) else found

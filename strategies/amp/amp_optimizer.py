@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.strategy import Workers
+from fleet.strategies._shared.axes import MODEL_AXES
+from fleet.strategies._shared.norm import any_nonfinite, everywhere
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.parts import local
 from fleet.strategies.amp.loss_scale import LossScale
 
 
@@ -49,7 +49,7 @@ class AmpOptimizer(OptimizerWrapper):
 
     def note_backward(self) -> None:
         """Looks at the gradients, without waiting for the answer."""
-        self._non_finite = non_finite(self.parameters(), self._session.device)
+        self._non_finite = any_nonfinite(self.parameters(), self._session.device)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters, or skips the update; returns the closure's loss."""
@@ -155,31 +155,15 @@ class AmpOptimizer(OptimizerWrapper):
         return {**super().__getstate__(), "_session": None, "_non_finite": None, "_all": []}
 
 
-@torch.no_grad()
-def non_finite(parameters: list[Any], device: torch.device) -> Tensor:
-    """Returns 1.0 when a gradient holds an inf or nan, otherwise 0.0, as a float32 tensor on ``device``."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = local(parameter.grad)
-            values = gradient._values() if gradient.is_sparse else gradient
-            if values.numel():
-                kinds.setdefault((values.device, values.dtype), []).append(values)
-    # The largest magnitude is not finite exactly when an element is not; unlike a sum of squares it cannot overflow.
-    largest = [torch.stack(torch._foreach_norm(same, float("inf"))).max().float() for same in kinds.values()]
-    if not largest:
-        return torch.zeros((), device=device)
-    ends = [value.to(device, non_blocking=True) for value in largest]
-    return torch.stack(ends).isfinite().all().logical_not().float()
-
-
 def agreed(found: Tensor, parameters: list[Any], session: Workers) -> Tensor:
     """Returns whether any worker has found an inf or nan.
 
     Data parallel has added every worker's gradients to every other's, so an inf or nan of one is in all of them, and
-    no message is needed; where gradients differ between workers the answers are compared.
+    no message is needed; where gradients differ between workers, as those of parts of a model do, all answers are
+    compared.
     """
-    if session.process_group is None or not session.collective or session.has_equal_gradients(parameters):
+    if session.process_group is None or not session.collective:
         return found
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=session.process_group)
-    return found
+    if session.axes.size(*MODEL_AXES) == 1 and session.has_equal_gradients(parameters):
+        return found
+    return everywhere(found, session.process_group)

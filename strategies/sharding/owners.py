@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
+from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place
 from fleet.strategies.sharding.units import check_apart
@@ -84,8 +86,10 @@ class PartitionedOptimizer(OptimizerWrapper):
         for parameter, _ in hidden:
             parameter.grad = None
         self._move_state(to_host=False)
+        mesh = of_mesh()
         try:
-            super().step()
+            with nullcontext() if mesh is None else mesh.only_owned():  # an optimizer that clips inside its step()
+                super().step()
         finally:
             self._move_state(to_host=True)
             for parameter, gradient in hidden:

@@ -9,14 +9,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fleet.errors import ConfigError
+from fleet.strategies._declare.optimizer_kinds import whole_only
+from fleet.strategies._shared.muon import MuonRule
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part, optimizer_state_like, part_like
-
-_WHOLE_ONLY: dict[str, str] = {
-    "Adafactor": "it takes means over the rows and columns of a parameter",
-    "Rprop": "it writes into single elements by their index, which torch cannot do in a part",
-    "SparseAdam": "it takes sparse gradients, and a part has dense ones",
-}
 
 
 def check_any_stage(optimizer: Optimizer) -> None:
@@ -30,13 +26,14 @@ def check_any_stage(optimizer: Optimizer) -> None:
 
 def check_divided(optimizer: Optimizer) -> None:
     """Raises ConfigError when ``optimizer`` needs whole parameters, which stages 2 and 3 do not keep."""
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("torch.optim") and kind.__name__ in _WHOLE_ONLY:
-            raise ConfigError(
-                f"sharding stages 2 and 3 divide each parameter, and torch.optim.{kind.__name__} needs it whole: "
-                f"{_WHOLE_ONLY[kind.__name__]}. Set sharding_configs['stage'] to 1, which gives whole parameters to "
-                "workers, or use another optimizer."
-            )
+    found = whole_only(optimizer)
+    if found is None and isinstance(optimizer, MuonRule):
+        found = "fleet.optimizer.Muon", "it orthogonalizes the update of a whole matrix"
+    if found is not None:
+        raise ConfigError(
+            f"sharding stages 2 and 3 divide each parameter, and {found[0]} needs it whole: {found[1]}. Set "
+            "sharding_configs['stage'] to 1, which gives whole parameters to workers, or use another optimizer."
+        )
 
 
 class ShardedOptimizer(OptimizerWrapper):

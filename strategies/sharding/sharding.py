@@ -14,9 +14,10 @@ from fleet.errors import ConfigError
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.gradient_exchange import data_parallel_in
 from fleet.strategies._shared.merging import MergingOptimizer, Window, merge_passes
-from fleet.strategies._shared.mesh import plan_axes, sub_mesh
+from fleet.strategies._shared.mesh import copies_mesh, plan_axes
 from fleet.strategies._shared.passes import Passes, passes_of
 from fleet.strategies.sharding.exchange_batches import Batches, CountingOptimizer, ModelBatches
 from fleet.strategies.sharding.owners import PartitionedOptimizer
@@ -132,7 +133,7 @@ class Sharding(Strategy):
 
         When only ``hybrid_configs`` asks for sharding, its own check of the degrees applies.
         """
-        reason = _problem_of_settings(options)
+        reason = _problem_of_settings(options) or _problem_of_stages(options)
         if reason is not None:
             return reason
         config: ShardingConfig = options["sharding_configs"]
@@ -339,14 +340,13 @@ class Sharding(Strategy):
 
         session, mesh = self.session, self._mesh
         average = session.options["gradient_scale_configs"].scale_strategy == "avg"
-        merged = self._per_update
-        divisor = float((session.axes.data_replicas if average else 1) * merged)
-        axes = ("dp", "sharding") if "dp" in (mesh.mesh_dim_names or ()) else ("sharding",)
+        replicas, merged = session.axes.data_replicas, self._per_update
+        plain = average and merged == 1 and replicas == session.axes.size(*COPY_AXES)
         return Division(
-            mesh=sub_mesh(mesh, axes),
-            process_group=session.process_group,
+            mesh=copies_mesh(mesh, session.axes),
+            process_group=session.axes.group(*COPY_AXES),
             reshard_after_forward=self.zero_stage == 3,
-            divisor=None if average and merged == 1 else divisor,
+            divisor=None if plain else float((replicas if average else 1) * merged),
             sum_first=self._sum_first,
             offload=self.config.optimize_offload,
             find_unused=session.options["find_unused_parameters"],
@@ -413,6 +413,24 @@ def _problem_of_settings(options: Values) -> str | None:
             "second backward passes before one step(). Set one of them."
         )
     return None
+
+
+def _problem_of_stages(options: Values) -> str | None:
+    """Returns the reason when parts would be gathered and reduced for every micro-batch of a pipeline."""
+    stage, ep = stage_of(options), options["hybrid_configs"].ep_degree
+    if stage > 1 and ep > 1:
+        return (
+            f"sharding_configs['stage'] is {stage} and hybrid_configs['ep_degree'] is {ep}: stages 2 and 3 divide every "
+            "parameter among all workers of the sharding axis, and each expert is on some of them only. Set "
+            "sharding_configs['stage'] to 1, which divides the optimizer state, or ep_degree to 1."
+        )
+    if stage == 1 or asked_degrees(options)[1]["pp"] == 1:
+        return None
+    return (
+        f"sharding_configs['stage'] is {stage} and the pipeline has several stages, in which forward and backward of "
+        "different micro-batches take turns: every one of them would gather the parameters and reduce the gradients "
+        "again. Set sharding_configs['stage'] to 1, which divides the optimizer state, or pp_degree to 1."
+    )
 
 
 def _problem_of_hybrid(options: Values) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.update_rule import norms
+from fleet.strategies._shared.norm import norms
 from fleet.strategies.lamb import Lamb, LambConfig
 from fleet.strategies.lars import Lars, LarsConfig
 from tests.fleet.test_recorded_results import recorded_net, weights

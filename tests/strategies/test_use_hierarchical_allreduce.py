@@ -22,7 +22,8 @@ def hierarchical_sums(rank: int, world_size: int) -> list[float]:
     """Returns what the two levels add up, and how many groups this worker sends to."""
     from fleet.strategies.use_hierarchical_allreduce import TwoLevels
 
-    levels = TwoLevels(rank, world_size, 2)
+    everyone = tuple(range(world_size))
+    levels = TwoLevels(everyone, [everyone], 2)
     calls: list[str] = []
     for name in ("reduce", "all_reduce", "broadcast"):
         real = getattr(torch.distributed, name)

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.norm import any_nonfinite
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies.amp.amp import AmpConfig
-from fleet.strategies.amp.amp_optimizer import AmpOptimizer, agreed, non_finite
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer, agreed
 from fleet.strategies.amp.loss_scale import LossScale
 
 CPU = torch.device("cpu")
@@ -37,7 +39,7 @@ def parameters(values: list[list[float]], dtype: torch.dtype = torch.float32) ->
 )
 def test_non_finite_finds_each_inf_and_nan(values: list[list[float]], dtype: torch.dtype) -> None:
     """A.2: one element is enough, wherever it stands; empty gradients and none at all are finite."""
-    found = non_finite(parameters(values, dtype), CPU)
+    found = any_nonfinite(parameters(values, dtype), CPU)
     assert found.shape == ()
     assert bool(found) == any(not torch.tensor(row, dtype=dtype).isfinite().all() for row in values)
 
@@ -45,14 +47,14 @@ def test_non_finite_finds_each_inf_and_nan(values: list[list[float]], dtype: tor
 def test_non_finite_of_large_mixed_missing_and_sparse_gradients() -> None:
     """A.2: a norm over large gradients overflows and must not count; types and layouts may be mixed."""
     large = parameters([[3e38, 3e38]]) + parameters([[6e4]], torch.float16)
-    assert not non_finite(large, CPU)
+    assert not any_nonfinite(large, CPU)
     bad = parameters([[float("nan")]], torch.float16)
-    assert non_finite([*large, *bad], CPU)
+    assert any_nonfinite([*large, *bad], CPU)
     without = nn.Parameter(torch.zeros(2))
     sparse = nn.Parameter(torch.zeros(3))
     for value, expected in ((1.0, False), (float("inf"), True)):
         sparse.grad = torch.sparse_coo_tensor([[1]], [value], (3,), check_invariants=False)
-        assert bool(non_finite([without, sparse], CPU)) == expected
+        assert bool(any_nonfinite([without, sparse], CPU)) == expected
 
 
 def test_agreed_sends_nothing_without_need() -> None:
@@ -66,7 +68,9 @@ def test_agreed_sends_nothing_without_need() -> None:
     group = object()
     servers: Any = SimpleNamespace(process_group=group, collective=False, has_equal_gradients=refuse)
     assert agreed(found, [], servers) is found
-    equal: Any = SimpleNamespace(process_group=group, collective=True, has_equal_gradients=lambda parameters: True)
+    equal: Any = SimpleNamespace(
+        process_group=group, collective=True, axes=Axes({}, 0), has_equal_gradients=lambda parameters: True
+    )
     assert agreed(found, [], equal) is found
 
 
