@@ -29,6 +29,7 @@ LAZY = (
     "fleet.elastic",
     "fleet.layers.mpu",
     "fleet.meta_parallel",
+    "fleet.moe",
     "fleet.ps",
     "fleet.utils",
 )

@@ -74,6 +74,7 @@ _MODULES = (
     "layers",
     "meta_parallel",
     "metrics",
+    "moe",
     "optimizer",
     "options",
     "parallel",

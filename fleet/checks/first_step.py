@@ -154,11 +154,8 @@ class TrainingChecks:
 
     def _agree_on(self, watch: ModelWatch, names: set[str]) -> None:
         """Raises ConfigError unless the same parameters train on every worker from this forward on."""
-        shapes = {
-            name: list(watch.named[name].shape)
-            for name in watch.named
-            if name in names and not is_expert(watch.named[name])
-        }
+        common = {name: p for name, p in watch.named.items() if name in names and not is_expert(p)}
+        shapes = {name: list(p.shape) for name, p in common.items()}
         found = self._gather(
             f"training with changed parameters of model {self._number(watch)}", shapes, perhaps_alone=True
         )
@@ -200,13 +197,12 @@ class TrainingChecks:
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
             first = self._peers[0]
-            if (
-                is_first and first in loaded and not watch.is_divided and not watch.has_experts
-            ):  # also if the first worker of each node loaded
+            differ = watch.is_divided or watch.has_experts
+            if is_first and first in loaded and not differ:  # also if the first worker of each node loaded
                 tensors = [*watch.model.parameters(), *watch.model.buffers()]
                 broadcast_from_rank_0(tensors, session.axes.group(*COPY_AXES))
                 session.say(f"The state that worker {first} loaded ({found[first]['place']}) is now on every worker.")
-            elif watch.is_divided or watch.has_experts or not is_first or self._differ(found):
+            elif differ or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
         elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
             self._check_drawn(watch, sums)

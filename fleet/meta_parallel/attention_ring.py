@@ -14,7 +14,7 @@ worker short of home.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fleet.meta_parallel.attention_blocks import attend, attend_backward, merged
+from fleet.strategies.tensor_parallel.regions import applied
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two streams of messages between the same workers
 
@@ -32,7 +33,7 @@ def ring(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, is_causal: b
 
     Keys and values may have fewer heads. With ``is_causal`` the tokens are in the balanced order.
     """
-    return cast(Tensor, _Ring.apply(q, k, v, group, is_causal, scale))
+    return applied(_Ring, q, k, v, group, is_causal, scale)
 
 
 class _Ring(Function):
@@ -124,4 +125,5 @@ def _heads(pair: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _joined(gradient: Tensor, num_heads: int) -> Tensor:
     """Returns the gradient of heads that several query heads share."""
-    return gradient.float().unflatten(1, (num_heads, -1)).sum(2)
+    shared: Tensor = gradient.float().unflatten(1, (num_heads, -1))
+    return shared.sum(2)

@@ -82,10 +82,10 @@ def ring_attention(
             "of blocks that other workers hold. Set dropout=0 (dropout of the result works), or use sep_attention()."
         )
     check_attention(q, k, v, "ring_attention()")
-    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     if group is None:
         out = F.scaled_dot_product_attention(
-            *heads, is_causal=is_causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
         )
         return out.transpose(1, 2)
     if is_causal and q.shape[1] % 2:
@@ -93,4 +93,4 @@ def ring_attention(
             f"ring_attention() got {q.shape[1]} tokens; in the balanced order each worker holds two equal parts. "
             f"Choose sequences that divide into {2 * group.size()} parts."
         )
-    return ring(*heads, group, is_causal, q.shape[3] ** -0.5 if scale is None else scale).transpose(1, 2)
+    return ring(query, key, value, group, is_causal, q.shape[3] ** -0.5 if scale is None else scale).transpose(1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from fleet.runtime.running import running_session
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies.tensor_parallel import regions
 
-_Inputs = TypeVar("_Inputs", Tensor, "Mapping[str, Tensor]")
+_Inputs = TypeVar("_Inputs", Tensor, dict[str, Tensor])
 
 # Axes along which workers hold different tokens of the same rows.
 _SEQUENCE_AXES = ("sep", "cp")
@@ -175,9 +174,9 @@ def sep_attention(
     if group is not None:
         for x in (q, k):
             check_parts(x, 2, group.size(), "sep_attention(), whose dimension 2 is the heads", "sep_degree")
-    heads = [regions.all_to_all(x, group, 2, 1).transpose(1, 2) for x in (q, k, v)]
+    query, key, value = (regions.all_to_all(x, group, 2, 1).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        *heads, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+        query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
     )
     return regions.all_to_all(out.transpose(1, 2), group, 1, 2)
 
@@ -209,8 +208,8 @@ def check_parts(x: Tensor, dim: int, parts: int, call: str, option: str) -> None
 
 def each(inputs: _Inputs, cut: Any) -> _Inputs:
     """Returns ``cut`` of a tensor, or of every tensor of a dictionary."""
-    if isinstance(inputs, Mapping):
-        return {name: cut(tensor) for name, tensor in inputs.items()}  # type: ignore[return-value]
+    if isinstance(inputs, dict):
+        return {name: cut(tensor) for name, tensor in inputs.items()}
     found: Tensor = cut(inputs)
     return found
 

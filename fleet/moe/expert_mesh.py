@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.autograd import Function
 from fleet.errors import ConfigError
 from fleet.runtime.running import running_session
 from fleet.strategies._shared.axes import COPY_AXES
-from fleet.strategies.tensor_parallel.regions import group_of
+from fleet.strategies.tensor_parallel.regions import applied, group_of
 
 
 def expert_group() -> dist.ProcessGroup | None:
@@ -54,10 +54,10 @@ class ExpertMesh:
         mp_size = 1 if axes is None else axes.size("mp")
         if self.size > 1 and mp_size > 1 and mp_group is None:
             raise ConfigError(
-                f"MoELayer in a job with ep_degree={self.size} and mp_degree={mp_size} needs to know the tokens of the "
-                "mp workers. Pass mp_group=fleet.get_hybrid_communicate_group().get_model_parallel_group() where all of "
-                "them have the same tokens (each then takes a slice), or mp_group=False where sequence parallel has "
-                "divided the tokens already."
+                f"MoELayer in a job with ep_degree={self.size} and mp_degree={mp_size} needs to know the tokens of "
+                "the mp workers. Pass mp_group=fleet.get_hybrid_communicate_group().get_model_parallel_group() where "
+                "all of them have the same tokens (each then takes a slice), or mp_group=False where sequence parallel "
+                "has divided the tokens already."
             )
         self.slices = mp_group is not None and mp_group is not False and mp_size > 1
         self.divided = self.slices or mp_group is False
@@ -95,7 +95,8 @@ class ExpertMesh:
             assert session is not None
             if session.options["gradient_scale_configs"].scale_strategy == "avg":
                 divisor = session.axes.data_replicas
-        return list(cast("tuple[Tensor, ...]", _Shared.apply(group, divisor, *parameters)))
+        apply: Any = _Shared.apply
+        return list(apply(group, divisor, *parameters))
 
     def counts(self, own: Tensor) -> tuple[Tensor, int]:
         """Returns the counts of every worker whose tokens one process would see, in its order, and this one's place."""
@@ -117,7 +118,7 @@ class ExpertMesh:
         averaged = session.options["gradient_scale_configs"].scale_strategy == "avg"
         factor = session.axes.data_replicas if averaged else 1
         for group in self.sources:
-            total = cast(Tensor, _Sum.apply(total, group, factor))
+            total = applied(_Sum, total, group, factor)
             factor = 1
         return total
 
@@ -141,7 +142,7 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # One exchange for all of them: which experts had tokens differs between workers, and so does what is ready first.
+        # One exchange for all: which experts had tokens differs between workers, and so does what is ready first.
         found = [g / ctx.divisor for g in gradients]
         if ctx.group is not None:
             flat = torch.cat([g.float().flatten() for g in found])

@@ -1,9 +1,9 @@
 """Gates: which experts each token goes to, with which weight, and the loss that spreads the tokens evenly.
 
 [Note: As one process]
-Capacities and losses count the tokens of all workers, those that train on other rows too, so that they are what a single
-process with all the data computes, and do not change with the number of workers. An expert over its capacity keeps the
-tokens of the first workers.
+Capacities and losses count the tokens of all workers, those that train on other rows too, so that they are what a
+single process with all the data computes, and do not change with the number of workers. An expert over its capacity
+keeps the tokens of the first workers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fleet.moe.expert_mesh import ExpertMesh
 class BaseGate(nn.Module):
     """What a layer of experts asks of its gate.
 
-    ``forward`` of a subclass takes tokens ``[n, d_model]`` and returns the weights and the indices of their experts, each
-    ``[n, top_k]``; index -1 is none.
+    ``forward`` of a subclass takes tokens ``[n, d_model]`` and returns the weights and the indices of their experts,
+    each ``[n, top_k]``; index -1 is none.
 
     Args:
         num_expert: experts of each worker.

@@ -89,8 +89,8 @@ class MoELayer(nn.Module):
         wanted = [key for key in ("offload", "partition") if (recompute_ctx or {}).get(key)]
         if wanted:
             raise UnsupportedOptionError(
-                f"MoELayer(recompute_ctx={{{wanted[0]!r}: True}}) is not supported: the inputs of experts stay whole on "
-                "the device. Leave it out."
+                f"MoELayer(recompute_ctx={{{wanted[0]!r}: True}}) is not supported: the inputs of experts stay whole "
+                "on the device. Leave it out."
             )
         self._mesh = ExpertMesh(moe_group, mp_group)
         self.d_model, self.num_expert, self.world_size = d_model, len(own), self._mesh.size
@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
         sent = torch.bincount(flat[order], minlength=self.num_expert * self.world_size).view(self.world_size, -1)
         answers = self._answers(tokens[order // chosen.shape[1]], sent)
         slots = answers.new_zeros((len(flat), self.d_model)).index_copy(0, order, answers)
-        result = (slots.view(*chosen.shape, -1) * value.unsqueeze(-1)).sum(1).to(inp.dtype)
+        result = (slots.view(*chosen.shape, self.d_model) * value.unsqueeze(-1)).sum(1).to(inp.dtype)
         if self._mesh.slices:
             result = regions.gather_from(result, self._mesh.mp, 0)
         return result.view_as(inp)
@@ -134,7 +134,7 @@ class MoELayer(nn.Module):
         return found[0], found[1]
 
     def _answers(self, rows: Tensor, sent: Tensor) -> Tensor:
-        """Returns what the experts make of ``rows``, which stand by expert; ``sent`` counts them by worker and expert."""
+        """Returns what the experts make of ``rows``, which stand by expert; ``sent`` counts them by worker too."""
         group = self._mesh.group
         if group is None:
             return self._through_experts(rows, sent[0].tolist())
@@ -169,19 +169,25 @@ class MoELayer(nn.Module):
         if isinstance(gate, NaiveGate):
             if gate.tot_expert != self.num_expert * self.world_size:
                 raise ConfigError(
-                    f"MoELayer: the gate chooses among {gate.tot_expert} experts, and there are {self.num_expert} on each "
-                    f"of {self.world_size} workers. Make it with num_expert={self.num_expert}, "
+                    f"MoELayer: the gate chooses among {gate.tot_expert} experts, and there are {self.num_expert} on "
+                    f"each of {self.world_size} workers. Make it with num_expert={self.num_expert}, "
                     f"world_size={self.world_size}."
                 )
             return gate
         if gate is not None and not isinstance(gate, Mapping):
             raise TypeError(f"MoELayer(gate={gate!r}) takes a dictionary, or a gate that derives from NaiveGate.")
         asked = dict(gate or {})
-        kinds = {"gshard": GShardGate, "switch": SwitchGate, "naive": NaiveGate, None: NaiveGate}
+        kinds: dict[str | None, type[NaiveGate]] = {
+            "gshard": GShardGate,
+            "switch": SwitchGate,
+            "naive": NaiveGate,
+            None: NaiveGate,
+        }
         kind = asked.pop("type", "gshard")
         top_k = asked.pop("top_k", 1 if kind == "switch" else 2)
         if kind not in kinds or asked:
             raise ConfigError(
-                f"MoELayer(gate={dict(gate or {})!r}) takes the keys 'type' ('gshard', 'switch' or 'naive') and 'top_k'."
+                f"MoELayer(gate={dict(gate or {})!r}) takes the keys 'type' ('gshard', 'switch' or 'naive') and "
+                "'top_k'."
             )
         return kinds[kind](self.d_model, self.num_expert, self.world_size, topk=top_k)

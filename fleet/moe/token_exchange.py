@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fleet.errors import ConfigError
-from fleet.strategies.tensor_parallel.regions import group_of
+from fleet.strategies.tensor_parallel.regions import applied, group_of
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
@@ -25,7 +25,7 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     """
     if group is None:
         return rows
-    return cast(Tensor, _Exchange.apply(rows, list(sent), list(received), group))
+    return applied(_Exchange, rows, list(sent), list(received), group)
 
 
 class _Exchange(Function):
@@ -39,7 +39,7 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         # Through apply, so that it can be differentiated again.
-        return _Exchange.apply(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return applied(_Exchange, gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def global_scatter(x: Tensor, local_count: Tensor, global_count: Tensor, group: Any = None) -> Tensor:
@@ -64,7 +64,6 @@ def global_scatter(x: Tensor, local_count: Tensor, global_count: Tensor, group: 
 def global_gather(x: Tensor, local_count: Tensor, global_count: Tensor, group: Any = None) -> Tensor:
     """Returns to every worker the rows that :func:`global_scatter` took from it, with the same counts."""
     workers, sent, received = _counts(x, global_count, local_count, group, "global_gather()", swapped=True)
-    rows = torch.empty_like(x)
     rows = x[expert_order(sent).argsort()]
     return exchange_rows(rows, sent.sum(1).tolist(), received.sum(1).tolist(), workers)
 

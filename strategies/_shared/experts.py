@@ -1,8 +1,8 @@
 """Experts: parameters that only some of the workers hold, where the experts of a layer are divided over ``ep``.
 
 Their gradients are complete without data parallel (see [Note: Who holds what] of axes.py), so every exchange over
-``COPY_AXES`` leaves them out. The mark stands on the parameter, for what looks at parameters, and on the module, because
-a deep copy drops attributes of parameters.
+``COPY_AXES`` leaves them out. The mark stands on the parameter, for what looks at parameters, and on the module,
+because a deep copy drops attributes of parameters.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import nn
 
 from fleet.env import Environment
 from fleet.strategies._shared.axes import COPY_AXES, Axes
+from fleet.strategies._shared.experts import expert_names, is_expert
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.engine import Place, make_links
@@ -89,7 +90,9 @@ def make_stage(layers: StagedLayers, session: Any, streams: Streams, config: Any
     ties = Ties(layers, axes.all_ranks("pp"), axes.global_rank, axes.group("pp"), timeout_s())
     copies = axes.group(*COPY_AXES)
     if copies is not None:
-        broadcast_from_rank_0([p.data for p in layers.parameters()] + list(layers.buffers()), copies)
+        apart = set(expert_names(layers))
+        named = [*layers.named_parameters(), *layers.named_buffers()]
+        broadcast_from_rank_0([tensor.detach() for name, tensor in named if name not in apart], copies)
     ties.make_equal()
     fuses = options["fuse_all_reduce_ops"]
     averages = options["gradient_scale_configs"].scale_strategy == "avg"
@@ -119,5 +122,5 @@ def stage_of(layers: nn.Module) -> PipelineStage | None:
 def _parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
     seen: dict[nn.Parameter, None] = {}
     for module in modules:
-        seen.update(dict.fromkeys(module.parameters()))
+        seen.update(dict.fromkeys(p for p in module.parameters() if not is_expert(p)))
     return list(seen)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
 from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
@@ -55,19 +56,27 @@ class PartitionedOptimizer(OptimizerWrapper):
         group: the workers that share one copy of the state.
         buffer_bytes: bytes of parameters that are in flight at once.
         offload: keep the state in host memory between steps.
+        expert_group: the workers that hold the same experts, which share the state of those; ``None`` gives this worker
+            all of it.
     """
 
-    def __init__(self, optimizer: Optimizer, group: Any, buffer_bytes: float, offload: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer, group: Any, buffer_bytes: float, offload: bool = False, expert_group: Any = None
+    ) -> None:
         super().__init__(optimizer)
         self._group, self._buffer_bytes = group, buffer_bytes
         self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
+        self._expert_group, self._expert_rank = expert_group, 0 if expert_group is None else expert_group.rank()
         self._offload = offload
         self._owners: dict[Tensor, int] = {}
         self._assign(self.parameters())
 
     def owner(self, parameter: Tensor) -> int:
-        """Returns the rank in the group of the worker that updates ``parameter``."""
+        """Returns the rank, in the group that shares its state, of the worker that updates ``parameter``."""
         return self._owners[parameter]
+
+    def _is_own(self, parameter: Tensor) -> bool:
+        return self._owners[parameter] == (self._expert_rank if is_expert(parameter) else self._rank)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates this worker's parameters and exchanges all of them; returns the closure's loss."""
@@ -82,7 +91,7 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def _update(self) -> None:
         """Lets the optimizer inside update what this worker owns."""
-        hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and self._owners[p] != self._rank]
+        hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and not self._is_own(p)]
         for parameter, _ in hidden:
             parameter.grad = None
         self._move_state(to_host=False)
@@ -98,23 +107,29 @@ class PartitionedOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def exchange(self) -> None:
         """Gives every worker of the group the parameters as their owners have them."""
-        owned: list[list[Tensor]] = [[] for _ in range(self._degree)]
-        for parameter, owner in self._owners.items():
+        for group, experts in ((self._group, False), (self._expert_group, True)):
+            if group is not None:
+                self._exchange_over(group, [p for p in self._owners if is_expert(p) is experts])
+
+    def _exchange_over(self, group: Any, parameters: Sequence[Tensor]) -> None:
+        rank, degree = group.rank(), group.size()
+        owned: list[list[Tensor]] = [[] for _ in range(degree)]
+        for parameter in parameters:
             if parameter.requires_grad:
-                owned[owner].append(parameter.detach())
-        limit = self._buffer_bytes / self._degree
+                owned[self._owners[parameter]].append(parameter.detach())
+        limit = self._buffer_bytes / degree
         waiting = [list(chunks(tensors, limit)) for tensors in owned]
         for turn in range(max(map(len, waiting), default=0)):
             sent = []
             for owner, queue in enumerate(waiting):
                 if turn < len(queue):
                     chunk = queue[turn]
-                    flat = flattened(chunk) if owner == self._rank else _flat_like(chunk)
-                    work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
+                    flat = flattened(chunk) if owner == rank else _flat_like(chunk)
+                    work = dist.broadcast(flat, group=group, group_src=owner, async_op=True)
                     sent.append((work, owner, flat, chunk))
             for work, owner, flat, chunk in sent:
                 work.wait()
-                if owner != self._rank:
+                if owner != rank:
                     copy_back(flat, chunk)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -178,19 +193,22 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def _assign(self, parameters: Sequence[Tensor]) -> None:
         """Gives ``parameters`` owners: those that train first, so that their work is even."""
-        loads = [0] * self._degree
-        for parameter, owner in self._owners.items():
-            loads[owner] += parameter.numel()
-        for trains in (True, False):
-            batch = [p for p in parameters if p.requires_grad is trains]
-            owners = plan_owners([p.numel() for p in batch], self._degree, loads)
-            for parameter, owner in zip(batch, owners, strict=True):
-                self._owners[parameter] = owner
-                loads[owner] += parameter.numel()
+        degrees = {False: self._degree, True: 1 if self._expert_group is None else self._expert_group.size()}
+        for experts, degree in degrees.items():
+            loads = [0] * degree
+            for parameter, owner in self._owners.items():
+                if is_expert(parameter) is experts:
+                    loads[owner] += parameter.numel()
+            for trains in (True, False):
+                batch = [p for p in parameters if p.requires_grad is trains and is_expert(p) is experts]
+                owners = plan_owners([p.numel() for p in batch], degree, loads)
+                for parameter, owner in zip(batch, owners, strict=True):
+                    self._owners[parameter] = owner
+                    loads[owner] += parameter.numel()
         self._drop_others()
 
     def _drop_others(self) -> None:
-        for parameter in [p for p in self.state if self._owners.get(p, self._rank) != self._rank]:
+        for parameter in [p for p in self.state if p in self._owners and not self._is_own(p)]:
             del self.state[parameter]
 
     def _move_state(self, to_host: bool) -> None:
@@ -207,7 +225,7 @@ class PartitionedOptimizer(OptimizerWrapper):
             torch.cuda.current_stream().synchronize()  # the state may be read by the host from now on
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_group": None, "_owners": {}}
+        return {**super().__getstate__(), "_group": None, "_expert_group": None, "_owners": {}}
 
 
 def _flat_like(chunk: list[Tensor]) -> Tensor:

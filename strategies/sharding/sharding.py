@@ -286,8 +286,9 @@ class Sharding(Strategy):
         if self._alone:
             return optimizer
         if self.zero_stage == 1:
-            group = self._mesh.get_group("sharding")
-            return PartitionedOptimizer(optimizer, group, self._buffer_bytes, self.config.optimize_offload)
+            group, experts = self._mesh.get_group("sharding"), self.session.axes.group("moe_sharding")
+            offload = self.config.optimize_offload
+            return PartitionedOptimizer(optimizer, group, self._buffer_bytes, offload, experts)
         sharded = ShardedOptimizer(optimizer, self._reshard)
         sharded.repoint({**self._replaced, **self._gathered_now()})
         self._optimizers.append(sharded)
@@ -420,8 +421,8 @@ def _problem_of_stages(options: Values) -> str | None:
     stage, ep = stage_of(options), options["hybrid_configs"].ep_degree
     if stage > 1 and ep > 1:
         return (
-            f"sharding_configs['stage'] is {stage} and hybrid_configs['ep_degree'] is {ep}: stages 2 and 3 divide every "
-            "parameter among all workers of the sharding axis, and each expert is on some of them only. Set "
+            f"sharding_configs['stage'] is {stage} and hybrid_configs['ep_degree'] is {ep}: stages 2 and 3 divide "
+            "every parameter among all workers of the sharding axis, and each expert is on some of them only. Set "
             "sharding_configs['stage'] to 1, which divides the optimizer state, or ep_degree to 1."
         )
     if stage == 1 or asked_degrees(options)[1]["pp"] == 1:
