@@ -160,7 +160,7 @@ class MeshNorm:
         Raises ConfigError in a pipeline for a choice of tensors that other stages need not have.
         """
         axes = self.axes
-        if not (axes.size(*MODEL_AXES) > 1 or self._owned):
+        if not (axes.size(*MODEL_AXES, "ep") > 1 or self._owned):
             return None
         found = self.owners(tensors)
         if tensors and all(owner is None for owner in found):
@@ -181,7 +181,7 @@ class MeshNorm:
         session = self._session
         known = {id(p) for parameters in session.parameter_sets() for p in parameters}
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self.axes.size(*MODEL_AXES) == 1 or not any(id(p) in known for p in parameters):
+        if self.axes.size(*MODEL_AXES, "ep") == 1 or not any(id(p) in known for p in parameters):
             return found
         mine = torch.zeros((), device=session.device)
         for value in found.values():
