@@ -70,6 +70,7 @@ _MODULES = (
     "env",
     "errors",
     "launch",
+    "meta_parallel",
     "metrics",
     "optimizer",
     "options",

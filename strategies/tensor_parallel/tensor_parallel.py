@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Stage, Strategy, Values, top_level
+from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers, top_level
+from fleet.strategies.tensor_parallel.place import RunningAxes
+from fleet.strategies.tensor_parallel.streams import seed_streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +16,9 @@ class TensorParallelConfig(Config, option="tensor_parallel_configs"):
     """How many workers share a layer, and their random numbers."""
 
     tensor_parallel_degree: int = setting(1, "workers that share the weights of a layer", at_least=1)
-    tensor_init_seed: int = setting(-1, "seed of the shared layers; -1 takes one from the clock", at_least=-1)
+    tensor_init_seed: int = setting(
+        -1, "seed of the shared layers; -1 takes that of rank 0: torch.manual_seed's, else a random one", at_least=-1
+    )
 
 
 @top_level
@@ -40,6 +45,19 @@ class TensorParallel(Strategy):
         "dgc": "dgc exchanges gradients of whole models, and these workers hold different parts of one",
     }
     model_effect = "keeps this worker's part of each divided layer"
+
+    def __init__(self, config: Any, session: Workers) -> None:
+        """Tells layers which workers share them, and seeds the random streams."""
+        super().__init__(config, session)
+        self._axes = session.axes
+        if session.axes.size("mp") > 1:
+            RunningAxes.axes = session.axes
+            seed_streams(None if config.tensor_init_seed < 0 else config.tensor_init_seed, session.axes, session.device)
+
+    def close(self) -> None:
+        """Forgets the workers: layers that are made afterwards are whole."""
+        if RunningAxes.axes is self._axes:
+            RunningAxes.axes = None
 
     @classmethod
     def chosen(cls, options: Values) -> bool:

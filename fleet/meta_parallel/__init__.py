@@ -1,0 +1,39 @@
+"""Models divided over workers: layers with divided weights, their random streams, pipelines and segments.
+
+The layers ask the running job for their workers when they are created, so ``fleet.init`` comes first. Names are
+resolved at first use.
+
+Example:
+    >>> strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 2}
+    >>> fleet.init(is_collective=True, strategy=strategy)
+    >>> up = fleet.meta_parallel.ColumnParallelLinear(1024, 4096, has_bias=True, gather_output=False)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_TENSOR = "fleet.strategies.tensor_parallel"
+_HOMES = {
+    "ColumnParallelLinear": f"{_TENSOR}.layers",
+    "ParallelCrossEntropy": f"{_TENSOR}.cross_entropy",
+    "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
+    "RNGStatesTracker": "fleet.strategies._shared.random_streams",
+    "RowParallelLinear": f"{_TENSOR}.layers",
+    "VocabParallelEmbedding": f"{_TENSOR}.layers",
+    "get_rng_state_tracker": f"{_TENSOR}.streams",
+    "model_parallel_random_seed": "fleet.meta_parallel.seeds",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,93 @@
+"""Place: which part of a divided layer this worker holds, and the group it shares the layer with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fleet.errors import ConfigError
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.parameter_layout import Layout, set_layout
+from fleet.strategies.tensor_parallel.regions import group_of
+
+
+class RunningAxes:
+    """The axes of the job that runs in this process; ``None`` before ``fleet.init`` and on a mesh without ``mp``.
+
+    The strategy fills it when the job starts, because layers are created by the user and ask for their group then.
+    """
+
+    axes: Axes | None = None
+
+
+class Place:
+    """The number of workers that share a layer, which of them this one is, and their process group.
+
+    A copy of a layer shares the group. A layer that was pickled has none: it can be looked at, and computes only where
+    it is alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
+        self._group, self.size, self.rank = group, size, rank
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The workers that share the layer; ``None`` when this is the only one."""
+        if self._group is None and self.size > 1:
+            raise ConfigError(
+                f"This layer is part {self.rank} of {self.size}, and was pickled, which loses the process group. "
+                "Create the layer after fleet.init() and load its state_dict()."
+            )
+        return self._group
+
+    def divided(self, size: int, layer: str, argument: str) -> int:
+        """Returns this worker's share of ``size``; raises ConfigError when it is not a whole number."""
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{layer}({argument}={size!r}) takes a whole number of at least 1.")
+        if size % self.size:
+            raise ConfigError(
+                f"{layer}({argument}={size}): {self.size} workers share the layer (mp_degree {self.size}), and {size} "
+                f"does not divide by {self.size}. Choose a multiple of {self.size}, or another mp_degree."
+            )
+        return size // self.size
+
+    def record(self, module: nn.Module, name: str, dim: int, whole: tuple[int, ...]) -> None:
+        """Records which part of ``whole`` the parameter ``name`` of ``module`` is; nothing on one worker."""
+        parameter = module.get_parameter(name)
+        if self.size > 1:
+            set_layout(module, name, Layout("mp", dim, self.size, self.rank, whole))
+        else:
+            parameter.__dict__["is_distributed"] = False
+
+    def __deepcopy__(self, memo: Any) -> Place:
+        return self
+
+    def __reduce__(self) -> tuple[type[Place], tuple[None, int, int]]:
+        return Place, (None, self.size, self.rank)
+
+    def __repr__(self) -> str:
+        return f"part {self.rank} of {self.size}"
+
+
+def place_in(mp_group: Any, layer: str) -> Place:
+    """Returns the place of this worker in ``mp_group``, torch's or Fleet's group; ``None`` is the job's mp axis.
+
+    Raises:
+        ConfigError: the group is another one than the job's mp axis, by which states and norms tell parts apart.
+    """
+    axes = RunningAxes.axes
+    if mp_group is None:
+        group = axes.group("mp") if axes is not None else None
+    else:
+        group = group_of(mp_group)
+        if group is not None and axes is not None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks != axes.ranks("mp"):
+                raise ConfigError(
+                    f"{layer}(mp_group=...): the group has the ranks {list(ranks)}, and the mp axis of this job has "
+                    f"{list(axes.ranks('mp'))} here. Parts are divided over the mp axis: leave mp_group out, or pass "
+                    "fleet.get_hybrid_communicate_group().get_model_parallel_group()."
+                )
+    return Place(None, 1, 0) if group is None else Place(group, group.size(), group.rank())

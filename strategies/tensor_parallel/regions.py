@@ -1,0 +1,276 @@
+"""Regions: what crosses the workers of a group between whole and divided activations, forward and in backward.
+
+Each function takes the tensor of this worker and a process group, and returns this worker's result; a group of one
+worker, or ``None``, changes nothing. Every one can be differentiated again.
+
+============== ============================== ==============================
+function       forward                        backward
+============== ============================== ==============================
+copy_to        the tensor                     sum over the group
+reduce_from    sum over the group             the gradient
+scatter_to     own slice of a dimension       gather
+gather_from    gather                         own slice
+gather_reduce  gather                         reduce-scatter
+reduce_scatter sum, of which the own slice    gather
+all_to_all     parts of one dimension for     the reverse exchange
+               parts of another
+============== ============================== ==============================
+
+A loss behind ``gather_from`` is the same on all workers, so each has the whole gradient and takes its slice; behind
+``gather_reduce`` each worker computes something else with the whole tensor, so the gradients are added up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from fleet.errors import ConfigError
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+
+# torch 2.13 renamed them and warns about the older names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_of(group: Any) -> Group:
+    """Returns torch's group behind ``group``, which may be Fleet's; ``None`` for one worker alone."""
+    own = group.__dict__.get("process_group", group) if hasattr(group, "__dict__") else group
+    return None if own is None or own.size() == 1 else cast("dist.ProcessGroup", own)
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Returns ``x``; backward adds up the gradients of all workers of ``group``.
+
+    It stands where a whole activation enters a divided region, in which each worker uses it for a part.
+    """
+    if group is None or group.size() == 1:
+        return x
+    return applied(_Copy, x, group)
+
+
+def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """Returns the sum of ``x`` over ``group``; backward hands the gradient on as it is.
+
+    Args:
+        x: this worker's term.
+        group: the workers.
+        in_place: writes the sum into ``x``; only where no backward needs the value of ``x``.
+    """
+    if group is None or group.size() == 1:
+        return x
+    return applied(_ReduceInPlace if in_place else _Reduce, x, group)
+
+
+def scatter_to(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """Returns this worker's slice of ``x`` along ``dim``; backward gathers the slices.
+
+    Raises:
+        ConfigError: the dimension does not divide by the number of workers.
+    """
+    if group is None or group.size() == 1:
+        return x
+    _check_divides(x, group, dim, "scatter_to")
+    return applied(_Scatter, x, group, dim)
+
+
+def gather_from(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """Returns the tensors of all workers of ``group`` one after the other along ``dim``; backward takes the own slice.
+
+    Use it where all workers do the same with the result; :func:`gather_reduce` where they do not.
+    """
+    if group is None or group.size() == 1:
+        return x
+    return applied(_Gather, x, group, dim)
+
+
+def gather_reduce(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Returns the tensors of all workers one after the other along ``dim``; backward is a reduce-scatter."""
+    if group is None or group.size() == 1:
+        return x
+    return applied(_GatherReduce, x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Returns this worker's slice, along ``dim``, of the sum of ``x`` over ``group``; backward gathers.
+
+    Raises:
+        ConfigError: the dimension does not divide by the number of workers.
+    """
+    if group is None or group.size() == 1:
+        return x
+    _check_divides(x, group, dim, "reduce_scatter")
+    return applied(_ReduceScatter, x, group, dim)
+
+
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+    """Returns the pieces that are this worker's, of all workers: cut along ``split_dim``, joined along ``concat_dim``.
+
+    With 4 heads on 2 workers that hold half a sequence each, ``split_dim`` the heads and ``concat_dim`` the sequence,
+    each worker gets 2 heads of the whole sequence. Backward is the reverse exchange.
+
+    Raises:
+        ConfigError: the dimension that is cut does not divide by the number of workers.
+    """
+    if group is None or group.size() == 1:
+        return x
+    _check_divides(x, group, split_dim, "all_to_all")
+    return applied(_AllToAll, x, group, split_dim, concat_dim)
+
+
+def applied(function: Any, *args: Any) -> Tensor:
+    """Returns the result of an autograd ``Function``, whose ``apply`` torch has left without types."""
+    return cast(Tensor, function.apply(*args))
+
+
+def _check_divides(x: Tensor, group: dist.ProcessGroup, dim: int, call: str) -> None:
+    if x.shape[dim] % group.size():
+        raise ConfigError(
+            f"{call}: dimension {dim} of a tensor of shape {tuple(x.shape)} has size {x.shape[dim]}, which "
+            f"{group.size()} workers cannot divide equally. Choose a size that is a multiple of {group.size()}."
+        )
+
+
+# ---- the exchanges, without gradients -------------------------------------------------------------------------------
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the sum of ``x`` over ``group`` as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Returns this worker's equal slice of ``x`` along ``dim``, with memory of its own."""
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Returns the tensors of all workers of ``group`` along ``dim``."""
+    if x.dim() == 0:
+        raise ConfigError("a number has no dimension to gather along: give it one with unsqueeze(0).")
+    x, size = x.contiguous(), group.size()
+    whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    _all_gather(whole, x, group=group)
+    return whole if dim in (0, -x.dim()) else torch.cat(whole.chunk(size), dim)
+
+
+def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Returns this worker's slice along ``dim`` of the sum of ``x`` over ``group``."""
+    size = group.size()
+    whole = x.contiguous() if dim in (0, -x.dim()) else torch.cat(x.chunk(size, dim))
+    part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
+    _reduce_scatter(part, whole, group=group)
+    return part
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> Tensor:
+    """Returns piece ``rank`` of every worker's tensor, cut along ``split_dim``, joined along ``concat_dim``."""
+    size = group.size()
+    out = x.contiguous() if split_dim in (0, -x.dim()) else torch.cat(x.chunk(size, split_dim))
+    into = torch.empty_like(out)
+    dist.all_to_all_single(into, out, group=group)
+    return into if concat_dim in (0, -x.dim()) else torch.cat(into.chunk(size), concat_dim)
+
+
+# ---- the same with gradients ----------------------------------------------------------------------------------------
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_Reduce, gradients[0], ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        # A copy into the group, so that a second derivative adds up what the workers did with the sum.
+        return applied(_Copy, gradients[0], ctx.group), None
+
+
+class _ReduceInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        if not x.is_contiguous():
+            return summed(x, group)
+        dist.all_reduce(x, group=group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_Copy, gradients[0], ctx.group), None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_Gather, gradients[0], ctx.group, ctx.dim), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_Scatter, gradients[0], ctx.group, ctx.dim), None, None
+
+
+class _GatherReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_ReduceScatter, gradients[0], ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return sum_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_GatherReduce, gradients[0], ctx.group, ctx.dim), None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.group, ctx.split_dim, ctx.concat_dim = group, split_dim, concat_dim
+        return exchanged(x, group, split_dim, concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return applied(_AllToAll, gradients[0], ctx.group, ctx.concat_dim, ctx.split_dim), None, None, None
