@@ -250,6 +250,11 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         super().load_state_dict(states.loaded(state_dict))
 
     @property
+    def is_part(self) -> bool:
+        """Whether it updates only this worker's part of the model, apart from what sharding divides."""
+        return self._states.is_part
+
+    @property
     def _states(self) -> OptimizerStates:
         if self._observer is None:
             return OptimizerStates(self, WholeStates(Axes({}, 0), torch.device("cpu")), [])

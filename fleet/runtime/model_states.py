@@ -25,7 +25,7 @@ class ModelStates:
     """
 
     def __init__(self, module: nn.Module, whole: WholeStates, elsewhere: Collection[str] = ()) -> None:
-        self._module, self._whole, self._elsewhere = module, whole, elsewhere
+        self._module, self._whole, self.elsewhere = module, whole, elsewhere
         self._layouts = layouts_of(module)
 
     @property
@@ -68,7 +68,7 @@ class ModelStates:
         elif (marked := getattr(state, PART, None)) is not None:
             check_place(marked, self._whole.place(self._layouts.values()) or {"rank": 0, "degree": 1})
         inner = place_of(parts[0]) if parts and saved is not None else None
-        named = {name: value for name, value in state.items() if name != PART and name not in self._elsewhere}
+        named = {name: value for name, value in state.items() if name != PART and name not in self.elsewhere}
         cut = cut_state(named, self._layouts)
         return {name: part_like(value, own.get(name), inner) for name, value in cut.items()}
 

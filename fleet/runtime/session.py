@@ -146,6 +146,16 @@ class Session:
         return self._roll_call
 
     @property
+    def data_rank(self) -> int:
+        """Which of :attr:`data_replicas` this worker belongs to; workers of one model copy have the same."""
+        return self.axes.data_rank if self.collective else self.global_rank
+
+    @property
+    def data_replicas(self) -> int:
+        """How many workers, or groups of workers that hold one model copy, train on different rows."""
+        return self.axes.data_replicas if self.collective else self.world_size
+
+    @property
     def whole_states(self) -> WholeStates:
         """Joins and cuts states on the mesh of the job."""
         return WholeStates(self.axes, self.device)

@@ -89,8 +89,9 @@ def check_place(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
     """Raises CheckpointError unless the part ``saved`` is this worker's, ``mine``."""
     if dict(saved) != dict(mine):
         raise CheckpointError(
-            f"This state is part {_placed(saved)} of a sharded state, and this worker holds part {_placed(mine)}. Load the part that this worker saved, or a whole state, which "
-            "full_state_dict() returns and which fits any number of workers."
+            f"This state is part {_placed(saved)} of a sharded state, and this worker holds part {_placed(mine)}. Load "
+            "the part that this worker saved, or a whole state, which full_state_dict() returns and which fits any "
+            "number of workers."
         )
 
 
