@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet.errors import CheckpointError, OptionWarning
-from fleet.strategies._shared.parts import PART, check_place, has_parts, is_part, local_state, part_like, place_of
+from fleet.strategies._shared.parts import (
+    PART,
+    check_place,
+    has_parts,
+    is_part,
+    local_state,
+    mark_part,
+    part_like,
+    place_of,
+)
 from fleet.strategies._shared.whole_states import WholeStates, cut_state, layouts_of
 
 
@@ -50,8 +59,8 @@ class ModelStates:
     def marked(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the module's own ``state``, marked as a part where it is one."""
         place = self._whole.place(self._layouts.values())
-        if place is not None and hasattr(state, "__dict__"):
-            state.__dict__[PART] = place
+        if place is not None:
+            mark_part(state, place)
         return state
 
     def fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:

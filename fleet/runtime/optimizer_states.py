@@ -19,7 +19,16 @@ from fleet.errors import CheckpointError
 from fleet.runtime.fleet_model import FleetModel
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import Layout, layout_of
-from fleet.strategies._shared.parts import PART, check_place, has_parts, is_part, local_state, place_of, whole_state
+from fleet.strategies._shared.parts import (
+    PART,
+    check_place,
+    has_parts,
+    is_part,
+    local_state,
+    mark_part,
+    place_of,
+    whole_state,
+)
 from fleet.strategies._shared.whole_states import Entry, WholeStates, cut, described, layouts_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
@@ -64,7 +73,7 @@ class OptimizerStates:
         if place is None or not self.is_part:
             return state
         found: dict[str, Any] = OrderedDict({**state, PART: place})
-        found.__dict__[PART] = place
+        mark_part(found, place)
         return found
 
     def local(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,22 @@ def has_parts(state: Any) -> bool:
     return any(is_part(leaf) for leaf in tree_leaves(state))
 
 
+def mark_part(state: dict[str, Any], place: Mapping[str, int]) -> None:
+    """Marks ``state``, an OrderedDict, as the part ``place``; the mark stays in copies and in files of torch."""
+    if hasattr(state, "__dict__"):
+        state.__dict__[PART] = dict(place)
+
+
+def marked_part(state: Any) -> dict[str, int] | None:
+    """Returns which part a mark says that ``state``, or the first marked state inside it, is."""
+    if isinstance(state, Mapping):
+        found = getattr(state, PART, None)
+        return found if found is not None else next((p for v in state.values() if (p := marked_part(v))), None)
+    if isinstance(state, list | tuple):
+        return next((p for value in state if (p := marked_part(value))), None)
+    return None
+
+
 def local(tensor: Tensor) -> Tensor:
     """Returns this worker's part of ``tensor``, sharing its memory; a plain tensor is its own part."""
     return tensor.to_local() if is_part(tensor) else tensor
