@@ -28,12 +28,14 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.pipeline_model import PipelineModel
 from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
 from fleet.strategies._shared.whole_states import WholeStates
+from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,7 +184,8 @@ class Session:
 
     @property
     def _who(self) -> str:
-        return f"[rank {self.global_rank} of {self.world_size}]"
+        place = self.axes.described() if self.collective else ""
+        return f"[rank {self.global_rank} of {self.world_size}{f', {place}' if place else ''}]"
 
     def adopt(self, options: DistributedStrategy) -> None:
         """Replaces the options and the plan; models that are already wrapped are wrapped again where possible.
@@ -267,7 +270,7 @@ class Session:
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
-        model = FleetModel(module, chain, self)
+        model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
         if self.axes.size("pp") > 1:
             model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
@@ -419,6 +422,8 @@ class Session:
             if self.process_group is not None:
                 self.mesh = make_mesh(self.axes, self.process_group, self.device.type)
         self.degrees = degrees
+        if self.roll_call is not None:
+            self.roll_call.described = self.axes.described
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` as all strategies wrap it."""
