@@ -142,4 +142,3 @@ def test_a_real_model_goes_on_anywhere(tmp_path: Any) -> None:
         assert "different rows" in said
         assert "fleet.data_rank()" in said
         assert "pp 0, mp 1" in said
-
