@@ -19,11 +19,17 @@ _TENSOR = "fleet.strategies.tensor_parallel"
 _SEGMENT = "fleet.meta_parallel.segment_parallel"
 _HOMES = {
     "ColumnParallelLinear": f"{_TENSOR}.layers",
+    "LayerDesc": f"{_PIPELINE}.descriptions",
+    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
     "ParallelCrossEntropy": f"{_TENSOR}.cross_entropy",
     "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
-    "ReshardLayer": _SEGMENT,
+    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
+    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
+    "PipelineParallel": "fleet.runtime.pipeline_model",
     "RNGStatesTracker": "fleet.strategies._shared.random_streams",
+    "ReshardLayer": _SEGMENT,
     "RowParallelLinear": f"{_TENSOR}.layers",
+    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
     "VocabParallelEmbedding": f"{_TENSOR}.layers",
     "get_rng_state_tracker": f"{_TENSOR}.streams",
     "model_parallel_random_seed": "fleet.meta_parallel.seeds",
@@ -33,12 +39,6 @@ _HOMES = {
     "sequence_positions": _SEGMENT,
     "split_inputs_sequence_dim": _SEGMENT,
     "split_inputs_sequence_dim_load_balance": "fleet.meta_parallel.context_parallel",
-    "LayerDesc": f"{_PIPELINE}.descriptions",
-    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
-    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
-    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
-    "PipelineParallel": "fleet.runtime.pipeline_model",
-    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
 }
 
 __all__ = sorted(_HOMES)

@@ -38,6 +38,7 @@ from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
+from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
@@ -160,6 +161,21 @@ class Session:
             self._uncaught = UncaughtErrors(self.models, self._roll_call, self._who)
         return self._roll_call
 
+    @property
+    def data_rank(self) -> int:
+        """Which of :attr:`data_replicas` this worker belongs to; workers of one model copy have the same."""
+        return self.axes.data_rank if self.collective else self.global_rank
+
+    @property
+    def data_replicas(self) -> int:
+        """How many workers, or groups of workers that hold one model copy, train on different rows."""
+        return self.axes.data_replicas if self.collective else self.world_size
+
+    @property
+    def whole_states(self) -> WholeStates:
+        """Joins and cuts states on the mesh of the job."""
+        return WholeStates(self.axes, self.device)
+
     def meet(self, call: str) -> None:
         """Returns when every worker has made ``call``; raises when one does not, and says where it is."""
         if self.roll_call is not None:
@@ -182,7 +198,8 @@ class Session:
 
     @property
     def _who(self) -> str:
-        return f"[rank {self.global_rank} of {self.world_size}]"
+        place = self.axes.described() if self.collective else ""
+        return f"[rank {self.global_rank} of {self.world_size}{f', {place}' if place else ''}]"
 
     def adopt(self, options: DistributedStrategy) -> None:
         """Replaces the options and the plan; models that are already wrapped are wrapped again where possible.
@@ -270,6 +287,8 @@ class Session:
             module.to(self.device)
         module, chain = self._wrapped(module)
         model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
+        if self.axes.size("pp") > 1:
+            model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
         self.checks.watch_model(model)
         if self.health is not None:
@@ -437,6 +456,8 @@ class Session:
         if self.process_group is not None and self.axes.size(*MODEL_AXES, "sharding", "ep") > 1:
             self._norms = norm.MeshNorm(self)
             norm.install(self._norms)
+        if self.roll_call is not None:
+            self.roll_call.described = self.axes.described
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` as all strategies wrap it."""
