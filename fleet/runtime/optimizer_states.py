@@ -19,6 +19,7 @@ from fleet.errors import CheckpointError
 from fleet.runtime.fleet_model import FleetModel
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import Layout, layout_of
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parts import (
     PART,
     check_place,
@@ -29,7 +30,7 @@ from fleet.strategies._shared.parts import (
     place_of,
     whole_state,
 )
-from fleet.strategies._shared.whole_states import Entry, WholeStates, cut, described, layouts_of
+from fleet.strategies._shared.whole_states import Entry, WholeStates, cut, described, interleaved, layouts_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _NO_STATE = {"rank": 0, "degree": 1}
@@ -177,7 +178,7 @@ class OptimizerStates:
                 "groups on every stage, empty ones too, so that a whole state has one place for each parameter."
             )
         return [
-            self._whole.in_order(dict.fromkeys(name for names in stages for name in names))
+            self._whole.in_order(interleaved(stages))
             for stages in zip(*said, strict=True)
         ]
 
@@ -206,7 +207,8 @@ class OptimizerStates:
                 union.setdefault((places[name], key), entry)
         mine = {(places[self._name(row[1])], row[2]): row for row in rows}
         order = sorted(union, key=lambda found: found[0])
-        wanted = [mine[at] for at in order if union[at].stage == self._whole.stage and union[at].kind != "value"]
+        taken = {at for at, row in mine.items() if self._takes(union[at], self._parameters[row[1]])}
+        wanted = [mine[at] for at in order if at in taken and union[at].kind != "value"]
         tensors = self._tensors(state, wanted)
         entries: dict[int, dict[str, Any]] = {}
         for at in order:
@@ -216,11 +218,16 @@ class OptimizerStates:
                 if row is not None and self._partitioned is None:
                     value = state["state"][row[1]][row[2]]
             else:
-                own = next(tensors) if entry.stage == self._whole.stage else None
+                own = next(tensors) if at in taken else None
                 layout = None if row is None else self._layouts.get(self._parameters[row[1]])
                 value = self._whole.gathered(own, entry, layout, keep)
             entries.setdefault(at[0], {})[at[1]] = value
         return self._whole_groups(state, groups, places), entries
+
+    def _takes(self, entry: Entry, parameter: Tensor) -> bool:
+        """Returns whether this worker takes part in gathering an entry of one of its parameters."""
+        shares = self._partitioned is not None and self._whole.has_experts and not is_expert(parameter)
+        return shares or self._whole.joins(entry, True, self._layouts.get(parameter))
 
     def _tensors(self, state: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
         if self._partitioned is not None:

@@ -287,7 +287,7 @@ class Session:
             module.to(self.device)
         module, chain = self._wrapped(module)
         model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
-        if self.axes.size("pp") > 1:
+        if self.whole_states.has_stages:
             model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
         self.checks.watch_model(model)

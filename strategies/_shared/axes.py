@@ -181,4 +181,4 @@ def _axes_with_groups(axes: Axes) -> Iterator[Sequence[str]]:
     yield from ((axis,) for axis in axes.degrees)
     yield from _FUSED
     if axes.experts:
-        yield from (("moe_sharding",), ("ep",), ("sharding", "cp"))
+        yield from (("moe_sharding",), ("ep",), ("pp", "ep"), ("sharding", "cp"))

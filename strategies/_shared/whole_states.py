@@ -7,6 +7,10 @@ which has one name on several stages, is there once; a DTensor of sharding is ga
 time: a worker holds its own part, the largest tensor, and what it keeps. Every worker of a group goes through the same
 list, which is exchanged before, so nobody waits for an entry that another worker does not have.
 
+[Note: Experts are stages too]
+Workers along ep hold different experts under different names, as stages hold different layers. Where experts are
+divided, "stage" below therefore means the place along pp and ep together, and an undivided entry is that of the first.
+
 [Note: Order over stages]
 With a pipeline the entries of all stages stand in the order of one process: names that begin with a number, the index
 of the layer in the whole model, go by that number; others come before them.
@@ -67,16 +71,22 @@ class WholeStates:
 
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self._axes, self.device = axes, device
+        self._along = ("pp", "ep") if axes.experts else ("pp",)
 
     @property
     def stage(self) -> int:
-        """The stage of this worker."""
-        return self._axes.rank("pp")
+        """The stage of this worker; see [Note: Experts are stages too]."""
+        return self._axes.rank(*self._along)
 
     @property
     def has_stages(self) -> bool:
         """Whether workers hold different layers."""
-        return self._axes.size("pp") > 1
+        return self._axes.size(*self._along) > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether workers hold different experts."""
+        return bool(self._axes.experts)
 
     def is_divided(self, layouts: Iterable[Layout]) -> bool:
         """Returns whether a worker's own state is only a part, given the ``layouts`` in it."""
@@ -87,7 +97,7 @@ class WholeStates:
 
         ``inner`` is the same for the parts that sharding makes of it.
         """
-        axes = ["pp"] if self.has_stages else []
+        axes = [axis for axis in self._along if self._axes.size(axis) > 1]
         axes += sorted({layout.axis for layout in layouts if layout.parts > 1})
         if not axes:
             return None if inner is None else dict(inner)
@@ -106,14 +116,15 @@ class WholeStates:
 
         Raises CheckpointError on every worker when the workers of one stage say different things.
         """
-        group = self._axes.group(*MODEL_AXES)
+        together = self._along if self._axes.experts else MODEL_AXES
+        group = self._axes.group(*together)
         text = json.dumps(what)
         if group is None:
             return [json.loads(text)]
         texts = gather_texts(text, group, self.device)
         found: dict[int, str] = {}
-        for rank, other in zip(self._axes.ranks(*MODEL_AXES), texts, strict=True):
-            stage = self._axes.coordinate(rank).get("pp", 0)
+        for place, (rank, other) in enumerate(zip(self._axes.ranks(*together), texts, strict=True)):
+            stage = place if self._axes.experts else self._axes.coordinate(rank).get("pp", 0)
             if found.setdefault(stage, other) != other:
                 raise CheckpointError(
                     f"The workers of one copy of the model hold different entries: rank {rank} "
@@ -126,21 +137,22 @@ class WholeStates:
         """Returns the entries of the whole state that ``state`` is a part of, in order; a collective call."""
         own = [described(name, value, layouts.get(name), self.has_stages) for name, value in state.items()]
         found: dict[str, Entry] = {}
-        for stage, rows in enumerate(self.said(own)):
+        said = self.said(own)
+        for stage, rows in enumerate(said):
             for name, kind, shape, value in rows:
                 found.setdefault(name, Entry(name, stage, kind, tuple(shape), value))
-        return [found[name] for name in self.in_order(found)]
+        return [found[name] for name in self.in_order(interleaved([[row[0] for row in rows] for rows in said]))]
 
     def in_order(self, names: Iterable[str]) -> list[str]:
         """Returns ``names`` in the order of one process; see [Note: Order over stages]."""
-        return in_layer_order(names) if self.has_stages else list(names)
+        return in_layer_order(names) if self._axes.size("pp") > 1 else list(names)
 
     def names(self, module: nn.Module) -> list[str]:
         """Returns the names of the whole state of ``module``; with a pipeline a collective call."""
         own = list(module.state_dict())
         if not self.has_stages:
             return own
-        return self.in_order(dict.fromkeys(name for names in self.said(own) for name in names))
+        return self.in_order(interleaved(self.said(own)))
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -153,17 +165,21 @@ class WholeStates:
             layout: of ``own``.
             keep: whether this worker wants it.
         """
-        group = self._axes.group("pp")
+        group = self._axes.group(*self._along)
         whole = None
-        if entry.stage == self.stage:
+        if self.joins(entry, own is not None, layout):
             assert own is not None
             whole = self._joined(own.detach(), layout, keep or group is not None)
         if group is not None:
             if whole is None:
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
             whole = whole.to(self.device).contiguous()
-            broadcast_bits(whole, self._axes.ranks("pp")[entry.stage], group)
+            broadcast_bits(whole, self._axes.ranks(*self._along)[entry.stage], group)
         return whole.to("cpu", copy=True) if keep and whole is not None else None
+
+    def joins(self, entry: Entry, is_held: bool, layout: Layout | None) -> bool:
+        """Returns whether this worker's part of ``entry`` is needed: it is its stage's, or other workers join it."""
+        return entry.stage == self.stage or (bool(self._axes.experts) and is_held and layout is not None)
 
     def _joined(self, own: Tensor, layout: Layout | None, wanted: bool) -> Tensor | None:
         """Returns the whole of ``own``: what sharding divided, then what ``layout`` did; a collective call."""
@@ -270,6 +286,24 @@ def cut_state(state: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[s
         name: cut(value, layouts.get(name)) if isinstance(value, Tensor) and not is_part(value) else value
         for name, value in state.items()
     }
+
+
+def interleaved(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the names of all ``lists`` once, each before what follows it in its list and after those of lists before.
+
+    Example:
+        >>> interleaved([["a", "experts.0", "b"], ["a", "experts.1", "b"]])
+        ['a', 'experts.0', 'experts.1', 'b']
+    """
+    found = list(lists[0]) if lists else []
+    for names in lists[1:]:
+        known, place = set(found), len(found)
+        for name in reversed(names):
+            if name in known:
+                place = found.index(name)
+            else:
+                found.insert(place, name)
+    return found
 
 
 def in_layer_order(names: Iterable[str]) -> list[str]:

@@ -162,8 +162,12 @@ class PartitionedOptimizer(OptimizerWrapper):
         """
         places = {p: place for place, p in enumerate(self.parameters())}
         own = {places[p]: dict(entry) for p, entry in self.state.items() if p in places and entry}
-        texts = gather_texts(_described(own), self._group, self._device())
-        rows = [[owner, *row] for owner, text in enumerate(texts) for row in json.loads(text)]
+        experts = {place for p, place in places.items() if is_expert(p)}
+        rows = []
+        for group, some in ((self._group, own.keys() - experts), (self._expert_group, own.keys() & experts)):
+            text = _described({place: own[place] for place in some})
+            texts = [text] if group is None else gather_texts(text, group, self._device())
+            rows += [[owner, *row] for owner, text in enumerate(texts) for row in json.loads(text)]
         return sorted(rows, key=lambda row: int(row[1]))
 
     def entry_tensors(self, rows: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
@@ -172,8 +176,12 @@ class PartitionedOptimizer(OptimizerWrapper):
         As many travel at once as the buffer holds.
         """
         batch: list[Sequence[Any]] = []
-        size = 0
+        size, parameters = 0, self.parameters()
         for row in rows:
+            # Not in one batch: workers that share the others have different experts.
+            if batch and is_expert(parameters[row[1]]) != is_expert(parameters[batch[-1][1]]):
+                yield from self._received(batch)
+                batch, size = [], 0
             batch.append(row)
             size += prod(row[4]) * getattr(torch, row[3]).itemsize
             if size >= self._buffer_bytes:
@@ -183,19 +191,21 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def _received(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
         device, parameters = self._device(), self.parameters()
-        by_owner: list[list[Tensor]] = [[] for _ in range(self._degree)]
+        experts = bool(rows) and is_expert(parameters[rows[0][1]])
+        group, rank = (self._expert_group, self._expert_rank) if experts else (self._group, self._rank)
+        by_owner: list[list[Tensor]] = [[] for _ in range(1 if group is None else group.size())]
         found = []
         for owner, place, key, kind, shape in rows:
-            if owner == self._rank:
+            if owner == rank:
                 found.append(self.state[parameters[place]][key].detach().to(device))
             else:
                 found.append(torch.empty(shape, dtype=getattr(torch, kind), device=device))
             by_owner[owner].append(found[-1])
-        for owner, tensors in enumerate(by_owner):
+        for owner, tensors in enumerate(by_owner) if group is not None else ():
             for chunk in chunks(tensors, self._buffer_bytes):
                 flat = flattened(chunk)
-                dist.broadcast(flat, group=self._group, group_src=owner)
-                if owner != self._rank:
+                dist.broadcast(flat, group=group, group_src=owner)
+                if owner != rank:
                     copy_back(flat, chunk)
         return found
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import fleet
 from fleet.runtime.running import running_session
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.parameter_layout import layouts_in
 from tests.helpers.sequence_training import whole_of
 
 HIDDEN, EXPERTS, TOKENS, ROWS, STEPS, CLASSES = 16, 4, 6, 8, 8, 5
@@ -100,7 +99,8 @@ def alone(gate: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
     """Trains in this process, with all experts and all rows."""
     net = ExpertNet(EXPERTS, gate)
     net.load_state_dict(start)
-    return train(net, net, torch.optim.AdamW(net.parameters(), 0.01, eps=1e-3), slice(None))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01, eps=1e-3)
+    return {**train(net, net, optimizer, slice(None)), "state": optimizer.state_dict()["state"]}
 
 
 def on_mesh(rank: int, world_size: int, jobs: list[tuple[dict[str, int], dict[str, Any]]], start: Any) -> list[Any]:
@@ -116,15 +116,19 @@ def on_mesh(rank: int, world_size: int, jobs: list[tuple[dict[str, int], dict[st
         if degrees.get("mp", 1) > 1:
             groups = {"mp_group": fleet.get_hybrid_communicate_group().get_model_parallel_group()}
         net = ExpertNet(EXPERTS // degrees.get("ep", 1), gate, **groups)
-        layouts = layouts_in(net)
-        parts = {name: layouts[name].part(value) if name in layouts else value for name, value in start.items()}
-        net.load_state_dict({name: parts[name] for name in net.state_dict()})
         model = fleet.distributed_model(net)
+        model.load_full_state_dict(start if rank == 0 else {})
         optimizer = fleet.distributed_optimizer(torch.optim.AdamW(net.parameters(), 0.01, eps=1e-3))
         own = slice(session.axes.data_rank * ROWS // session.axes.data_replicas, None)
         own = slice(own.start, own.start + ROWS // session.axes.data_replicas)
         result = train(model, net, optimizer, own)
-        result["held"] = sum(len(entry) > 0 for entry in optimizer.state.values())
+        result["whole"], whole = model.full_state_dict(), optimizer.full_state_dict()
+        result["state"] = whole["state"]
+        before = {p: entry["exp_avg"].clone() for p, entry in optimizer.state.items() if entry}
+        optimizer.load_state_dict(whole)
+        after = {p: entry["exp_avg"] for p, entry in optimizer.state.items() if entry}
+        result["reloaded"] = before.keys() == after.keys() and all(torch.equal(before[p], after[p]) for p in before)
+        result["held"] = len(before)
         result["experts"] = sum(map(is_expert, net.parameters()))
         found.append(result)
     return found
@@ -138,5 +142,10 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
     for name, gradient in found["gradients"].items():
         known = expected["gradients"][name]
         apart[name] = float((gradient - known).abs().max()) / max(float(known.abs().max()), 1e-4)
+    assert list(found["whole"]) == list(expected["weights"])
+    assert found["state"].keys() == expected["state"].keys()
+    averages = [(found["state"][at]["exp_avg"], entry["exp_avg"]) for at, entry in expected["state"].items()]
+    apart["state"] = max(float((mine - known).abs().max()) for mine, known in averages)
+    apart["whole"] = max(float((v - expected["weights"][n]).abs().max()) for n, v in found["whole"].items())
     apart["weights"] = max(float((v - expected["weights"][n]).abs().max()) for n, v in found["weights"].items())
     return apart

@@ -41,6 +41,9 @@ def test_trains_as_one_process(jobs: list[Any]) -> None:
             idle = [name for name in found["gradients"] if ".experts.3." in name]
             assert all(not found["gradients"][name].any() for name in idle)
             assert (found["experts"] > 0) == ("ep" in degrees)
+            assert found["reloaded"]
+            everything = len(found["weights"])
+            assert found["held"] < everything if degrees.get("sharding", 1) > 1 else found["held"] == everything
 
 
 def test_a_plain_layer_is_the_weighted_sum() -> None:
