@@ -70,6 +70,7 @@ _MODULES = (
     "elastic",
     "env",
     "errors",
+    "incubate",
     "launch",
     "layers",
     "meta_parallel",

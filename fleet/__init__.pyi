@@ -28,9 +28,12 @@ from fleet import dataset as dataset
 from fleet import elastic as elastic
 from fleet import env as env
 from fleet import errors as errors
+from fleet import incubate as incubate
 from fleet import launch as launch
+from fleet import layers as layers
 from fleet import meta_parallel as meta_parallel
 from fleet import metrics as metrics
+from fleet import moe as moe
 from fleet import optimizer as optimizer
 from fleet import options as options
 from fleet import parallel as parallel
@@ -52,6 +55,7 @@ from fleet.dataset._training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
 from fleet.facade import Path
+from fleet.layers.mpu.mp_ops import split as split
 from fleet.options import BuildStrategy as BuildStrategy
 from fleet.options import DistributedStrategy as DistributedStrategy
 from fleet.options import ExecutionStrategy as ExecutionStrategy
@@ -140,6 +144,7 @@ __all__ = [
     "get_world_size",
     "group_sharded_parallel",
     "heartbeat",
+    "incubate",
     "infer_from_dataset",
     "init",
     "init_parallel_env",
@@ -150,6 +155,7 @@ __all__ = [
     "is_server",
     "is_worker",
     "launch",
+    "layers",
     "load",
     "load_model",
     "load_one_table",
@@ -158,6 +164,7 @@ __all__ = [
     "meta_parallel",
     "metrics",
     "minimize",
+    "moe",
     "node_num",
     "nranks",
     "optimizer",
@@ -187,6 +194,7 @@ __all__ = [
     "set_state_dict",
     "shrink",
     "spawn",
+    "split",
     "split_files",
     "state_dict",
     "step",

@@ -97,7 +97,7 @@ def test_an_unknown_name_says_the_nearest_one() -> None:
         _ = fleet.distributed_modle
 
 
-@pytest.mark.parametrize("module", ["fleet.fluid", "fleet.incubate"])
+@pytest.mark.parametrize("module", ["fleet.fluid", "fleet.incubate.fleet"])
 def test_the_old_namespaces_say_where_to_look(module: str) -> None:
     """003-05."""
     error = fresh_error(f"import {module}")

@@ -287,7 +287,7 @@ class Checkpoint:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "kinds": kinds_of(self._chain, self._scheduler),
             "extra": dict(self.extra),
-            "degrees": dict(self._session.axes.degrees),
+            "degrees": {**self._session.axes.degrees, **self._session.axes.experts},
             "replicas": self._session.data_replicas,
             "workers": [{name: found[name] for name in ("data", "random", "place")} for found in reports],
         }

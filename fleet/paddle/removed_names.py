@@ -4,7 +4,6 @@ from __future__ import annotations
 
 REMOVED_NAMES = {
     "fluid": "the paddle.fluid packages of Fleet 1.x are gone; the calls are those of this package, fleet",
-    "incubate": "the paddle.fluid.incubate.fleet packages of Fleet 1.x are gone; the calls are those of this package",
     "main_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
     "_origin_program": "torch has no programs: use your nn.Module (Fleet: paddle.static.default_main_program())",
     "startup_program": "torch has no programs: modules are initialised when they are made "

@@ -177,10 +177,7 @@ class OptimizerStates:
                 f"The stages of the pipeline have {[len(groups) for groups in said]} parameter groups. Create the same "
                 "groups on every stage, empty ones too, so that a whole state has one place for each parameter."
             )
-        return [
-            self._whole.in_order(interleaved(stages))
-            for stages in zip(*said, strict=True)
-        ]
+        return [self._whole.in_order(interleaved(stages)) for stages in zip(*said, strict=True)]
 
     def _rows(self, state: Mapping[str, Any]) -> list[list[Any]]:
         """Returns [owner, place, key, type, shape] of this stage's entries, as the owners' list has them."""

@@ -1,0 +1,1 @@
+"""Fleet's path to ``moe``."""
