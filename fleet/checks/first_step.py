@@ -203,12 +203,11 @@ class TrainingChecks:
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
             first = self._peers[0]
-            differ = watch.is_divided or watch.has_experts
-            if is_first and first in loaded and not differ:  # also if the first worker of each node loaded
+            if is_first and first in loaded and not watch.is_apart:  # also if the first worker of each node loaded
                 tensors = [*watch.model.parameters(), *watch.model.buffers()]
                 broadcast_from_rank_0(tensors, session.axes.group(*COPY_AXES))
                 session.say(f"The state that worker {first} loaded ({found[first]['place']}) is now on every worker.")
-            elif differ or not is_first or self._differ(found):
+            elif watch.is_apart or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._absence
         elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
             self._check_drawn(watch, sums)

@@ -73,9 +73,9 @@ class ModelWatch:
         return any(is_part(p) for p in self.named.values())
 
     @property
-    def has_experts(self) -> bool:
-        """Whether workers hold different experts."""
-        return any(is_expert(p) for p in self.named.values())
+    def is_apart(self) -> bool:
+        """Whether peers hold different parameters: shards, or experts."""
+        return self.is_divided or any(is_expert(p) for p in self.named.values())
 
     def note_parameters(self, registered: int) -> None:
         """Records the current parameters; ``registered`` counts what modules have registered so far."""

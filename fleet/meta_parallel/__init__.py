@@ -36,7 +36,7 @@ _HOMES = {
     "ring_attention": "fleet.meta_parallel.context_parallel",
     "sep_attention": _SEGMENT,
     "sequence_mean": _SEGMENT,
-    "sequence_positions": _SEGMENT,
+    "sequence_positions": "fleet.meta_parallel.context_parallel",
     "split_inputs_sequence_dim": _SEGMENT,
     "split_inputs_sequence_dim_load_balance": "fleet.meta_parallel.context_parallel",
 }

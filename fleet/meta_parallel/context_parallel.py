@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.meta_parallel.attention_ring import ring
-from fleet.meta_parallel.segment_parallel import axis_group, check_attention, check_parts, each, place_along
+from fleet.meta_parallel.segment_parallel import (
+    axis_group,
+    check_attention,
+    check_parts,
+    each,
+    place_along,
+    split_inputs_sequence_dim,
+)
 
 _Inputs = TypeVar("_Inputs", Tensor, dict[str, Tensor])
 
@@ -45,6 +52,15 @@ def split_inputs_sequence_dim_load_balance(
         return torch.cat([parts[rank], parts[2 * degree - 1 - rank]], dim)
 
     return each(inputs, two_parts)
+
+
+def sequence_positions(num_tokens: int) -> Tensor:
+    """Returns the positions of this worker's tokens in a sequence of ``num_tokens``, in the order it holds them.
+
+    Along cp they are those of the balanced order (``split_inputs_sequence_dim_load_balance``), along sep a segment;
+    with both, a segment of the balanced part.
+    """
+    return split_inputs_sequence_dim(split_inputs_sequence_dim_load_balance(torch.arange(num_tokens)))
 
 
 def ring_attention(

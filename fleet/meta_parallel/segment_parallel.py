@@ -75,17 +75,6 @@ def split_inputs_sequence_dim(
     return each(inputs, segment)
 
 
-def sequence_positions(num_tokens: int) -> Tensor:
-    """Returns the positions of this worker's tokens in a sequence of ``num_tokens``, in the order it holds them.
-
-    Along cp they are those of the balanced order (``split_inputs_sequence_dim_load_balance``), along sep a segment;
-    with both, a segment of the balanced part.
-    """
-    from fleet.meta_parallel.context_parallel import split_inputs_sequence_dim_load_balance
-
-    return split_inputs_sequence_dim(split_inputs_sequence_dim_load_balance(torch.arange(num_tokens)))
-
-
 def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
     """Returns the mean of a loss over the tokens of whole sequences, of which each worker holds a part.
 
@@ -98,8 +87,10 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
         count: how many tokens the sum covers, such as the number of labels that are not ignored.
 
     Example:
+        >>> logits, labels = torch.zeros(2, 3, 5), torch.tensor([[1, 2, -100], [4, 0, 0]])
         >>> losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        >>> loss = fleet.meta_parallel.sequence_mean(losses, (labels != -100).sum())
+        >>> print(fleet.meta_parallel.sequence_mean(losses, (labels != -100).sum()))
+        tensor(1.6094)
     """
     session = running_session()
     group = None
@@ -123,8 +114,8 @@ class ReshardLayer(nn.Module):
         sep_group: the workers; ``None`` is the sep axis of the job.
 
     Example:
-        >>> to_heads = ReshardLayer()
-        >>> query = to_heads(query, split_axis=2, concat_axis=1)
+        >>> ReshardLayer()(torch.zeros(2, 8, 4, 16), split_axis=2, concat_axis=1).shape  # one worker alone
+        torch.Size([2, 8, 4, 16])
     """
 
     def __init__(self, sep_group: Any = None) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError, OptionWarning
+from fleet.meta_parallel.context_parallel import sequence_positions
 from fleet.meta_parallel.segment_parallel import (
     ReshardLayer,
     check_attention,
     sep_attention,
     sequence_mean,
-    sequence_positions,
     split_inputs_sequence_dim,
 )
 from tests.helpers import sequence_training as training
