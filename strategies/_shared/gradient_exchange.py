@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
 # Adds a tensor up over all workers, in place; the future holds a list of that tensor.
+REDUCER = "fleet_reducer"  # under which a pipeline stage keeps its exchange
 Sum = Callable[[torch.Tensor], "torch.futures.Future[list[torch.Tensor]]"]
 
 
@@ -115,6 +116,33 @@ def exchange_of(model: nn.Module) -> GradientExchange:
     if exchange is None:
         exchange = module.__dict__["fleet_exchange"] = GradientExchange(module)
     return cast(GradientExchange, exchange)
+
+
+def change_exchange(
+    model: nn.Module, *, wire_dtype: torch.dtype | None = None, sum: Sum | None = None, wire_factor: Any = None
+) -> None:
+    """Changes how ``model`` exchanges gradients, where it does: in data parallel or at the end of a pipeline's step."""
+    reducer: Any = reducer_of(model)
+    if reducer is not None:
+        reducer.wire_dtype = reducer.wire_dtype if wire_dtype is None else wire_dtype
+        reducer.sum = reducer.sum if sum is None else sum
+        reducer.wire_factor = reducer.wire_factor if wire_factor is None else wire_factor
+    elif data_parallel_in(model) is not None:
+        if wire_factor is not None:
+            exchange_of(model).wire_factor = wire_factor
+        if wire_dtype is not None or sum is not None:
+            exchange_of(model).change(wire_dtype=wire_dtype, sum=sum)
+
+
+def reducer_of(model: nn.Module) -> Any:
+    """Returns what exchanges the gradients of a pipeline stage with other workers, ``None`` for any other model."""
+    found: nn.Module | None = model
+    while found is not None:
+        reducer = found.__dict__.get(REDUCER)
+        if reducer is not None:
+            return reducer if reducer.group is not None else None
+        found = inner_of(found)
+    return None
 
 
 def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:

@@ -417,8 +417,20 @@ def _problem_of_settings(options: Values) -> str | None:
 
 def _problem_of_stages(options: Values) -> str | None:
     """Returns the reason when parts would be gathered and reduced for every micro-batch of a pipeline."""
-    stage = stage_of(options)
-    if stage == 1 or asked_degrees(options)[1]["pp"] == 1:
+    stage, steps = stage_of(options), options["hybrid_configs"].sharding_configs.accumulate_steps
+    if asked_degrees(options)[1]["pp"] == 1:
+        return None
+    merged = {
+        "sharding_configs['gradient_merge_acc_step']": options["sharding_configs"].gradient_merge_acc_step,
+        "hybrid_configs['sharding_configs']['accumulate_steps']": steps,
+    }
+    for key, count in merged.items():
+        if count > 1:
+            return (
+                f"{key} is {count}, and a pipeline adds up micro-batches already. Set it to 1, and "
+                "pipeline_configs['accumulate_steps'] to the number of micro-batches."
+            )
+    if stage == 1:
         return None
     return (
         f"sharding_configs['stage'] is {stage} and the pipeline has several stages, in which forward and backward of "

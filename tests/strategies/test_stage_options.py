@@ -1,0 +1,40 @@
+"""Options and clipping in a pipeline: what one process computes (study 5.3, 5.6; surface 8)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.workers import run_workers
+from tests.strategies.mesh_jobs import CASES
+from tests.strategies.stage_jobs import CLIPS, on_mesh
+from tests.strategies.test_mesh_options import trained
+
+NOT_HERE = ("merged sharding", "cudnn_exhaustive_search", "to_static")  # refused; without effect; slow
+QUICK = [case for case in trained("pp") if case not in NOT_HERE]
+JOBS: list[tuple[dict[str, int], list[str]]] = [
+    ({"pp_degree": 2, "dp_degree": 2}, QUICK),
+    ({"pp_degree": 2, "mp_degree": 2}, [*CLIPS, "lamb", "lars", "muon", "amp"]),
+    ({"pp_degree": 2, "sharding_degree": 2}, [*CLIPS, "lamb", "muon"]),
+]
+
+
+def test_options_and_clipping_in_a_pipeline() -> None:
+    """5.3: losses, norms (1e-6) and weights, tied ones included, are those of one process."""
+    expected = run_workers(on_mesh, 1, [({}, [*CLIPS, *QUICK])])[0][0]
+    found = run_workers(on_mesh, 4, JOBS)
+    for place, (degrees, switches) in enumerate(JOBS):
+        for switch in switches:
+            label, reference = f"{switch} on {degrees}", expected[switch]
+            tolerance = CASES[switch][2] if switch in CASES else 1e-5
+            workers = [worker[place][switch] for worker in found]
+            replicas = {worker["replica"]: worker["losses"] for worker in workers}
+            means = [sum(losses) / len(replicas) for losses in zip(*replicas.values(), strict=True)]
+            assert means == pytest.approx(reference["losses"], rel=tolerance), label
+            for worker in workers:
+                assert worker["norms"] == pytest.approx(reference["norms"], rel=1e-6), label
+                for name, weight in worker["weights"].items():
+                    torch.testing.assert_close(
+                        weight, reference["weights"][name], atol=tolerance, rtol=tolerance, msg=f"{label}: {name}"
+                    )
+            assert {name for worker in workers for name in worker["weights"]} == set(reference["weights"]), label
