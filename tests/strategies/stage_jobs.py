@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import fleet
+from fleet.errors import NanInfError
 from fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleet.runtime.running import running_session
 from fleet.strategies._shared.axes import Axes
@@ -147,3 +148,40 @@ def on_mesh(rank: int, world_size: int, jobs: list[tuple[dict[str, int], list[st
             results[switch] = train(init(hybrid_configs=degrees, pipeline_configs=pipeline, **options), switch)
         found.append(results)
     return found
+
+
+def spoiled(rank: int, world_size: int) -> list[str]:
+    """Returns the messages of check_nan_inf for a NaN in forward and one in backward."""
+    return [spoil_once(kind) for kind in ("forward", "backward")]
+
+
+def spoil_once(kind: str) -> str:
+    """Trains with check_nan_inf until a NaN comes up in stage 1, in micro-batch 1 of step 2; returns the message."""
+    axes = init(
+        hybrid_configs={"pp_degree": 2, "mp_degree": 2},
+        pipeline_configs={"accumulate_steps": MICRO, "micro_batch_size": ROWS // MICRO},
+        check_nan_inf=True,
+    )
+    net: Any = layers_of("lars")
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    calls = 0
+
+    def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls != MICRO + 2:
+            return output
+        if kind == "backward":
+            output.register_hook(lambda gradient: gradient * torch.nan)
+            return output
+        return output * torch.nan
+
+    if axes.rank("pp") == 1 and axes.rank("mp") == 1:
+        net.get_submodule("3.down").register_forward_hook(spoil)
+    model: Any = fleet.distributed_model(net)
+    try:
+        for step in range(STEPS):
+            model.train_batch(list(batch(step)), optimizer)
+    except NanInfError as error:
+        return str(error)
+    return "nothing"

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.workers import run_workers
 from tests.strategies.mesh_jobs import CASES
-from tests.strategies.stage_jobs import CLIPS, on_mesh
+from tests.strategies.stage_jobs import CLIPS, on_mesh, spoiled
 from tests.strategies.test_mesh_options import trained
 
 NOT_HERE = ("merged sharding", "cudnn_exhaustive_search", "to_static")  # refused; without effect; slow
@@ -38,3 +38,12 @@ def test_options_and_clipping_in_a_pipeline() -> None:
                         weight, reference["weights"][name], atol=tolerance, rtol=tolerance, msg=f"{label}: {name}"
                     )
             assert {name for worker in workers for name in worker["weights"]} == set(reference["weights"]), label
+
+
+def test_a_nan_is_named_with_stage_mp_rank_and_micro_batch() -> None:
+    """7.3 FLAGS_pp_check_naninf: all stages raise with the place where it came up, not where it went to."""
+    found = run_workers(spoiled, 4)
+    assert all(messages == found[0] for messages in found)
+    at = "step 2, rank 3 (pipeline stage 1, mp rank 1, micro-batch 1): NaN first appears in"
+    assert found[0][0].startswith(f"{at} forward, in output 0 of module '3.down'")
+    assert found[0][1].startswith(f"{at} backward, in the gradient that flows into output 0 of module '3.down'")
