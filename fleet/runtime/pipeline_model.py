@@ -144,11 +144,11 @@ class PipelineModel(FleetModel):
     def get_static_scheduler(self) -> str:
         """Returns what this stage does in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""
         layers, config = self._layers_here, self._session_for("get_static_scheduler").options["pipeline_configs"]
+        num_chunks = layers.num_chunks if layers.num_stages > 1 else 1
         order = plan_order(
-            layers.num_stages, layers.stage, config.accumulate_steps,
-            num_chunks=layers.num_chunks, mode=config.schedule_mode,
-        )  # fmt: skip
-        return as_text(order, num_chunks=layers.num_chunks)
+            layers.num_stages, layers.stage, config.accumulate_steps, num_chunks=num_chunks, mode=config.schedule_mode
+        )
+        return as_text(order, num_chunks=num_chunks)
 
     def is_pipeline_first_stage(self) -> bool:
         """Returns whether this worker has the first layers."""
@@ -186,7 +186,7 @@ class PipelineModel(FleetModel):
     def _run_chunk(self, chunk: int, value: Any, is_last: bool) -> Any:
         if self._stage is None and torch.is_grad_enabled():
             self.require_backward_grad_sync = is_last  # the micro-batches before it stay local
-        given = {"chunk_id": chunk} if self._layers_here.num_chunks > 1 else {}
+        given = {"chunk_id": chunk} if self._stage is not None and self._layers_here.num_chunks > 1 else {}
         return self._run(value, **given)
 
     def _trained(self, step: PipelineStep, data: Any, each: bool) -> Any:
@@ -197,8 +197,7 @@ class PipelineModel(FleetModel):
         else:
             stage.reducer.begin()
             step.compute(data)
-            stage.reducer.check_used(lambda: {p: name for name, p in self.named_parameters()})
-            stage.reducer.finish(stage.ties.sum_gradients)
+            stage.reducer.finish(stage.ties.sum_gradients, lambda: {p: name for name, p in self.named_parameters()})
         step.divide_gradients()
         return self._losses(step, each)
 
@@ -211,8 +210,7 @@ class PipelineModel(FleetModel):
             self.require_backward_grad_sync = before
 
     def _losses(self, step: PipelineStep, each: bool) -> Any:
-        values = step.values()
-        found = values if each else [step.total(value) for value in values]
+        found = [values if each else mean for mean, values in step.losses()]
         return found if isinstance(self._layers_here.__dict__["_loss_fn"], list | tuple) else found[0]
 
     def _update(self, optimizer: FleetOptimizer, lr_scheduler: Any, scaler: Any) -> None:
