@@ -81,14 +81,40 @@ def trained(axis: str, *, slow: bool = False) -> list[str]:
 
 def test_options_train_as_in_one_process() -> None:
     """5.3: losses and weights after four steps are those of one process."""
-    compare({axis: trained(axis) for axis in ("mp", "sep")})
+    along_sep = ["asp", "fp16_allreduce", "gradient_merge", "merged sharding", "muon", "sync_batch_norm"]
+    compare({"mp": trained("mp"), "sep": along_sep})
 
 
 @pytest.mark.slow
 def test_slow_options_train_as_in_one_process() -> None:
     """The same with those whose start takes long, and along cp."""
-    compare({axis: trained(axis, slow=True) for axis in ("mp", "sep")} | {"cp": trained("cp")}, timeout_s=400)
+    compare({"mp": trained("mp", slow=True), "sep": [*trained("sep", slow=True), *trained("sep")]}, timeout_s=400)
+    compare({"cp": trained("cp")}, timeout_s=400)
 
 
 def test_cases_are_switches() -> None:
     assert set(CASES) <= {*SWITCHES, *NO_SWITCH}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sharding": True, "sharding_configs": {"stage": 2, "pp_degree": 2}, "pipeline": True}, "gather the param"),
+        (
+            {"hybrid_configs": {"pp_degree": 2, "sharding_degree": 2, "sharding_configs": {"split_param": True}}},
+            "again",
+        ),
+        (
+            {"hybrid_configs": {"pp_degree": 2, "sharding_degree": 2, "sharding_configs": {"accumulate_steps": 2}}},
+            "adds up micro-batches already",
+        ),
+        ({"hybrid_configs": {"pp_configs": {"dp_comm_overlap": True}}}, "pp_degree is 1"),
+        ({"hybrid_configs": {"pp_degree": 4, "pp_configs": {"dp_comm_overlap": True}}}, "dp_degree is 1"),
+        ({"hybrid_configs": {"pp_degree": 2, "pp_configs": {"sharding_comm_overlap": True}}}, "sharding_degree is 1"),
+    ],
+)
+def test_settings_that_a_pipeline_does_not_take(options: dict[str, Any], expected: str) -> None:
+    """1.2, 5.6: stages 2 and 3 and merging in a pipeline; an overlap without what it overlaps."""
+    strategy = DistributedStrategy()
+    strategy.update(options)
+    assert [expected in str(error) for error in problems(strategy, 4)] == [True]

@@ -133,9 +133,9 @@ def init(**options: Any) -> Axes:
     return session.axes
 
 
-def on_meshes(rank: int, world_size: int, meshes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trains in every form on every one of ``meshes``; returns what :func:`train` found, by form."""
-    return [{form: train(form, init(**options), wrap=True) for form in FORMS} for options in meshes]
+def on_meshes(rank: int, world_size: int, meshes: list[tuple[dict[str, Any], list[str]]]) -> list[dict[str, Any]]:
+    """Trains on each of ``meshes`` in its forms; returns what :func:`train` found, by form."""
+    return [{form: train(form, init(**options), wrap=True) for form in forms} for options, forms in meshes]
 
 
 def overflow(rank: int, world_size: int) -> dict[str, Any]:

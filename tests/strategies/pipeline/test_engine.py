@@ -57,7 +57,9 @@ def test_gradients_are_those_of_the_mean(
     for step in range(2):  # the second step knows the headers of the first
         run_stages(places, works, num_micro, signature=last_rows)
         for found, wanted in zip(gradients(parts), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7, msg=lambda text, step=step: f"{step} {text}")
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-5, atol=1e-7, msg=lambda text, step=step: f"{step} {text}"
+            )
     if num_chunks == 1 and mode == "1F1B":
         assert [work.most_live for work in works] == [min(num_stages - s, num_micro) for s in range(num_stages)]
 
@@ -157,6 +159,7 @@ def test_frozen_first_stage_gets_no_gradient_messages() -> None:
 
 def test_an_error_names_stage_and_micro_batch() -> None:
     """Study 6, failure: what a stage was doing when it failed."""
+
     def fails(out: Tensor, micro: int) -> Tensor:
         if micro == 1:
             raise ArithmeticError("no")
