@@ -70,7 +70,11 @@ def check(label: str, tolerance: float, axis: str, workers: list[dict[str, Any]]
     for name, weight in expected["weights"].items():
         for worker in workers:
             torch.testing.assert_close(
-                worker["weights"][name], weight, atol=tolerance, rtol=tolerance, msg=f"{label}: {name}"
+                worker["weights"][name],
+                weight,
+                atol=tolerance,
+                rtol=tolerance,
+                msg=lambda text, name=name: f"{label}: {name} {text}",
             )
 
 
@@ -81,7 +85,15 @@ def trained(axis: str, *, slow: bool = False) -> list[str]:
 
 def test_options_train_as_in_one_process() -> None:
     """5.3: losses and weights after four steps are those of one process."""
-    along_sep = ["asp", "fp16_allreduce", "gradient_merge", "merged sharding", "muon", "sync_batch_norm"]
+    along_sep = [
+        "asp",
+        "fp16_allreduce",
+        "gradient_merge",
+        "merged sharding",
+        "muon",
+        "sharding stage 3",
+        "sync_batch_norm",
+    ]
     compare({"mp": trained("mp"), "sep": along_sep})
 
 
@@ -90,6 +102,15 @@ def test_slow_options_train_as_in_one_process() -> None:
     """The same with those whose start takes long, and along cp."""
     compare({"mp": trained("mp", slow=True), "sep": [*trained("sep", slow=True), *trained("sep")]}, timeout_s=400)
     compare({"cp": trained("cp")}, timeout_s=400)
+
+
+@pytest.mark.slow
+def test_copies_along_two_axes() -> None:
+    """3: shards on a mesh with dp and sep, whose copies are one dim of the mesh that is divided over."""
+    expected = run_workers(on_mesh, 1, [({}, ["sharding stage 3"])])[0][0]["sharding stage 3"]
+    degrees = {"dp_degree": 2, "sharding_degree": 2, "sep_degree": 2}
+    found = run_workers(on_mesh, 8, [(degrees, ["sharding stage 3"])], timeout_s=200)
+    check("eight workers", 1e-5, "sep", [worker[0]["sharding stage 3"] for worker in found], expected)
 
 
 def test_cases_are_switches() -> None:
