@@ -16,7 +16,7 @@ from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers,
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
-from fleet.strategies.tensor_parallel.equal_inputs import EqualInputs
+from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
 from fleet.strategies.tensor_parallel.place import CurrentJob, Place
 from fleet.strategies.tensor_parallel.sequence import (
     RowSequenceParallelLinear,
@@ -107,6 +107,7 @@ class TensorParallel(Strategy):
         if self._axes.size("pp") == 1:
             copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
+            model.register_forward_hook(EqualGradients(group))
         return model
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
