@@ -21,8 +21,8 @@ from fleet.strategies.tensor_parallel.regions import applied
 class ParallelCrossEntropy(nn.Module):
     """The cross entropy of each row, from this worker's part of the logits.
 
-    It exchanges three numbers a row. It is computed in float32 at least and returned in the type of the logits, or in float32
-    under autocast.
+    It exchanges three numbers a row. It is computed in float32 at least, and returned in the type of the logits, or in
+    float32 under autocast.
 
     Args:
         mp_group: the workers that share the vocabulary; ``None`` is the mp axis of the job.

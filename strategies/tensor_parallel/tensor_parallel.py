@@ -17,7 +17,7 @@ from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
 from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
-from fleet.strategies.tensor_parallel.place import CurrentJob, Place
+from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
 from fleet.strategies.tensor_parallel.sequence import (
     RowSequenceParallelLinear,
     mark_as_sequence_parallel_parameter,
@@ -138,7 +138,7 @@ def _mark_again(model: nn.Module) -> None:
 
 
 def _nothing_divided(model: nn.Module, degree: int) -> str:
-    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), Place)]
+    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), LayerPlace)]
     if alone:
         return (
             f"mp_degree is {degree}, and {alone[0]!r} ({type(model.get_submodule(alone[0])).__name__}) was created "

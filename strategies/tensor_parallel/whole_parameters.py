@@ -219,5 +219,5 @@ def _different(wrong: Sequence[str], ranks: Sequence[int]) -> str:
         "gradient of that part only: call mark_as_sequence_parallel_parameter(parameter) of "
         "fleet.utils.sequence_parallel_utils before distributed_model(), and the parts are added up. Otherwise the "
         "workers have seen other rows or labels (deal them out by fleet.data_rank() of fleet.data_replicas()), or "
-        "other dropout masks of whole activations (draw them from the global stream, which is the same on these workers)."
+        "other dropout masks of whole activations (draw those from the global stream, which is the same here)."
     )

@@ -20,7 +20,7 @@ from fleet.strategies.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from fleet.strategies.tensor_parallel.place import Place
+from fleet.strategies.tensor_parallel.place import LayerPlace
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
@@ -120,4 +120,4 @@ def test_a_layer_can_be_copied_and_saved() -> None:
 
 def test_a_part_that_was_pickled_says_that_its_group_is_gone() -> None:
     with pytest.raises(ConfigError, match="Create the layer after fleet.init"):
-        _ = Place(None, 2, 1).group
+        _ = LayerPlace(None, 2, 1).group

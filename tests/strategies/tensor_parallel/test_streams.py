@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.meta_parallel import model_parallel_random_seed
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies.tensor_parallel.streams import determinate_seed, dropout, seed_streams, tracker
 
@@ -35,14 +34,6 @@ def test_the_seed_of_a_part(rank: int) -> None:
     found = drawn()
     torch.manual_seed(100 + 1 + part * 2 + stage)
     assert torch.equal(found, torch.rand(2))
-
-
-def test_without_a_seed_it_is_that_of_torch() -> None:
-    torch.manual_seed(31)
-    model_parallel_random_seed()
-    assert torch.initial_seed() == 31
-    with pytest.raises(ConfigError, match="at least 0"):
-        model_parallel_random_seed(-1)
 
 
 def test_dropout_from_a_stream() -> None:
