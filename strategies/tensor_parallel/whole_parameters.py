@@ -105,9 +105,10 @@ class EqualOptimizer(OptimizerWrapper):
     def _before(self) -> None:
         group, upkeep = self._group, self._upkeep
         assert group is not None
-        if self._occasions.now():
+        whole = [p for p in self.parameters() if is_whole(p)]
+        # A step that merges its gradients with later ones has none left to look at.
+        if any(p.grad is not None for p in whole) and self._occasions.now():
             names = self._names()
-            whole = [p for p in self.parameters() if is_whole(p)]
             check_gradients([(names.get(p, f"a parameter of shape {list(p.shape)}"), p) for p in whole], group)
         if upkeep.gradients:
             self._make_equal([local(p.grad) for p in self._chosen() if p.grad is not None], group)

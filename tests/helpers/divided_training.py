@@ -210,7 +210,7 @@ def compare(kit: Kit, steps: int = 4, wrap: Callable[[nn.Module], Any] | None = 
         loss = kit.loss(model(own[:, :-1].contiguous()), own[:, 1:].T.contiguous()).mean()
         loss.backward()
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+            gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.clear_grad()
         mine.append(fleet.all_reduce(loss.detach(), "sum").item() / session.world_size)
