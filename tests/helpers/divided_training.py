@@ -185,6 +185,14 @@ def apart(parts: Mapping[str, Tensor], wholes: Mapping[str, Tensor], layouts: Ma
     return found
 
 
+def gathered(tensor: Any) -> Tensor:
+    """Returns a copy of ``tensor``, gathered where sharding divides it once more."""
+    from fleet.strategies._shared.parts import is_part
+
+    whole: Tensor = tensor.full_tensor() if is_part(tensor) else tensor.clone()
+    return whole
+
+
 def compare(kit: Kit, steps: int = 4, wrap: Callable[[nn.Module], Any] | None = None) -> dict[str, float]:
     """Trains the form of ``kit`` in the running job; returns how far it is from one process on all rows.
 
@@ -210,14 +218,14 @@ def compare(kit: Kit, steps: int = 4, wrap: Callable[[nn.Module], Any] | None = 
         loss = kit.loss(model(own[:, :-1].contiguous()), own[:, 1:].T.contiguous()).mean()
         loss.backward()
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+            gradients = {name: gathered(p.grad) for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.clear_grad()
         mine.append(fleet.all_reduce(loss.detach(), "sum").item() / session.world_size)
     return {
         "loss": max(abs(a - b) for a, b in zip(losses, mine, strict=True)),
         "gradients": apart(gradients, first, layouts),
-        "weights": apart({name: p.detach() for name, p in net.named_parameters()}, last, layouts),
+        "weights": apart({name: gathered(p.detach()) for name, p in net.named_parameters()}, last, layouts),
         "divided": len(layouts),
     }
 
