@@ -9,7 +9,7 @@ from torch import nn
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._shared.gradient_exchange import change_exchange
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,5 +49,8 @@ class Fp16Allreduce(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with its exchange in the narrow type."""
-        change_exchange(model, wire_dtype=getattr(torch, self.config.dtype))
+        if data_parallel_in(model) is not None:
+            exchange_of(model).change(wire_dtype=getattr(torch, self.config.dtype))
+        elif (reducer := reducer_in(model)) is not None:
+            reducer.wire_dtype = getattr(torch, self.config.dtype)
         return model

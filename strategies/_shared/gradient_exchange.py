@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
 # Adds a tensor up over all workers, in place; the future holds a list of that tensor.
-REDUCER = "fleet_reducer"  # under which a pipeline stage keeps its exchange
 Sum = Callable[[torch.Tensor], "torch.futures.Future[list[torch.Tensor]]"]
 
 
@@ -118,37 +117,38 @@ def exchange_of(model: nn.Module) -> GradientExchange:
     return cast(GradientExchange, exchange)
 
 
-def change_exchange(
-    model: nn.Module, *, wire_dtype: torch.dtype | None = None, sum: Sum | None = None, wire_factor: Any = None
-) -> None:
-    """Changes how ``model`` exchanges gradients, where it does: in data parallel or at the end of a pipeline's step."""
-    reducer: Any = reducer_of(model)
-    if reducer is not None:
-        reducer.wire_dtype = reducer.wire_dtype if wire_dtype is None else wire_dtype
-        reducer.sum = reducer.sum if sum is None else sum
-        reducer.wire_factor = reducer.wire_factor if wire_factor is None else wire_factor
-    elif data_parallel_in(model) is not None:
-        if wire_factor is not None:
-            exchange_of(model).wire_factor = wire_factor
-        if wire_dtype is not None or sum is not None:
-            exchange_of(model).change(wire_dtype=wire_dtype, sum=sum)
-
-
-def reducer_of(model: nn.Module) -> Any:
-    """Returns what exchanges the gradients of a pipeline stage with other workers, ``None`` for any other model."""
-    found: nn.Module | None = model
-    while found is not None:
-        reducer = found.__dict__.get(REDUCER)
-        if reducer is not None:
-            return reducer if reducer.group is not None else None
-        found = inner_of(found)
-    return None
-
-
 def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel module that ``model`` is or wraps, or ``None``."""
     holder = exchanging_in(model)
     return holder if isinstance(holder, DistributedDataParallel) else None
+
+
+class NarrowExchange(Protocol):
+    """An exchange of a strategy's own, in the place of DistributedDataParallel's, that options may narrow or route.
+
+    Attributes:
+        wire_dtype: as in :class:`GradientExchange`.
+        wire_factor: as there.
+        sum: adds a buffer up over the workers, in place; what it returns is waited for.
+    """
+
+    wire_dtype: torch.dtype | None
+    wire_factor: Callable[[], float]
+    sum: Callable[[torch.Tensor], Any]
+
+
+REDUCER = "fleet_reducer"  # under which a pipeline stage keeps its exchange
+
+
+def reducer_in(model: nn.Module) -> NarrowExchange | None:
+    """Returns the exchange of the pipeline stage that ``model`` is or wraps, or ``None``."""
+    found: nn.Module | None = model
+    while found is not None:
+        reducer: NarrowExchange | None = found.__dict__.get(REDUCER)
+        if reducer is not None:
+            return reducer
+        found = inner_of(found)
+    return None
 
 
 def exchanging_in(model: nn.Module) -> nn.Module | None:

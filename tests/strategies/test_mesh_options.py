@@ -85,15 +85,7 @@ def trained(axis: str, *, slow: bool = False) -> list[str]:
 
 def test_options_train_as_in_one_process() -> None:
     """5.3: losses and weights after four steps are those of one process."""
-    along_sep = [
-        "asp",
-        "fp16_allreduce",
-        "gradient_merge",
-        "merged sharding",
-        "muon",
-        "sharding stage 3",
-        "sync_batch_norm",
-    ]
+    along_sep = ["asp", "fp16_allreduce", "gradient_merge", "muon", "sharding stage 3", "sync_batch_norm"]
     compare({"mp": trained("mp"), "sep": along_sep})
 
 
