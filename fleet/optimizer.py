@@ -306,7 +306,8 @@ def Muon(
     AdamW, so give them in a group of their own with ``"use_muon": False``. With sharding stage 1 an update needs no
     further exchange; a weight that is divided over ``mp`` is gathered for it.
 
-    Source: Keller Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/; as ``torch.optim.Muon``.
+    Source: Keller Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks,
+    kellerjordan.github.io/posts/muon; the rule of ``torch.optim.Muon``.
 
     Args:
         parameters: parameters, or groups in torch's form, with ``use_muon`` for Muon or AdamW; without it, parameters

@@ -19,7 +19,10 @@ never updates with one that is not finite, and only forward is checked.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -154,7 +157,8 @@ class Watch:
         message = self._alarm.taken() if self._alarm is not None else None
         if message is not None:
             self.sightings.clear()
-            raise NanInfError(message, rank=int(message.split("rank ", 1)[1].split(":")[0]), step=self.steps)
+            rank = re.search(r"rank (\d+)", message)
+            raise NanInfError(message, rank=int(rank[1]) if rank else -1, step=self.steps)
 
     def check_together(self) -> None:
         """Raises NanInfError on every worker when one of them has seen something; all call it at the same step."""
@@ -170,9 +174,8 @@ class Watch:
             return
         first = self.sightings.first()
         message = self._message(first) if first is not None else ""
-        places = self._gathered(_NEVER if first is None else first[0])
+        places = self._gathered(_NEVER if first is None else self._number(*first[:2]))
         self.sightings.clear()
-        # The same modules run on every worker, so the smallest place is the earliest in the computation.
         rank = min(range(len(places)), key=places.__getitem__)
         also = [other for other, place in enumerate(places) if place != _NEVER and other != rank]
         message = self._shared(message, rank)
@@ -190,10 +193,30 @@ class Watch:
                 self._alarm.ring(message)
             raise NanInfError(message, rank=self._session.global_rank, step=self.steps)
 
+    def _number(self, number: int, place: Place) -> int:
+        """Returns what is the smallest on the worker whose sighting is the earliest in the computation.
+
+        The same modules run on every worker that holds the same layers; between stages, a micro-batch goes forward
+        through all of them before it goes back.
+        """
+        axes = self._session.axes
+        stages, stage = axes.size("pp"), axes.rank("pp")
+        if stages == 1:
+            return number
+        turn = stages - 1 - stage if place.is_backward else stage
+        return (((place.micro_batch * 2 + place.is_backward) * stages + turn) << 32) + number
+
     def _message(self, first: tuple[int, Place, str]) -> str:
         _, place, kind = first
-        text = described(place, kind, is_root=any(place.module is root for root in self._roots))
-        return f"step {self.steps}, rank {self._session.global_rank}: {text}"
+        axes = self._session.axes
+        is_root = any(place.module is root for root in self._roots)
+        text = described(place, kind, is_root=is_root, stage=axes.rank("pp"))
+        held = {"pp": f"pipeline stage {axes.rank('pp')}", "mp": f"mp rank {axes.rank('mp')}"}
+        where = [words for axis, words in held.items() if axes.size(axis) > 1]
+        if axes.size("pp") > 1:
+            where.append(f"micro-batch {place.micro_batch}")
+        at = f" ({', '.join(where)})" if where else ""
+        return f"step {self.steps}, rank {self._session.global_rank}{at}: {text}"
 
     def _gathered(self, number: int) -> list[int]:
         mine = torch.tensor([number], dtype=torch.int64, device=self._session.device)
@@ -223,8 +246,10 @@ class ModuleHooks:
         self._watch = watch
         self._handles: list[RemovableHandle] = []
         self._parameters: list[tuple[str, nn.Parameter]] = list(root.named_parameters()) if gradients else []
+        self._passes: Counter[int] = Counter()  # forward passes of each chunk of a pipeline stage since the last step
+        self._step = self._micro_batch = self._in_backward = 0
         watch.add_root(root)
-        self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True))
+        self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
         for name, module in root.named_modules():
             self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(partial(self._after, name)))
@@ -244,8 +269,14 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
 
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
+    def _begin(self, module: nn.Module, inputs: Any, keywords: Any) -> None:
         self._watch.heed()
+        if self._step != self._watch.steps:
+            self._step = self._watch.steps
+            self._passes.clear()
+        chunk = keywords.get("chunk_id") or 0
+        self._micro_batch = self._passes[chunk]
+        self._passes[chunk] += 1
         if not self._parameters or not torch.is_grad_enabled():
             return
         # Parameters that were frozen until now get their hook here.
@@ -259,13 +290,14 @@ class ModuleHooks:
             # Masks of attention hold -inf on purpose; where it does harm, an output shows it.
             is_given = tensor.is_floating_point() and not tensor.requires_grad
             shown = tensor.clamp(min=torch.finfo(tensor.dtype).min) if is_given else tensor
-            self._look(tensor, Place("input", name, slot, module), shown)
+            self._look(tensor, Place("input", name, slot, module, self._micro_batch), shown)
 
     def _after(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         for slot, tensor in tensors_in(outputs):
-            is_new = self._look(tensor, Place("output", name, slot, module))
+            is_new = self._look(tensor, Place("output", name, slot, module, self._micro_batch))
             if is_new and self.gradients and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(self._gradient, Place("gradient", name, slot, module)))
+                place = Place("gradient", name, slot, module, self._micro_batch)
+                tensor.register_hook(partial(self._gradient, place))
 
     def _end(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         sightings = self._watch.sightings
@@ -283,8 +315,11 @@ class ModuleHooks:
         return True
 
     def _gradient(self, place: Place, gradient: Tensor) -> None:
+        if place.kind == "gradient":
+            self._in_backward = place.micro_batch
         if self.gradients:
-            self._watch.sightings.add(gradient, place)
+            # A parameter does not know whose gradient it gets: that of the outputs whose gradients came last.
+            self._watch.sightings.add(gradient, replace(place, micro_batch=self._in_backward))
 
 
 class CheckingOptimizer(OptimizerWrapper):

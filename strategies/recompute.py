@@ -109,7 +109,7 @@ def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]
     return [m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def check_patterns(model: nn.Module, patterns: tuple[str, ...], session: Workers) -> None:
+def check_patterns(model: nn.Module, patterns: tuple[str, ...], session: Workers | None) -> None:
     """Raises ConfigError for one of ``patterns`` that fits no module of any stage, with the nearest names."""
     modules = [name for name, _ in model.named_modules() if name]
     fits = on_some_stage([any(fnmatchcase(name, pattern) for name in modules) for pattern in patterns], session)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, top_level
 from fleet.strategies._shared.axes import COPY_AXES
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 
 
 @top_level
@@ -65,9 +65,13 @@ class UseHierarchicalAllreduce(Strategy):
         size = self.session.options["hierarchical_allreduce_inter_nranks"]
         size = size if size > 1 else self.session.local_world_size
         axes = self.session.axes
-        if data_parallel_in(model) is not None and 1 < size < self.session.world_size:
+        reducer = reducer_in(model)
+        if (data_parallel_in(model) is not None or reducer is not None) and 1 < size < self.session.world_size:
             levels = TwoLevels(axes.ranks(*COPY_AXES), axes.all_ranks(*COPY_AXES), size)
-            exchange_of(model).change(sum=levels.sum)
+            if reducer is not None:
+                reducer.sum = levels.sum
+            else:
+                exchange_of(model).change(sum=levels.sum)
         return model
 
 

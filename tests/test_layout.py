@@ -31,6 +31,7 @@ MAX_LONG_FUNCTIONS = 8
 
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "fleet/_optimizer_arguments.py": "tests/fleet/test_optimizer_constructors.py",
     "fleet/_version.py": "tests/fleet/test_main.py",
     "fleet/runtime/running.py": "tests/fleet/elastic/test_sampler.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",

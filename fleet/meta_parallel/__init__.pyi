@@ -11,6 +11,7 @@ Example:
 """
 
 from fleet.meta_parallel.context_parallel import ring_attention as ring_attention
+from fleet.meta_parallel.context_parallel import sequence_positions as sequence_positions
 from fleet.meta_parallel.context_parallel import (
     split_inputs_sequence_dim_load_balance as split_inputs_sequence_dim_load_balance,
 )
@@ -19,7 +20,6 @@ from fleet.meta_parallel.seeds import model_parallel_random_seed as model_parall
 from fleet.meta_parallel.segment_parallel import ReshardLayer as ReshardLayer
 from fleet.meta_parallel.segment_parallel import sep_attention as sep_attention
 from fleet.meta_parallel.segment_parallel import sequence_mean as sequence_mean
-from fleet.meta_parallel.segment_parallel import sequence_positions as sequence_positions
 from fleet.meta_parallel.segment_parallel import split_inputs_sequence_dim as split_inputs_sequence_dim
 from fleet.runtime.pipeline_model import PipelineParallel as PipelineParallel
 from fleet.strategies._shared.random_streams import RNGStatesTracker as RNGStatesTracker

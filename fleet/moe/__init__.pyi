@@ -4,11 +4,9 @@
 Names are resolved at first use. ``fleet.incubate.distributed.models.moe`` is the same under Fleet's path.
 
 Example:
-    >>> strategy.hybrid_configs = {"sharding_degree": 2, "ep_degree": 2}
-    >>> fleet.init(is_collective=True, strategy=strategy)
-    >>> experts = [Mlp(512) for _ in range(4)]  # of this worker; the layer has 8
-    >>> layer = fleet.moe.MoELayer(512, experts, gate={"type": "switch", "top_k": 1})
-    >>> loss = criterion(model(x), y) + 0.01 * layer.gate.get_loss()
+    >>> experts = [torch.nn.Linear(4, 4) for _ in range(3)]  # of this worker; the layer has ep_degree times as many
+    >>> layer = fleet.moe.MoELayer(4, experts, gate={"type": "switch", "top_k": 1})
+    >>> loss = layer(x).square().mean() + 0.01 * layer.gate.get_loss()
 """
 
 from fleet.moe.expert_clip import ClipGradForMOEByGlobalNorm as ClipGradForMOEByGlobalNorm

@@ -416,6 +416,10 @@ class PipelineConfigDict(TypedDict, total=False):
     warning: activations are sent whole: only bandwidth differs, and parts are right for equal activations only.
     Default: True.
     """
+    split: list[str] | tuple[str, ...]
+    """Cuts a plain model, whose forward calls one layer after the other: the names of the first layer of each stage
+    but the first, or 'auto' for stages with about as many parameters. Default: [].
+    """
 
 class PipelineConfigView(ConfigView):
     """The settings of pipeline_configs; see PipelineConfigDict."""
@@ -425,6 +429,10 @@ class PipelineConfigView(ConfigView):
     schedule_mode: str
     p2p_cache_shape: bool
     enable_partial_send_recv: bool
+    @property
+    def split(self) -> list[str]: ...
+    @split.setter
+    def split(self, value: list[str] | tuple[str, ...]) -> None: ...
     @overload
     def __getitem__(self, key: Literal["micro_batch_size", "accumulate_steps"], /) -> int: ...
     @overload
@@ -432,11 +440,15 @@ class PipelineConfigView(ConfigView):
     @overload
     def __getitem__(self, key: Literal["p2p_cache_shape", "enable_partial_send_recv"], /) -> bool: ...
     @overload
+    def __getitem__(self, key: Literal["split"], /) -> list[str]: ...
+    @overload
     def __setitem__(self, key: Literal["micro_batch_size", "accumulate_steps"], value: int, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["schedule_mode"], value: str, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["p2p_cache_shape", "enable_partial_send_recv"], value: bool, /) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["split"], value: list[str] | tuple[str, ...], /) -> None: ...
 
 class QatConfigDict(TypedDict, total=False):
     """The keys of qat_configs."""

@@ -39,6 +39,7 @@ from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
 from fleet.strategies._shared.whole_states import WholeStates
+from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ class Session:
             for model in self.models:
                 strategy.prepare_model(model.module)
 
-    def wrap_model(self, module: nn.Module) -> FleetModel:
+    def wrap_model(self, module: nn.Module, loss_fn: Any = None) -> FleetModel:
         """Returns ``module`` with every strategy of the plan around it; nothing changes when one refuses it."""
         if isinstance(module, FleetModel):
             raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
@@ -283,6 +284,7 @@ class Session:
             strategy.check_model(module)
         if self.roll_call is not None:
             check_model(self.roll_call, module, self.axes.ranks(*COPY_AXES, "mp"))
+        module = self._cut(module, loss_fn)
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
@@ -294,6 +296,25 @@ class Session:
         if self.health is not None:
             self.health.watch_model(module)
         return model
+
+    def _cut(self, module: nn.Module, loss_fn: Any) -> nn.Module:
+        """Returns the stage of ``module`` on this worker, with ``loss_fn``, where a pipeline cuts it."""
+        pipeline = next((strategy for strategy in self.strategies if isinstance(strategy, Pipeline)), None)
+        found = module if pipeline is None else pipeline.cut_model(module, loss_fn)
+        if found is not module and self.optimizers:
+            raise ConfigError(
+                "pipeline_configs['split'] cuts the model, and distributed_optimizer() has been called: it would keep "
+                "parameters of other stages. Call distributed_model() first."
+            )
+        if loss_fn is not None:
+            if not isinstance(found, StagedLayers):
+                raise ConfigError(
+                    f"distributed_model(model, loss_fn=...): {type(module).__name__} is not cut into stages, and your "
+                    "loop computes the loss. Omit loss_fn, or turn strategy.pipeline on and set "
+                    "pipeline_configs['split']."
+                )
+            found.set_loss(loss_fn)
+        return found
 
     def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:
         """Returns ``optimizer`` with every strategy of the plan around it; nothing changes when one refuses it."""

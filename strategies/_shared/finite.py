@@ -19,12 +19,21 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a tensor was seen: ``kind`` is input, output, gradient or parameter; ``name`` is qualified."""
+    """Where a tensor was seen: ``kind`` is input, output, gradient or parameter; ``name`` is qualified.
+
+    ``micro_batch`` counts the forward passes of the model since the last step.
+    """
 
     kind: str
     name: str
     slot: int = 0
     module: nn.Module | None = None
+    micro_batch: int = 0
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it was seen in a backward pass."""
+        return self.kind in ("gradient", "parameter")
 
 
 class Sightings:
@@ -111,13 +120,14 @@ def tensors_in(value: Any) -> list[tuple[int, Tensor]]:
     return [(slot, leaf) for slot, leaf in enumerate(tree_leaves(value)) if isinstance(leaf, Tensor)]
 
 
-def described(place: Place, kind: str, *, is_root: bool) -> str:
+def described(place: Place, kind: str, *, is_root: bool, stage: int = 0) -> str:
     """Returns a sentence about the first value that was not finite.
 
     Args:
         place: where it was seen.
         kind: 'NaN' or 'Inf'.
-        is_root: whether the module is the whole model.
+        is_root: whether the module is the whole model, or all layers of a pipeline stage.
+        stage: the number of that stage.
     """
     if place.kind == "parameter":
         return (
@@ -131,7 +141,8 @@ def described(place: Place, kind: str, *, is_root: bool) -> str:
             "forward was finite."
         )
     if place.kind == "input":
-        origin = "it came with the batch" if is_root else f"it was computed between modules, before {module} was called"
+        came = "it came with the batch" if stage == 0 else f"it came from pipeline stage {stage - 1}"
+        origin = came if is_root else f"it was computed between modules, before {module} was called"
         return f"{kind} first appears in input {place.slot} of {module}: {origin}."
     holds = non_finite_weight(place.module)
     cause = f"its {holds} holds one already" if holds else "its inputs and its own weights were finite"

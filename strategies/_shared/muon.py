@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal before it is applied; of whole matrices, also where a layer is divided over mp.
 
 Source: Keller Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks,
-https://kellerjordan.github.io/posts/muon/ and github.com/KellerJordan/Muon; the same as ``torch.optim.Muon``.
+kellerjordan.github.io/posts/muon, and KellerJordan/Muon on GitHub; the same as ``torch.optim.Muon``.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from fleet.strategies._declare.strategy import Workers
 
 
-def on_some_stage(found: Sequence[bool], session: Workers) -> list[bool]:
+def on_some_stage(found: Sequence[bool], session: Workers | None) -> list[bool]:
     """Returns which of ``found`` hold on this stage of the pipeline or on another; every stage must call it.
 
-    Patterns of module names are written for the whole model, and a stage holds some of its modules.
+    Patterns of module names are written for the whole model, and a stage holds some of its modules. Without a session
+    there is one stage.
     """
-    group = session.axes.group("pp")
-    if group is None or not found:
+    group = None if session is None else session.axes.group("pp")
+    if session is None or group is None or not found:
         return list(found)
     flags = torch.tensor(found, dtype=torch.int32, device=session.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)

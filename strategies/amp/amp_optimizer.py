@@ -48,7 +48,14 @@ class AmpOptimizer(OptimizerWrapper):
         self._found_inf: Any = None
 
     def note_backward(self) -> None:
-        """Looks at the gradients, without waiting for the answer."""
+        """Looks at the gradients, without waiting for the answer.
+
+        Those of a pipeline come from several backward passes and are exchanged after the last: ``step()`` looks.
+        """
+        if self._session.axes.size("pp") == 1:
+            self._look()
+
+    def _look(self) -> None:
         self._non_finite = any_nonfinite(self.parameters(), self._session.device)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -73,7 +80,7 @@ class AmpOptimizer(OptimizerWrapper):
     def _found_by_any(self) -> bool:
         """Returns whether this step is to be skipped, the same answer on every worker."""
         if self._non_finite is None:
-            self.note_backward()
+            self._look()
         found, self._non_finite = self._non_finite, None
         assert found is not None
         return bool(agreed(found, self.parameters(), self._session))

@@ -33,6 +33,7 @@ class GradientReducer:
     Attributes:
         wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
         wire_factor: what float16 gradients are multiplied by on the wire.
+        sum: adds a buffer up over the workers, in place; one all_reduce by default.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self.wire_dtype: torch.dtype | None = None
         self.wire_factor: Callable[[], float] = lambda: 1.0
+        self.sum: Callable[[Tensor], Any] = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._started: list[_Sent] = []
         self._buckets: list[_Bucket] = []
@@ -181,7 +183,7 @@ class _Sent:
         self._flat = flat if narrow is None else (flat if self._factor == 1.0 else flat.mul_(self._factor)).to(narrow)
         # Before the sum, as DistributedDataParallel does: a float16 sum over many workers overflows first.
         self._flat.div_(reducer.divisor)
-        self._work = dist.all_reduce(self._flat, group=reducer.group, async_op=True)
+        self._work = reducer.sum(self._flat)
         if self._used is not None:
             self._works = dist.all_reduce(self._used, group=reducer.group, async_op=True)
 

@@ -425,7 +425,20 @@ def _problem_of_stages(options: Values) -> str | None:
             "every parameter among all workers of the sharding axis, and each expert is on some of them only. Set "
             "sharding_configs['stage'] to 1, which divides the optimizer state, or ep_degree to 1."
         )
-    if stage == 1 or asked_degrees(options)[1]["pp"] == 1:
+    steps = options["hybrid_configs"].sharding_configs.accumulate_steps
+    if asked_degrees(options)[1]["pp"] == 1:
+        return None
+    merged = {
+        "sharding_configs['gradient_merge_acc_step']": options["sharding_configs"].gradient_merge_acc_step,
+        "hybrid_configs['sharding_configs']['accumulate_steps']": steps,
+    }
+    for key, count in merged.items():
+        if count > 1:
+            return (
+                f"{key} is {count}, and a pipeline adds up micro-batches already. Set it to 1, and "
+                "pipeline_configs['accumulate_steps'] to the number of micro-batches."
+            )
+    if stage == 1:
         return None
     return (
         f"sharding_configs['stage'] is {stage} and the pipeline has several stages, in which forward and backward of "

@@ -16,8 +16,8 @@ from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers,
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
-from fleet.strategies.tensor_parallel.equal_inputs import EqualInputs
-from fleet.strategies.tensor_parallel.place import CurrentJob, Place
+from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
+from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
 from fleet.strategies.tensor_parallel.sequence import (
     RowSequenceParallelLinear,
     mark_as_sequence_parallel_parameter,
@@ -107,6 +107,7 @@ class TensorParallel(Strategy):
         if self._axes.size("pp") == 1:
             copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
+            model.register_forward_hook(EqualGradients(group))
         return model
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
@@ -137,7 +138,7 @@ def _mark_again(model: nn.Module) -> None:
 
 
 def _nothing_divided(model: nn.Module, degree: int) -> str:
-    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), Place)]
+    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), LayerPlace)]
     if alone:
         return (
             f"mp_degree is {degree}, and {alone[0]!r} ({type(model.get_submodule(alone[0])).__name__}) was created "

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], str, float]] = {
     "gradient_merge": ({"gradient_merge_configs": {"k_steps": 2}}, "sgd", 1e-5),
     "lamb": ({}, "adam", 1e-5),
     "lars": ({"lars_configs": {"lars_coeff": 0.5}}, "sgd", 1e-5),
-    "qat": ({}, "sgd", 1e-3),
+    "qat": ({}, "sgd", 1e-2),
     "recompute": ({"recompute_configs": {"checkpoints": ["up", "head"]}}, "sgd", 1e-5),
     "sync_batch_norm": ({}, "sgd", 1e-5),
     "to_static": ({}, "sgd", 1e-5),
@@ -33,9 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], str, float]] = {
     "build_strategy": ({"build_strategy": {"fuse_all_optimizer_ops": True}}, "adam", 1e-5),
     "muon": ({}, "muon", 1e-5),
     "merged sharding": ({"sharding_configs": {"gradient_merge_acc_step": 2}}, "adam", 1e-5),
+    "sharding stage 3": ({"sharding_configs": {"stage": 3}}, "adam", 1e-5),
 }
 SLOW = ("qat", "to_static")  # torchao and the compiler take their time
-NO_SWITCH = ("build_strategy", "muon", "merged sharding")
+NO_SWITCH = ("build_strategy", "muon", "merged sharding", "sharding stage 3")
 
 
 def optimizer_of(kind: str, model: nn.Module) -> Any:
@@ -79,9 +80,10 @@ def on_mesh(rank: int, world_size: int, jobs: list[tuple[dict[str, int], list[st
 def _init(world_size: int, degrees: dict[str, int], switch: str) -> Axes:
     options = {} if switch in NO_SWITCH else {switch: True}
     options |= CASES[switch][0]
-    if switch == "merged sharding":
+    if "sharding" in switch:
         options["sharding"] = True
-        degrees = {axis.replace("dp", "sharding"): degree for axis, degree in degrees.items()}
+        if "sharding_degree" not in degrees:
+            degrees = {axis.replace("dp", "sharding"): degree for axis, degree in degrees.items()}
     if switch == "use_hierarchical_allreduce" and world_size == 1:
         options = {}  # one worker is in no group of two
     return init(hybrid_configs=degrees, **options)

@@ -70,7 +70,11 @@ def check(label: str, tolerance: float, axis: str, workers: list[dict[str, Any]]
     for name, weight in expected["weights"].items():
         for worker in workers:
             torch.testing.assert_close(
-                worker["weights"][name], weight, atol=tolerance, rtol=tolerance, msg=f"{label}: {name}"
+                worker["weights"][name],
+                weight,
+                atol=tolerance,
+                rtol=tolerance,
+                msg=lambda text, name=name: f"{label}: {name} {text}",
             )
 
 
@@ -81,14 +85,49 @@ def trained(axis: str, *, slow: bool = False) -> list[str]:
 
 def test_options_train_as_in_one_process() -> None:
     """5.3: losses and weights after four steps are those of one process."""
-    compare({axis: trained(axis) for axis in ("mp", "sep")})
+    along_sep = ["asp", "fp16_allreduce", "gradient_merge", "muon", "sharding stage 3", "sync_batch_norm"]
+    compare({"mp": trained("mp"), "sep": along_sep})
 
 
 @pytest.mark.slow
 def test_slow_options_train_as_in_one_process() -> None:
     """The same with those whose start takes long, and along cp."""
-    compare({axis: trained(axis, slow=True) for axis in ("mp", "sep")} | {"cp": trained("cp")}, timeout_s=400)
+    compare({"mp": trained("mp", slow=True), "sep": [*trained("sep", slow=True), *trained("sep")]}, timeout_s=400)
+    compare({"cp": trained("cp")}, timeout_s=400)
+
+
+@pytest.mark.slow
+def test_copies_along_two_axes() -> None:
+    """3: shards on a mesh with dp and sep, whose copies are one dim of the mesh that is divided over."""
+    expected = run_workers(on_mesh, 1, [({}, ["sharding stage 3"])])[0][0]["sharding stage 3"]
+    degrees = {"dp_degree": 2, "sharding_degree": 2, "sep_degree": 2}
+    found = run_workers(on_mesh, 8, [(degrees, ["sharding stage 3"])], timeout_s=200)
+    check("eight workers", 1e-5, "sep", [worker[0]["sharding stage 3"] for worker in found], expected)
 
 
 def test_cases_are_switches() -> None:
     assert set(CASES) <= {*SWITCHES, *NO_SWITCH}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sharding": True, "sharding_configs": {"stage": 2, "pp_degree": 2}, "pipeline": True}, "gather the param"),
+        (
+            {"hybrid_configs": {"pp_degree": 2, "sharding_degree": 2, "sharding_configs": {"split_param": True}}},
+            "again",
+        ),
+        (
+            {"hybrid_configs": {"pp_degree": 2, "sharding_degree": 2, "sharding_configs": {"accumulate_steps": 2}}},
+            "adds up micro-batches already",
+        ),
+        ({"hybrid_configs": {"pp_configs": {"dp_comm_overlap": True}}}, "pp_degree is 1"),
+        ({"hybrid_configs": {"pp_degree": 4, "pp_configs": {"dp_comm_overlap": True}}}, "dp_degree is 1"),
+        ({"hybrid_configs": {"pp_degree": 2, "pp_configs": {"sharding_comm_overlap": True}}}, "sharding_degree is 1"),
+    ],
+)
+def test_settings_that_a_pipeline_does_not_take(options: dict[str, Any], expected: str) -> None:
+    """1.2, 5.6: stages 2 and 3 and merging in a pipeline; an overlap without what it overlaps."""
+    strategy = DistributedStrategy()
+    strategy.update(options)
+    assert [expected in str(error) for error in problems(strategy, 4)] == [True]

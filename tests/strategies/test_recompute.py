@@ -12,7 +12,7 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError
 from fleet.strategies._shared.segments import OnHost, SegmentInputs, frozen_statistics, recompute, recompute_sequential
-from fleet.strategies.recompute import Recompute, RecomputeConfig, find_modules
+from fleet.strategies.recompute import Recompute, RecomputeConfig, check_patterns
 from tests.helpers.workers import run_workers
 
 
@@ -101,7 +101,7 @@ def test_unknown_names_raise_with_the_nearest() -> None:
         applied(net, "layer0", "layerr1")
     assert "forward" not in net.layer0.__dict__
     with pytest.raises(ConfigError, match="Modules: layer0, layer0.conv"):
-        find_modules(net, ("x",))
+        check_patterns(net, ("x",), None)
     strategy = fleet.DistributedStrategy()
     strategy.recompute = True
     with pytest.raises(ConfigError, match="checkpoints"):

@@ -133,6 +133,37 @@ def init(**options: Any) -> Axes:
     return session.axes
 
 
-def on_meshes(rank: int, world_size: int, meshes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trains in every form on every one of ``meshes``; returns what :func:`train` found, by form."""
-    return [{form: train(form, init(**options), wrap=True) for form in FORMS} for options in meshes]
+def on_meshes(rank: int, world_size: int, meshes: list[tuple[dict[str, Any], list[str]]]) -> list[dict[str, Any]]:
+    """Trains on each of ``meshes`` in its forms; returns what :func:`train` found, by form."""
+    return [{form: train(form, init(**options), wrap=True) for form in forms} for options, forms in meshes]
+
+
+def overflow(rank: int, world_size: int) -> dict[str, Any]:
+    """Trains three steps; in the second the gradient of a part on one mp rank is infinite. Returns what was skipped."""
+    return {kind: overflow_once(kind) for kind in ("amp", "plain scaler", "shared scaler", "amp and scaler")}
+
+
+def overflow_once(kind: str) -> dict[str, Any]:
+    """Returns the steps that changed a parameter, and the scale after each."""
+    amp = {"amp": True, "amp_configs": {"dtype": "float16", "decr_every_n_nan_or_inf": 1}} if "amp" in kind else {}
+    axes = init(hybrid_configs={"mp_degree": 2}, **amp)
+    net = Toy(axes)
+    optimizer: Any = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model: Any = fleet.distributed_model(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in kind)
+    if "shared" in kind or kind == "amp and scaler":
+        scaler = fleet.distributed_scaler(scaler)
+    step = 0
+    if axes.rank("mp") == 1:
+        net.up.weight.register_hook(lambda gradient: gradient * (torch.inf if step == 1 else 1.0))
+    moved, scales = [], []
+    for step in range(3):
+        before = [p.detach().clone() for p in net.parameters()]
+        x, y = batch(step)
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(any(not torch.equal(old, p) for old, p in zip(before, net.parameters(), strict=True)))
+        scales.append(scaler.get_scale() if "scaler" in kind else fleet.get_loss_scaling())
+    return {"moved": moved, "scales": scales}

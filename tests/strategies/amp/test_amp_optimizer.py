@@ -19,7 +19,7 @@ from fleet.strategies.amp.amp_optimizer import AmpOptimizer, agreed
 from fleet.strategies.amp.loss_scale import LossScale
 
 CPU = torch.device("cpu")
-ALONE: Any = SimpleNamespace(device=CPU, process_group=None, collective=True)
+ALONE: Any = SimpleNamespace(device=CPU, process_group=None, collective=True, axes=Axes({}, 0))
 
 
 def parameters(values: list[list[float]], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
