@@ -362,7 +362,7 @@ class TrainingChecks:
                         "since the last step ran under no_sync(). Run the last one outside it."
                     )
             elif not count:
-                apart |= {name: g for name, g in gradients.items() if not g.is_sparse}
+                apart |= {n: g for n, g in gradients.items() if not (g.is_sparse or is_expert(model.named[n]))}
         number = list(self._optimizers.values()).index(watch)
         said = {"counts": list(counts), "sums": checksums(apart)}
         found = self._gather(f"a step of optimizer {number}", said, perhaps_alone=True)
