@@ -13,13 +13,18 @@ from fleet.strategies._shared.parameter_layout import Layout, set_layout
 from fleet.strategies.tensor_parallel.regions import group_of
 
 
-class RunningAxes:
-    """The axes of the job that runs in this process; ``None`` before ``fleet.init`` and on a mesh without ``mp``.
+class CurrentJob:
+    """What layers need to know of the job that runs in this process; nothing before ``fleet.init``, or without ``mp``.
 
     The strategy fills it when the job starts, because layers are created by the user and ask for their group then.
+
+    Attributes:
+        axes: the place of this worker.
+        recompute_allgather: backward of a sequence-parallel layer gathers its input again.
     """
 
     axes: Axes | None = None
+    recompute_allgather = False
 
 
 class Place:
@@ -77,7 +82,7 @@ def place_in(mp_group: Any, layer: str) -> Place:
     Raises:
         ConfigError: the group is another one than the job's mp axis, by which states and norms tell parts apart.
     """
-    axes = RunningAxes.axes
+    axes = CurrentJob.axes
     if mp_group is None:
         group = axes.group("mp") if axes is not None else None
     else:

@@ -1,0 +1,147 @@
+"""The inputs of forward on workers that hold parts of one model: they must be the same rows."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+
+from fleet.errors import ConfigError, OptionWarning
+
+_FIRST = 3  # forwards that are compared; later ones where their number is a power of two
+_ADVICE = (
+    "These workers hold parts of one model and must see the same rows. Deal the data out by fleet.data_rank() of "
+    "fleet.data_replicas(), as fleet.elastic.ElasticSampler does: DistributedSampler(dataset, "
+    "num_replicas=fleet.data_replicas(), rank=fleet.data_rank())"
+)
+
+
+class EqualInputs:
+    """A forward pre-hook that makes the inputs equal those of the first worker of a group, or checks that they are.
+
+    The first forwards are compared, and then those whose number is a power of two.
+
+    Args:
+        group: the workers; ``None`` does nothing.
+        copies: True copies tensors in place and warns once where they differed; False raises there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, copies: bool) -> None:
+        self._group, self._copies, self._forwards, self._warned = group, copies, 0, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs before forward; returns the inputs.
+
+        Raises:
+            ConfigError: shapes differ, or values do where nothing is copied.
+        """
+        if self._group is None:
+            return None
+        self._forwards += 1
+        compares = self._forwards <= _FIRST or self._forwards & (self._forwards - 1) == 0
+        if not compares and not self._copies:
+            return None
+        if compares:
+            check_forms((args, kwargs), self._group)
+        made, differed = first_workers((args, kwargs), self._group, compares, self._copies)
+        if compares and not self._copies:
+            check_same(differed, self._group, "forward")
+        if differed and self._copies and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the inputs of forward differed from those of worker {dist.get_global_rank(self._group, 0)}, which "
+                "hybrid_configs['mp_configs']['need_broadcast_data'] has copied over them. What does not pass "
+                f"through forward (labels of a loss outside the model) is still this worker's. {_ADVICE}.",
+                OptionWarning,
+                stacklevel=2,
+            )
+        return made
+
+    def __deepcopy__(self, memo: Any) -> EqualInputs:
+        return EqualInputs(self._group, self._copies)
+
+    def __reduce__(self) -> tuple[type[EqualInputs], tuple[None, bool]]:
+        return EqualInputs, (None, self._copies)
+
+
+def check_forms(inputs: Any, group: dist.ProcessGroup) -> None:
+    """Raises ConfigError on every worker of ``group`` unless all have tensors of the same shapes and types."""
+    leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(inputs)[0]]
+    text = "; ".join(f"{path} {_form(leaf)}" for path, leaf in leaves)
+    own = torch.tensor([zlib.crc32(text.encode())], device=_device(leaf for _, leaf in leaves))
+    every = own.new_empty(group.size())
+    dist.all_gather(list(every.split(1)), own, group=group)
+    if len(set(every.tolist())) > 1:
+        shapes = [tuple(leaf.shape) for _, leaf in leaves if isinstance(leaf, Tensor)]
+        raise ConfigError(
+            f"The inputs of forward differ in structure, shape, type or plain values between the workers "
+            f"{dist.get_process_group_ranks(group)}; this one has tensors of shapes {shapes}. {_ADVICE}."
+        )
+
+
+def _form(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+
+
+def _device(leaves: Any) -> torch.device:
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@torch.no_grad()
+def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies: bool = True) -> tuple[Any, bool]:
+    """Returns ``inputs`` with the tensors of the first worker of ``group``, and whether this one's were others.
+
+    Args:
+        inputs: tuples, lists and dictionaries with tensors, which are written in place where their memory allows it.
+        group: the workers.
+        compares: False spares the comparison; the answer is then False.
+        copies: False leaves the tensors as they are.
+    """
+    differed: list[Tensor] = []
+
+    def receive(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or not tensor.numel():
+            return tensor
+        in_place = copies and not compares and tensor.is_contiguous()
+        buffer = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(buffer, group=group, group_src=0)
+        if compares and group.rank():
+            differed.append((_bytes(buffer) != _bytes(tensor.detach().contiguous())).any())
+        if not copies or in_place:
+            return tensor
+        if _overlaps(tensor):
+            return buffer
+        tensor.detach().copy_(buffer)
+        return tensor
+
+    made = tree_map_only(Tensor, receive, inputs)
+    return made, bool(torch.stack([d.cpu() for d in differed]).any()) if differed else False
+
+
+def check_same(differed: bool, group: dist.ProcessGroup, what: str) -> None:
+    """Raises ConfigError on every worker of ``group`` when the inputs of ``what`` differed on one of them."""
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    flag = torch.tensor([differed], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, group=group)
+    if flag.item():
+        raise ConfigError(
+            f"The inputs of {what} differ between the workers {dist.get_process_group_ranks(group)}. {_ADVICE}."
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # by bits, so that NaN equals NaN
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Returns whether two elements share memory, as in an expanded tensor."""
+    strides: Sequence[int] = tensor.stride()
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True))
