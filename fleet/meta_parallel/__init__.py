@@ -15,12 +15,19 @@ from importlib import import_module
 from typing import Any
 
 _TENSOR = "fleet.strategies.tensor_parallel"
+_PIPELINE = "fleet.strategies.pipeline"
 _HOMES = {
     "ColumnParallelLinear": f"{_TENSOR}.layers",
+    "LayerDesc": f"{_PIPELINE}.descriptions",
+    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
     "ParallelCrossEntropy": f"{_TENSOR}.cross_entropy",
     "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
+    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
+    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
+    "PipelineParallel": "fleet.runtime.pipeline_model",
     "RNGStatesTracker": "fleet.strategies._shared.random_streams",
     "RowParallelLinear": f"{_TENSOR}.layers",
+    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
     "VocabParallelEmbedding": f"{_TENSOR}.layers",
     "get_rng_state_tracker": f"{_TENSOR}.streams",
     "model_parallel_random_seed": "fleet.meta_parallel.seeds",

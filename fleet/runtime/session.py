@@ -28,11 +28,13 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.pipeline_model import PipelineModel
 from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
+from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -251,7 +253,7 @@ class Session:
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
-        model = FleetModel(module, chain, self)
+        model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
         self.models.append(model)
         self.checks.watch_model(model)
         if self.health is not None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.nccl import NcclConfig
-from fleet.strategies._declare.strategy import NOT_YET
 
 _COMPILER = "torch overlaps such pairs by itself when the model is compiled"
 _TIMERS = "torch.profiler shows the same; nothing here measures by itself"
@@ -42,39 +41,50 @@ class HybridMpConfig(Config, option="hybrid_configs['mp_configs']"):
 class HybridPpConfig(Config, option="hybrid_configs['pp_configs']"):
     """Settings of the pipeline axis; they act when pp_degree is above 1."""
 
-    dp_comm_overlap: bool = setting(False, "average over copies during the last micro-batch", refused=NOT_YET)
-    sharding_comm_overlap: bool = setting(False, "reduce to the owners during the last micro-batch", refused=NOT_YET)
-    delay_scale_loss: bool = setting(False, "divide the gradients once per step and not the losses", refused=NOT_YET)
+    dp_comm_overlap: bool = setting(False, "average over copies during the last micro-batch, not after it")
+    sharding_comm_overlap: bool = setting(False, "the same, for copies along the sharding axis")
+    delay_scale_loss: bool = setting(False, "divide the gradients once per step and not the losses")
     enable_timer: bool = setting(False, "measure the phases of a step", no_meaning=_TIMERS)
     profiling: bool = setting(False, "write a profile of the schedule", no_meaning=_TIMERS)
-    release_gradients: bool = setting(False, "free the gradients between steps", refused=NOT_YET)
-    overlap_p2p_comm: bool = setting(
-        False, "send and receive while computing", no_meaning="torch's schedules post transfers early by themselves"
+    release_gradients: bool = setting(
+        False, "free the gradients between steps", no_meaning="train_batch() frees them after each step already"
     )
-    clear_every_step_cache: bool = setting(False, "give cached device memory back after each step", refused=NOT_YET)
+    overlap_p2p_comm: bool = setting(
+        False, "send and receive while computing", no_meaning="every transfer runs beside the computation already"
+    )
+    clear_every_step_cache: bool = setting(False, "give cached device memory back after each step")
     use_batch_p2p_comm: bool = setting(
-        True, "send and receive in one batch of operations", no_meaning="torch's schedules always do"
+        True,
+        "send and receive in one batch of operations",
+        no_meaning="each direction has a stream of its own, so transfers need no batch that keeps them apart",
     )
     best_unbalanced_scheduler: bool = setting(
-        False, "schedule unequal stages", refused="torch has no schedule for unequal numbers of stages per worker"
+        False,
+        "schedule unequal stages",
+        refused="with few micro-batches it saves memory of an interleaved order that runs all forwards first here; "
+        "cut unequal layers with seg_method or pipeline_configs['split']",
     )
     forward_backward_overlap_scheduler: bool = setting(
         False,
         "run the forward of one micro-batch inside the backward of another",
-        refused="torch has no such schedule; its interleaved schedules keep forward and backward apart",
+        refused="a layer would have to be written as a list of parts that take turns, and torch's layers are not",
     )
-    enable_offload_queue: bool = setting(False, "keep activations in host memory", refused=NOT_YET)
-    enable_dynamic_shape: bool = setting(
+    enable_offload_queue: bool = setting(
         False,
-        "exchange the shapes of activations at every step",
-        refused="torch's pipeline schedules need the same shapes at every step",
+        "keep activations in host memory",
+        refused="activations belong to autograd; recompute_ctx={'offload': True} keeps inputs of layers in host memory",
     )
-    use_dualpipev: bool = setting(False, "use the DualPipeV schedule", refused=NOT_YET)
+    enable_dynamic_shape: bool = setting(
+        False, "send the shape with every activation, for shapes that depend on values and not on those of the data"
+    )
+    use_dualpipev: bool = setting(
+        False, "use the DualPipeV schedule", refused="its stages hold two ends of the model; use 1F1B or chunks"
+    )
     coll_nccl_config: NcclConfig = setting(NcclConfig, "NCCL settings of collectives")
     p2p_nccl_config: NcclConfig = setting(NcclConfig, "NCCL settings of transfers between stages")
     shared_nccl_config: NcclConfig = setting(NcclConfig, "NCCL settings of shared parameters")
-    sync_param: bool = setting(False, "after each step make equal the parameters that stages share", refused=NOT_YET)
-    sync_moment: bool = setting(False, "after each step make their optimizer state equal", refused=NOT_YET)
+    sync_param: bool = setting(False, "after each step make equal the parameters that stages share")
+    sync_moment: bool = setting(False, "after each step make their optimizer state equal")
     sync_mode: str = setting("broadcast", _SYNC_MODES, choices=("broadcast", "average"))
 
 

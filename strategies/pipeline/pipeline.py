@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
+from torch import nn
+
+from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Stage, Strategy, Values
+from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
+from fleet.strategies.pipeline.descriptions import StagedLayers
+from fleet.strategies.pipeline.stage import Streams, make_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +28,12 @@ class PipelineConfig(Config, option="pipeline_configs"):
     )
     p2p_cache_shape: bool = setting(
         True,
-        "exchange the shapes of activations once",
-        refused="torch's pipeline schedules need the same shapes at every step; leave it True",
+        "send the shapes of activations once for each shape of the data; False sends them with every activation",
     )
     enable_partial_send_recv: bool = setting(
         True,
         "with tensor parallelism, send a part of each activation and gather it on the other side",
-        no_meaning="torch sends whole activations; only bandwidth differs",
+        no_meaning="activations are sent whole: only bandwidth differs, and parts are right for equal activations only",
     )
 
 
@@ -53,12 +59,49 @@ class Pipeline(Strategy):
         return bool(options["pipeline"] or options["hybrid_configs"].pp_degree > 1)
 
     @classmethod
+    def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
+        """Returns data_parallel where there are stages: its exchange takes one backward of the whole model for a step."""
+        honoured = ("gradient_scale_configs", "find_unused_parameters", "fuse_all_reduce_ops", "fuse_grad_size_in_MB")
+        return {"data_parallel": honoured} if options["hybrid_configs"].pp_degree > 1 else {}
+
+    @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns the reason when gradients are to be summed, which a pipeline does not define."""
-        scale = options["gradient_scale_configs"].scale_strategy
-        if scale == "avg":
-            return None
-        return (
-            f"gradient_scale_configs['scale_strategy'] is {scale!r}; with 'pipeline' it must be 'avg'. "
-            f"Set it to 'avg', or turn pipeline off."
-        )
+        """Returns the reason when an overlap is asked for that has nothing to overlap with."""
+        hybrid = options["hybrid_configs"]
+        settings = hybrid.pp_configs
+        if settings.dp_comm_overlap and settings.sharding_comm_overlap:
+            return (
+                "pp_configs['dp_comm_overlap'] and ['sharding_comm_overlap'] are both True, and a gradient is exchanged "
+                "once, over both axes together. Set one of them."
+            )
+        return None
+
+    def __init__(self, config: Any, session: Workers) -> None:
+        """Makes the process groups between stages; every worker does so at the same point."""
+        super().__init__(config, session)
+        self._streams = Streams(session.axes, session.device) if self._num_stages > 1 else None
+
+    @property
+    def _num_stages(self) -> int:
+        return self.session.axes.size("pp")
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError for a model that is not cut into the stages of this job."""
+        if self._num_stages == 1:
+            return
+        if not isinstance(model, StagedLayers):
+            raise ConfigError(
+                f"hybrid_configs['pp_degree'] is {self._num_stages}, and {type(model).__name__} is not cut into stages. "
+                "Make it a fleet.meta_parallel.PipelineLayer."
+            )
+        if model.num_stages != self._num_stages:
+            raise ConfigError(
+                f"The PipelineLayer has {model.num_stages} stages and hybrid_configs['pp_degree'] is "
+                f"{self._num_stages}. Create the model after fleet.init()."
+            )
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``, whose micro-batches now pass from stage to stage."""
+        if self._streams is not None:
+            make_stage(cast(StagedLayers, model), self.session, self._streams, self.config)
+        return model

@@ -20,7 +20,8 @@ from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout, layout_of
 from fleet.strategies.tensor_parallel.place import place_in
 from fleet.strategies.tensor_parallel.plan_styles import PlanStyle, read_style
-from fleet.strategies.tensor_parallel.planned_layers import cut, divide_layer, draw_from_own_stream, sum_gradients
+from fleet.strategies.tensor_parallel.planned_layers import cut, divide_layer, draw_from_own_stream
+from fleet.strategies.tensor_parallel.sequence import mark_as_sequence_parallel_parameter
 
 AUTO = "auto"
 _PLAN = "tensor_parallel_configs['plan']"
@@ -111,7 +112,8 @@ def apply_plan(model: nn.Module, resolved: ResolvedPlan, axes: Axes) -> None:
         if entry.style.divides:
             divide_layer(entry.module, entry.style, place, layouts, _is_conv1d(entry.module))
         elif entry.style.kind == "sum":
-            sum_gradients(entry.module, place)
+            for parameter in entry.module.parameters(recurse=False):
+                mark_as_sequence_parallel_parameter(parameter)  # their gradients are added up over the axis
         elif entry.style.kind == "own_random":
             draw_from_own_stream(entry.module)
     for module, attribute, part in resolved.numbers:
@@ -164,8 +166,13 @@ def _matched(model: nn.Module, plan: Mapping[str, Any], *, lenient: bool) -> lis
                 f"{_PLAN} is 'auto', and the model's own plan divides {pattern!r} ({value}), a parameter of no known "
                 "layer. Write a plan of your own that leaves it out."
             )
-        entries += [PlanEntry(name, module, style, pattern) for name, module in matches]
+        entries += [PlanEntry(name, module, _for_module(style, module), pattern) for name, module in matches]
     return entries
+
+
+def _for_module(style: PlanStyle, module: nn.Module) -> PlanStyle:
+    """Returns the style; the rows of an embedding are its inputs."""
+    return PlanStyle("vocab") if isinstance(module, nn.Embedding) and style == PlanStyle("row") else style
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -181,7 +188,9 @@ def _refuse_unmatched(model: nn.Module, pattern: str) -> None:
             f"{_PLAN}[{pattern!r}] matches the parameter {parameters[0]!r}; a pattern names modules: "
             f"{pattern.rpartition('.')[0]!r}."
         )
-    generic = list(dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names))
+    generic = list(
+        dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
+    )
     near = did_you_mean(pattern, generic)
     raise ConfigError(
         f"{_PLAN}[{pattern!r}] matches no module of {type(model).__name__}.{near} A star stands for what is between two "

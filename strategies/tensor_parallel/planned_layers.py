@@ -64,7 +64,9 @@ def planned(module: nn.Module) -> PlannedLayer | None:
     return found
 
 
-def divide_layer(module: nn.Module, style: PlanStyle, place: Place, layouts: dict[str, Layout], transposed: bool) -> None:
+def divide_layer(
+    module: nn.Module, style: PlanStyle, place: Place, layouts: dict[str, Layout], transposed: bool
+) -> None:
     """Gives ``module`` the forward of a divided layer; its parameters have been cut by :func:`cut`."""
     module.__dict__[_ON_MODULE] = PlannedLayer(style, place, layouts, transposed)
     if style.kind == "vocab":
@@ -76,7 +78,9 @@ def divide_layer(module: nn.Module, style: PlanStyle, place: Place, layouts: dic
     module.__dict__["forward"] = MethodType(forward, module)
 
 
-def cut(parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: Place, first: int) -> None:
+def cut(
+    parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: Place, first: int
+) -> None:
     """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays."""
     with torch.no_grad():
         if place.group is not None:
@@ -102,21 +106,6 @@ def draw_from_own_stream(module: nn.Module) -> None:
             return inside(*args, **kwargs)
 
     module.__dict__["forward"] = MethodType(forward, module)
-
-
-def sum_gradients(module: nn.Module, place: Place) -> None:
-    """Adds up, over the workers, the gradients of the parameters of ``module``, each time before they accumulate."""
-
-    def summed(gradient: Tensor) -> Tensor:
-        if place.group is None:
-            return gradient
-        total = gradient.clone()
-        dist.all_reduce(total, group=place.group)
-        return total
-
-    for parameter in module.parameters(recurse=False):
-        if parameter.requires_grad:
-            parameter.register_hook(summed)
 
 
 def _orders(layout: Layout) -> tuple[Tensor, Tensor]:

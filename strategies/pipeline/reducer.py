@@ -1,0 +1,200 @@
+"""GradientReducer: gradients of a stage, exchanged in buckets among the workers that hold the same stage.
+
+DistributedDataParallel decides in forward that the next backward exchanges, and a pipeline runs other backwards in
+between; this exchange is told when a backward is the last of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fleet.errors import ConfigError
+from fleet.strategies._shared.flat import chunks, copy_back, flattened
+
+
+class GradientReducer:
+    """Sums gradients over ``group`` and divides them by ``divisor``.
+
+    Args:
+        parameters: the parameters of this stage by chunk, in the order in which forward uses them.
+        group: the workers that hold the same parameters; ``None`` when there is no other.
+        divisor: what the sum is divided by.
+        bucket_bytes: the size at which a bucket is full.
+        overlaps: exchange a bucket as soon as its gradients are complete, and not after the step.
+        finds_unused: accept parameters without a gradient on some workers.
+        late: parameters that are exchanged after all others, in buckets of their own: those that stages share.
+
+    Attributes:
+        wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
+        wire_factor: what float16 gradients are multiplied by on the wire.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        group: Any,
+        *,
+        divisor: float = 1,
+        bucket_bytes: float = 32 * 2**20,
+        overlaps: bool = False,
+        finds_unused: bool = False,
+        late: Sequence[Sequence[nn.Parameter]] = (),
+    ) -> None:
+        self._by_chunk, self._late = [list(chunk) for chunk in parameters], [list(bucket) for bucket in late]
+        self.group, self.divisor = group, divisor
+        self.overlaps, self._finds_unused = overlaps, finds_unused
+        self._bucket_bytes = bucket_bytes
+        self.wire_dtype: torch.dtype | None = None
+        self.wire_factor: Callable[[], float] = lambda: 1.0
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._started: list[_Sent] = []
+        self._buckets: list[_Bucket] = []
+        self._next = 0
+
+    def __deepcopy__(self, memo: Any) -> GradientReducer:
+        return self  # a copied model trains by itself
+
+    @property
+    def parameters(self) -> dict[nn.Parameter, None]:
+        """Every parameter whose gradient is exchanged, in order."""
+        everyone = [p for chunk in self._by_chunk for p in chunk] + [p for bucket in self._late for p in bucket]
+        return dict.fromkeys(p for p in everyone if p.requires_grad)
+
+    def begin(self) -> None:
+        """Sets gradients of earlier steps aside, which were exchanged then."""
+        self._kept = {p: p.grad for p in self.parameters if p.grad is not None}
+        for parameter in self._kept:
+            parameter.grad = None
+        late = {p for bucket in self._late for p in bucket}
+        # Backward makes the gradients of the last chunk complete first, and in it those of the last layers.
+        self._buckets = [
+            _Bucket(chunk, tensors)
+            for chunk in reversed(range(len(self._by_chunk)))
+            for tensors in chunks(
+                [p for p in reversed(self._by_chunk[chunk]) if p.requires_grad and p not in late], self._bucket_bytes
+            )
+        ]
+        self._next = 0
+
+    @contextmanager
+    def last_backward(self, chunk: int) -> Iterator[None]:
+        """While the context is open, gradients of ``chunk`` become complete."""
+        if self.group is None or not self.overlaps:
+            yield
+            return
+        handles = [
+            p.register_post_accumulate_grad_hook(self._arrived(bucket))
+            for bucket in self._buckets
+            if bucket.chunk == chunk
+            for p in bucket.parameters
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(self, sum_ties: Callable[[], None] = lambda: None) -> None:
+        """Exchanges what is left; afterwards the gradients are those of all workers, with those of earlier steps.
+
+        ``sum_ties`` adds up the gradients of parameters that stages share; they are exchanged after it.
+        """
+        if self.group is not None:
+            while self._next < len(self._buckets):
+                self._start_next()
+        sum_ties()
+        if self.group is not None:
+            for tensors in self._late:
+                self._start(_Bucket(0, [p for p in tensors if p.requires_grad]))
+            for sent in self._started:
+                sent.finish()
+        self._started, self._buckets = [], []
+        for parameter, gradient in self._kept.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self._kept = {}
+
+    def _arrived(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            bucket.waiting.discard(parameter)
+            while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+                self._start_next()
+
+        return note
+
+    def _start_next(self) -> None:
+        self._next += 1
+        self._start(self._buckets[self._next - 1])
+
+    def _start(self, bucket: _Bucket) -> None:
+        if bucket.parameters:
+            self._started.append(_Sent(bucket.parameters, self))
+
+    def check_used(self, names: Callable[[], dict[Tensor, str]]) -> None:
+        """Raises ConfigError when a parameter got no gradient and the options do not allow it."""
+        if self.group is None or self._finds_unused:
+            return
+        unused = [p for p in self.parameters if p.grad is None]
+        if unused:
+            named = names()
+            raise ConfigError(
+                f"{named.get(unused[0], 'a parameter')!r} took no part in the loss of this step, and its gradient is "
+                "exchanged with other workers. Set strategy.find_unused_parameters = True, or let every parameter take "
+                "part, or set requires_grad to False on those that do not."
+            )
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether parameters may be without a gradient."""
+        return self._finds_unused
+
+
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    def __init__(self, chunk: int, parameters: Sequence[Any]) -> None:
+        self.chunk, self.parameters = chunk, list(parameters)
+        self.waiting = set(self.parameters)
+
+
+class _Sent:
+    """A bucket on the wire."""
+
+    @torch.no_grad()
+    def __init__(self, parameters: Sequence[nn.Parameter], reducer: GradientReducer) -> None:
+        self._parameters, self._reducer = parameters, reducer
+        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self._used = self._works = None
+        if reducer.finds_unused:
+            # On the host: a worker whose parameters are all unused must not look at the device twice.
+            self._used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32).to(
+                self._gradients[0].device
+            )
+        flat = flattened(self._gradients)
+        narrow = reducer.wire_dtype if flat.dtype == torch.float32 else None
+        self._factor = reducer.wire_factor() if narrow == torch.float16 else 1.0
+        self._flat = flat if narrow is None else (flat if self._factor == 1.0 else flat.mul_(self._factor)).to(narrow)
+        # Before the sum, as DistributedDataParallel does: a float16 sum over many workers overflows first.
+        self._flat.div_(reducer.divisor)
+        self._work = dist.all_reduce(self._flat, group=reducer.group, async_op=True)
+        if self._used is not None:
+            self._works = dist.all_reduce(self._used, group=reducer.group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits, and puts the gradients into place."""
+        self._work.wait()
+        flat = self._flat if self._factor == 1.0 else self._flat.float().div_(self._factor)
+        copy_back(flat, self._gradients)
+        used = [1] * len(self._parameters)
+        if self._works is not None and self._used is not None:
+            self._works.wait()
+            used = self._used.tolist()
+        for parameter, gradient, count in zip(self._parameters, self._gradients, used, strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = gradient

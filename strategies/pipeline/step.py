@@ -1,0 +1,216 @@
+"""PipelineStep: one batch through the stages: what all stages agree on before it, its losses, and what they share after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fleet.errors import ConfigError
+from fleet.strategies.pipeline.descriptions import StagedLayers
+from fleet.strategies.pipeline.engine import Place, StageRun
+from fleet.strategies.pipeline.hooks import StepHooks
+from fleet.strategies.pipeline.micro_batches import cut_data, described_shapes, different_numbers, plan_weights
+from fleet.strategies.pipeline.order import Action
+from fleet.strategies.pipeline.stage import PipelineStage
+from fleet.strategies.pipeline.wire import dtype_code, dtype_of, number_of
+
+_TRAIN, _EVAL, _OUTPUTS = range(3)
+_MODES = ("train_batch(...)", "eval_batch(compute_loss=True)", "eval_batch(compute_loss=False)")
+
+
+@dataclass
+class PipelineStep:
+    """One step of a pipeline of one stage or more, on this worker.
+
+    Args:
+        layers: the layers of this stage.
+        run: ``run(chunk, value, is_last)`` runs a chunk as the strategies wrap it.
+        stage: links and exchanges, ``None`` where one worker has all layers.
+        num_micro: accumulate_steps, ``size`` micro_batch_size.
+        scale: multiplies the loss before backward; a GradScaler's ``scale``.
+        hooks: the user's.
+        delays: divide gradients after the step, not losses before backward.
+    """
+
+    layers: StagedLayers
+    run_chunk: Callable[[int, Any, bool], Any]
+    stage: PipelineStage | None
+    num_micro: int
+    size: int
+    mode: int = _TRAIN
+    loss_index: int = 0
+    scale: Callable[[Tensor], Tensor] | None = None
+    hooks: StepHooks = field(default_factory=StepHooks)
+    delays: bool = False
+
+    def __post_init__(self) -> None:
+        self._inputs: list[Any] | None = None
+        self._labels: list[Any] | None = None
+        self._weights: list[float] = []
+        self._losses: list[list[Tensor]] = []
+        self.outputs: list[Any] = []
+
+    @property
+    def _is_first(self) -> bool:
+        return self.layers.stage == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.layers.stage == self.layers.num_stages - 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether backward runs too."""
+        return self.mode == _TRAIN
+
+    def compute(self, data: Any) -> None:
+        """Runs forward, and backward where it trains, of all micro-batches; every stage calls it."""
+        signature = self._agree(data)
+        place = Place(1, 0, self.layers.num_chunks) if self.stage is None else self.stage.place
+        dynamic = self.stage is not None and self.stage.sends_headers
+        run = StageRun(
+            place, self, self.num_micro,
+            signature=None if dynamic else signature, trains=self.trains, keeps_values=bool(self.hooks.of_location),
+        )  # fmt: skip
+        run.run()
+
+    # ---- before the step ------------------------------------------------------------------------------------------
+
+    def _agree(self, data: Any) -> int:
+        """Cuts the data and returns the signature of the step; raises ConfigError on all stages where one cannot."""
+        problem: ConfigError | None = None
+        try:
+            if self.mode != _OUTPUTS and not self.layers.loss_functions:
+                raise ConfigError("PipelineLayer was created without loss_fn, which train_batch and losses need.")
+            if not 0 <= self.loss_index < max(1, len(self.layers.loss_functions)):
+                raise ConfigError(f"loss_fn_idx is {self.loss_index}; there are {len(self.layers.loss_functions)}.")
+            needs_labels = self._is_last and self.mode != _OUTPUTS
+            self._inputs, self._labels = cut_data(
+                data, self.num_micro, self.size, inputs=self._is_first, labels=needs_labels
+            )
+        except ConfigError as error:
+            problem = error
+        own = [
+            self.mode if problem is None else -1,
+            -1 if self._inputs is None else len(self._inputs),
+            -1 if self._labels is None else len(self._labels),
+            number_of(self._state()),
+        ]
+        said = [own] if self.stage is None else gathered(own, self.stage)
+        if problem is not None:
+            raise problem
+        failed = [stage for stage, row in enumerate(said) if row[0] == -1]
+        if failed:
+            raise ConfigError(f"Stage {failed[0]} of the pipeline refused its data; its own message says why.")
+        if len({row[0] for row in said}) > 1:
+            calls = "; ".join(f"stage {stage}: {_MODES[row[0]]}" for stage, row in enumerate(said))
+            raise ConfigError(
+                f"The stages of the pipeline run different calls: {calls}. Call the same on every worker."
+            )
+        self.num_micro = said[0][1]
+        if self.mode != _OUTPUTS:
+            if said[-1][2] != self.num_micro:
+                raise ConfigError(different_numbers(self.num_micro, said[-1][2]))
+            if self._labels is not None:
+                self._weights = plan_weights(self._labels)
+        return number_of(repr([row[1:] for row in said]))
+
+    def _state(self) -> str:
+        """Returns a text that differs where this stage may send other shapes or flags than before."""
+        trained = "".join("01"[p.requires_grad] for p in self.layers.parameters())
+        kind = self.stage.device.type if self.stage is not None else "cpu"
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return f"{trained} {self.layers.training} {narrow} {described_shapes(self._inputs)}"
+
+    # ---- what the engine asks for ---------------------------------------------------------------------------------
+
+    def input(self, micro: int) -> Any:
+        """Returns the data of a micro-batch."""
+        assert self._inputs is not None
+        value, self._inputs[micro] = self._inputs[micro], None
+        return value
+
+    def run(self, chunk: int, micro: int, value: Any) -> Any:
+        """Returns the output of ``chunk`` for ``value``."""
+        return self.run_chunk(chunk, value, micro == self.num_micro - 1)
+
+    def loss(self, micro: int, output: Any) -> Tensor | None:
+        """Takes an output of the model; returns what backward begins at."""
+        if self.mode == _OUTPUTS:
+            self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+            return None
+        assert self._labels is not None
+        losses = [loss(output, self._labels[micro]) for loss in self.layers.loss_functions]
+        for value in losses:
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ConfigError(
+                    "loss_fn(output, label) of the PipelineLayer must return a tensor of one element, got "
+                    f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
+                )
+        self._losses.append([value.detach().reshape(()) for value in losses])
+        if not self.trains:
+            return None
+        chosen = losses[self.loss_index].reshape(())
+        weight = self._weights[micro] * (self.num_micro if self.delays else 1)
+        scaled = chosen if weight == 1 else chosen * weight
+        return scaled if self.scale is None else self.scale(scaled)
+
+    def hook(self, location: str, action: Action, **tensors: Any) -> None:
+        """Runs the user's hooks."""
+        self.hooks.run(location, action, tensors)
+
+    def last_backward(self, chunk: int) -> AbstractContextManager[Any]:
+        """Returns the context of the last backward of ``chunk``."""
+        return nullcontext() if self.stage is None else self.stage.reducer.last_backward(chunk)
+
+    # ---- after the step -------------------------------------------------------------------------------------------
+
+    def values(self) -> list[Tensor]:
+        """Returns the losses of the micro-batches, one vector for each loss function; equal on all stages."""
+        count, device = len(self.layers.loss_functions), self.layers_device
+        if self.stage is None:
+            return [torch.stack([row[at] for row in self._losses]) for at in range(count)]
+        rows = torch.zeros(count, self.num_micro + 1, dtype=torch.float64, device=device)
+        if self._is_last:
+            for at in range(count):
+                column = torch.stack([row[at] for row in self._losses])
+                rows[at, 0] = dtype_code(column.dtype)
+                rows[at, 1:] = column.double()
+        last = self.stage.axes.ranks("pp")[-1]
+        dist.broadcast(rows, last, group=self.stage.group)
+        return [row[1:].to(dtype_of(int(row[0]))) for row in rows]
+
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the loss of the batch, a scalar, from those of its micro-batches; every stage calls it."""
+        weights = torch.tensor(self._weights or [0.0] * self.num_micro, dtype=torch.float64, device=self.layers_device)
+        if self.stage is not None:
+            dist.broadcast(weights, self.stage.axes.ranks("pp")[-1], group=self.stage.group)
+        return (values.double() @ weights).to(values.dtype)
+
+    @property
+    def layers_device(self) -> torch.device:
+        """The device that losses are on."""
+        if self.stage is not None:
+            return self.stage.device
+        return self._losses[0][0].device if self._losses else torch.device("cpu")
+
+    def divide_gradients(self) -> None:
+        """Divides the gradients by the number of micro-batches, where the losses were not."""
+        for parameter in self.layers.parameters() if self.delays else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.num_micro)
+
+
+def gathered(row: Sequence[int], stage: PipelineStage) -> list[list[int]]:
+    """Returns the ``row`` of every stage."""
+    mine = torch.tensor(row, dtype=torch.int64, device=stage.device)
+    rows = [torch.empty_like(mine) for _ in range(stage.place.num_stages)]
+    dist.all_gather(rows, mine, group=stage.group)
+    return [found.tolist() for found in rows]
