@@ -155,8 +155,9 @@ class Checkpoint:
         """Loads the newest complete checkpoint on every worker; returns whether there was one.
 
         Damaged checkpoints are skipped with a warning that names them. ``epoch``, ``step`` and ``extra`` are then the
-        checkpoint's, and so are the random generators when the number of workers is the same. Call it before or after
-        ``distributed_model``, at the same point on every worker.
+        checkpoint's, and so are the random generators when as many workers train on different data (the streams of
+        divided layers: on the same mesh). Call it before or after ``distributed_model``, at the same point on every
+        worker.
 
         Raises:
             CheckpointError: the checkpoint does not match the model, the optimizer or the data.
@@ -208,6 +209,7 @@ class Checkpoint:
             "token": secrets.token_hex(6),
             "data": None if self._data is None else self._data.state_dict(),
             "random": take_random(),
+            "place": {**self._session.axes.coordinate(), "data": self._session.data_rank},
         }
         reports = [from_bytes(data) for data in self._session.util.all_gather(to_bytes(report))]
         _raise_first([found["error"] for found in reports], "the previous checkpoint was not written")
@@ -247,9 +249,9 @@ class Checkpoint:
         is_first = session.global_rank == 0
         files: dict[str, Any] = {}
         if own:
-            files[worker_part(session.global_rank)] = take_own(self._model, chain)
+            files[worker_part(session.global_rank)] = take_own(self._model, session, chain)
         else:
-            files["model.pt"] = take_model(self._model, is_first, self._asynchronous)
+            files["model.pt"] = take_model(self._model, session, is_first, self._asynchronous)
             files["optimizer.pt"] = None if chain is None else take_optimizer(chain, is_first, self._asynchronous)
         if is_first:
             files["rest.pt"] = self._rest(reports)
@@ -285,7 +287,9 @@ class Checkpoint:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "kinds": kinds_of(self._chain, self._scheduler),
             "extra": dict(self.extra),
-            "workers": [{"data": found["data"], "random": found["random"]} for found in reports],
+            "degrees": dict(self._session.axes.degrees),
+            "replicas": self._session.data_replicas,
+            "workers": [{name: found[name] for name in ("data", "random", "place")} for found in reports],
         }
 
     def _load(self, restore: Restore, found: Found) -> None:

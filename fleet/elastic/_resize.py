@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fleet.elastic._places import replicas_of
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
+
+if TYPE_CHECKING:
+    from fleet.runtime.session import Session
 
 LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group with the factor by which its learning rate was scaled
 # Learning rates that schedulers store in a parameter group.
@@ -64,9 +68,11 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
     if not isinstance(strategy, DistributedStrategy):
         raise ConfigError(f"keep_global_batch(strategy={strategy!r}) takes a fleet.DistributedStrategy.")
     _check_workers("keep_global_batch", workers)
+    copy_size = _workers_per_copy(strategy)
     configs = strategy.gradient_merge_configs
     merged = int(configs["k_steps"]) if strategy.gradient_merge else 1
-    k_steps = plan_k_steps(merged, workers, get_world_size())
+    _check_mesh(strategy, copy_size, workers, get_world_size())
+    k_steps = plan_k_steps(merged, workers // copy_size, get_world_size() // copy_size)
     if k_steps != merged and not configs["avg"]:
         raise ConfigError(
             "keep_global_batch() needs gradient_merge_configs['avg'] True: the workers average their gradients, so a "
@@ -113,6 +119,27 @@ def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:
     return factor
 
 
+def _workers_per_copy(strategy: DistributedStrategy) -> int:
+    """Returns how many workers hold one copy of the model and see the same rows: mp x pp x sep x cp."""
+    hybrid = strategy.hybrid_configs
+    return math.prod([hybrid["mp_degree"], hybrid["pp_degree"], hybrid["sep_degree"], hybrid["cp_degree"]])
+
+
+def _check_mesh(strategy: DistributedStrategy, copy_size: int, workers: int, now: int) -> None:
+    """Raises ConfigError where the numbers of workers are no multiple of those of one copy of the model."""
+    if strategy.pipeline or int(strategy.hybrid_configs["pp_degree"]) > 1:
+        raise ConfigError(
+            "keep_global_batch(): a pipeline adds up its micro-batches itself. Set pipeline_configs"
+            "['accumulate_steps'] and the loader's batch for the number of workers, or use fleet.elastic.scale_lr()."
+        )
+    if workers % copy_size or now % copy_size:
+        raise ConfigError(
+            f"keep_global_batch(workers={workers}): {copy_size} workers hold one copy of the model (mp x sep x cp), "
+            f"and {workers if workers % copy_size else now} workers make no whole number of copies. A changed number "
+            f"of workers changes dp only: use multiples of {copy_size}."
+        )
+
+
 def declared_scales(optimizer: Optimizer | None) -> list[float | None]:
     """Returns the factor of each parameter group; None where :func:`scale_lr` was not called."""
     return [] if optimizer is None else [group.get(LR_SCALE) for group in optimizer.param_groups]
@@ -133,14 +160,14 @@ def rescale(optimizer: Optimizer, scheduler: Any, declared: list[float | None]) 
                     rates[place] = rates[place] * (scale / saved)
 
 
-def warn_of_resize(saved: dict[str, Any], world_size: int, k_steps: int, declared: list[float | None]) -> None:
+def warn_of_resize(saved: dict[str, Any], session: Session, k_steps: int, declared: list[float | None]) -> None:
     """Warns when the global batch differs from the checkpoint's and no rule was declared."""
-    before, after = saved["world_size"] * saved["k_steps"], world_size * k_steps
+    before, after = replicas_of(saved) * saved["k_steps"], session.data_replicas * k_steps
     if before == after or (declared and None not in declared):
         return
     warnings.warn(
-        f"Checkpoint.resume(): saved by {saved['world_size']} workers, resumed by {world_size}; an update now takes "
-        f"{after} batches instead of {before}, with the same learning rate. Declare what you want: "
+        f"Checkpoint.resume(): saved by {saved['world_size']} workers, resumed by {session.world_size}; an update now "
+        f"takes {after} batches instead of {before}, with the same learning rate. Declare what you want: "
         "fleet.elastic.keep_global_batch(strategy, workers=...) or fleet.elastic.scale_lr(optimizer, workers=...).",
         OptionWarning,
         stacklevel=3,

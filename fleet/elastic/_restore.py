@@ -25,6 +25,7 @@ from fleet.elastic._folder import (
     read_part,
     worker_part,
 )
+from fleet.elastic._places import is_same_mesh, predecessor
 from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
 from fleet.elastic._state import (
     Mean,
@@ -34,12 +35,13 @@ from fleet.elastic._state import (
     put_model,
     put_optimizer,
     put_random,
+    states_of,
     windows,
     without_windows,
 )
 from fleet.errors import CheckpointError, OptionWarning
 from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.strategies._shared.parts import PART, load_from_rank_0
+from fleet.strategies._shared.parts import PART
 
 if TYPE_CHECKING:
     from fleet.runtime.session import Session
@@ -102,7 +104,7 @@ class Restore:
         try:
             self._check_kinds(found, kinds_of(optimizer, scheduler))
             if found.part is not None:
-                put_model(model, found.part["model"])
+                put_model(model, self._session, found.part["model"])
                 self._put_optimizer(optimizer, found.part["optimizer"])
             elif found.has_worker_parts:
                 self._load_merged(found, model, optimizer)
@@ -120,7 +122,7 @@ class Restore:
         if optimizer is not None:
             rescale(optimizer, scheduler, declared)
             now = max((w["k_steps"] for w in windows(optimizer_state(optimizer)).values()), default=1)
-            warn_of_resize(found.rest, self._session.world_size, now, declared)
+            warn_of_resize(found.rest, self._session, now, declared)
         return found.rest
 
     def _check_kinds(self, found: Found, now: dict[str, str]) -> None:
@@ -135,8 +137,9 @@ class Restore:
     def data_of(self, rest: dict[str, Any], is_shared: bool) -> Any:
         """Returns the position in the data for this worker; raises CheckpointError when it is unknown."""
         positions = [worker["data"] for worker in rest["workers"]]
-        if len(positions) == self._session.world_size:
-            return positions[self._session.global_rank]
+        mine = predecessor(rest, self._session)
+        if mine is not None:
+            return mine["data"]
         if is_shared or all(position == positions[0] for position in positions):
             return positions[0]
         raise CheckpointError(
@@ -145,9 +148,13 @@ class Restore:
         )
 
     def put_random(self, rest: dict[str, Any]) -> None:
-        """Restores the random generators of this worker, if there are as many workers as at the save."""
-        if len(rest["workers"]) == self._session.world_size:
-            put_random(rest["workers"][self._session.global_rank]["random"])
+        """Restores the random generators of this worker, if as many workers train on different data as at the save.
+
+        On another mesh the workers of one model copy get the same global generators, and streams by name begin anew.
+        """
+        mine = predecessor(rest, self._session)
+        if mine is not None:
+            put_random(mine["random"], streams=is_same_mesh(rest, self._session))
 
     def _whole_ones(self) -> Iterator[tuple[Found, bytes]]:
         """Yields, on worker 0, the checkpoints whose files are intact as far as it reads them, newest first."""
@@ -170,7 +177,7 @@ class Restore:
         problem = " "
         try:
             entry = read_entry(self._folder / found.name)
-            if found.world_size == self._session.world_size:
+            if is_same_mesh(found.rest, self._session):
                 found.part = read_part(entry, worker_part(self._session.global_rank))
             elif self._is_first:
                 for rank in range(found.world_size):
@@ -186,6 +193,11 @@ class Restore:
 
     def _load_merged(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Makes a different number of workers continue from the mean of the models, with worker 0's optimizer."""
+        if any(size > 1 for axis, size in found.rest.get("degrees", {}).items() if axis not in ("dp", "sharding")):
+            raise CheckpointError(
+                f"{found.name} holds a state for each worker of another mesh, saved inside a window of several "
+                "batches. Continue on the same mesh, or from a checkpoint saved at an update"
+            )
         mean, data, problem = Mean(), b"", " "
         if self._is_first:
             try:
@@ -207,16 +219,21 @@ class Restore:
 
     def _put_model(self, model: nn.Module, state: dict[str, Any] | None) -> None:
         """Loads worker 0's ``state`` on every worker, tensor by tensor where it holds only tensors."""
-        module = module_of(model)
         if self._session.world_size == 1:
-            put_model(model, state or {})
-        elif all(isinstance(value, Tensor) for value in module.state_dict().values()):
-            load_from_rank_0(module, state or {})
+            put_model(model, self._session, state or {})
+        elif not self._has_values(model, state):
+            states_of(model, self._session).load_from_rank_0(state or {})
         else:
             buffer = io.BytesIO()
             if self._is_first:
                 torch.save(state, buffer)
-            put_model(model, parse_part(io.BytesIO(self._broadcast(buffer.getvalue())), "model.pt"))
+            put_model(model, self._session, parse_part(io.BytesIO(self._broadcast(buffer.getvalue())), "model.pt"))
+
+    def _has_values(self, model: nn.Module, state: dict[str, Any] | None) -> bool:
+        """Returns whether some worker's module, or the ``state`` of worker 0, holds more than tensors."""
+        held = [*module_of(model).state_dict().values(), *(state or {}).values()]
+        own = int(not all(isinstance(value, Tensor) for value in held))
+        return any(int(found) for found in self._session.util.all_gather(own))
 
     def _put_optimizer(self, optimizer: Optimizer | None, state: Any) -> None:
         if optimizer is None or state is None:

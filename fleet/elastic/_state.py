@@ -1,11 +1,11 @@
 """What a checkpoint holds: takes the state of model, optimizer and random generators, and restores it.
 
 [Note: What is each worker's own]
-With data parallel, sharding and amp, one full state serves every worker; worker 0 writes it, and any number of
-workers can load it. localsgd (parameters between averages, momentum), dgc (unsent gradients) and an open window of
-gradient_merge have a state on each worker: then every worker writes a part, into a folder that all of them share. The
-wrapper that a strategy puts around the optimizer declares this by its property ``has_own_state``, and by
-``is_out_of_step`` that the workers must not stop here.
+With data parallel, sharding, tensor parallelism, a pipeline and amp, one whole state serves every worker; worker 0
+writes it, and any number of workers on any mesh can load it. localsgd (parameters between averages, momentum), dgc
+(unsent gradients) and an open window of gradient_merge have a state on each worker: then every worker writes a part,
+into a folder that all of them share. The wrapper that a strategy puts around the optimizer declares this by its
+property ``has_own_state``, and by ``is_out_of_step`` that the workers must not stop here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,14 @@ from torch.utils._pytree import tree_map_only
 
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.model_states import ModelStates
 from fleet.runtime.save_load import known_entries
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.parts import PART, has_parts, local_state, state_like, whole_state
+from fleet.strategies._shared.parts import PART, has_parts
+from fleet.strategies._shared.random_streams import TRACKER
+
+if TYPE_CHECKING:
+    from fleet.runtime.session import Session
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -50,27 +55,36 @@ def without_windows(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, **empty}
 
 
-def take_model(model: nn.Module, keep: bool, copy: bool) -> dict[str, Any]:
-    """Returns the full state of ``model``; where it is sharded, a collective call.
+def states_of(model: nn.Module, session: Session) -> ModelStates:
+    """Returns what takes and loads the states of ``model``; in a pipeline a collective call."""
+    module = module_of(model)
+    whole = session.whole_states
+    elsewhere = set(whole.names(module)) - set(module.state_dict()) if whole.has_stages else ()
+    return ModelStates(module, whole, elsewhere)
+
+
+def take_model(model: nn.Module, session: Session, keep: bool, copy: bool) -> dict[str, Any]:
+    """Returns the whole state of ``model``; where it is divided, a collective call.
 
     Args:
         model: the user's module, or what ``distributed_model`` returned.
+        session: the job.
         keep: False takes part in the gather and returns ``{}``.
         copy: the state is on the host and shares no memory with the model.
     """
-    state = module_of(model).state_dict()
-    if has_parts(state):
-        state = whole_state(state, keep)
-        return state if keep else {}
+    states = states_of(model, session)
+    if states.is_collective():
+        return states.whole(keep)
     if not keep:
         return {}
+    state = module_of(model).state_dict()
     return host_copy(state) if copy else dict(state)
 
 
 def take_optimizer(optimizer: Optimizer, keep: bool, copy: bool) -> dict[str, Any]:
     """Returns the full state of ``optimizer``; where it is sharded, a collective call. See :func:`take_model`."""
     state = optimizer_state(optimizer)
-    if isinstance(optimizer, FleetOptimizer) and (PART in state or has_parts(state)):
+    if isinstance(optimizer, FleetOptimizer) and (optimizer.is_part or PART in state or has_parts(state)):
         return optimizer.full_state_dict(keep)
     if not keep:
         return {}
@@ -84,20 +98,23 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-def take_own(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def take_own(model: nn.Module, session: Session, optimizer: Optimizer | None) -> dict[str, Any]:
     """Returns what only this worker holds, copied to the host."""
-    part = {"model": local_state(module_of(model).state_dict()), "optimizer": None}
-    if optimizer is not None:
-        part["optimizer"] = local_state(optimizer_state(optimizer))
+    part: dict[str, Any] = {"model": states_of(model, session).local(), "optimizer": None}
+    if isinstance(optimizer, FleetOptimizer):
+        part["optimizer"] = optimizer.local_state_dict()
+    elif optimizer is not None:
+        part["optimizer"] = host_copy(optimizer.state_dict())
     return part
 
 
-def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads a state that this worker holds, full or its shard; unknown entries are allowed if they hold no tensors."""
+def put_model(model: nn.Module, session: Session, state: Mapping[str, Any]) -> None:
+    """Loads a state that this worker holds, whole or its part; unknown entries are allowed if they hold no tensors."""
     module = module_of(model)
-    own = module.state_dict()
-    known = known_entries(state, [*own, PART])
-    module.load_state_dict(state_like(known, own) if has_parts(own) else known)
+    states = states_of(model, session)
+    known = known_entries(state, [*module.state_dict(), *states.elsewhere, PART])
+    divided = states.is_part or PART in known or has_parts(module.state_dict())
+    module.load_state_dict(states.fitted(known) if divided else known)
 
 
 def put_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -139,7 +156,7 @@ def host_copy(state: Any) -> Any:
 
 
 def take_random() -> dict[str, Any]:
-    """Returns the states of the random generators of this process: torch, the current GPU, Python, numpy."""
+    """Returns the states of the random generators of this process: torch, the GPU, Python, numpy, streams by name."""
     version, words, gauss = random.getstate()
     name, keys, place, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     found = {
@@ -149,11 +166,13 @@ def take_random() -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
+    if TRACKER.names:
+        found["streams"] = TRACKER.get_states_tracker()
     return found
 
 
-def put_random(state: Mapping[str, Any]) -> None:
-    """Sets the random generators to what :func:`take_random` returned."""
+def put_random(state: Mapping[str, Any], streams: bool = True) -> None:
+    """Sets the random generators to what :func:`take_random` returned; without ``streams``, the global ones only."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -161,6 +180,8 @@ def put_random(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    if streams and "streams" in state:
+        TRACKER.set_states_tracker(state["streams"])
 
 
 def to_bytes(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -16,19 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
+from fleet.runtime.model_states import ModelStates, warn_of_stage_or_part
 from fleet.runtime.save_load import known_entries
+from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
-from fleet.strategies._shared.parts import (
-    PART,
-    has_parts,
-    load_from_rank_0,
-    local_state,
-    part_of,
-    state_like,
-    warn_of_parts,
-    whole_state,
-)
+from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
 from fleet.strategies._shared.passes import passes_of
+from fleet.strategies._shared.whole_states import WholeStates
 
 # Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
 UsersClass: Any = cast("Any", object)
@@ -43,6 +37,7 @@ _OWN = frozenset(
         "_redirected",
         "_trains",
         "_exchanges",
+        "_elsewhere",
         "_compiled_call_impl",
     }
 )
@@ -72,6 +67,10 @@ class ModelObserver(Protocol):
 
     def before_join(self) -> None:
         """Called before workers may take different numbers of batches."""
+
+    @property
+    def whole_states(self) -> WholeStates:
+        """Joins and cuts states on the mesh of the job."""
 
     def before_load(self) -> None:
         """Called before a state is loaded."""
@@ -111,6 +110,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         object.__setattr__(self, "_observer", observer)
         object.__setattr__(self, "_trains", True)
         object.__setattr__(self, "_exchanges", True)
+        object.__setattr__(self, "_elsewhere", frozenset())
         self._modules["module"] = module
         for name in _methods_of_the_users(type(module)):
             self.__dict__[name] = self._users_method(name)
@@ -251,12 +251,17 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the user's module, under the user's names.
 
-        Where sharding shards the parameters, the state holds DTensors, of which this worker has a shard, and a warning
-        says so. Save what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
+        Where sharding shards the parameters, the state holds DTensors, of which this worker has a shard; with tensor
+        parallelism or a pipeline it holds this worker's parts of divided layers, and its stage. A warning says so. Save
+        what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
         """
         if self._observer is not None:
             self._observer.before_save()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        states = self._states
+        if states.is_part:
+            warn_of_stage_or_part("model")
+            return states.marked(state)
         if has_parts(state):
             warn_of_parts("model")
         return state
@@ -264,41 +269,45 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Returns the whole state on the host, which a plain module loads; every worker must call it.
 
+        Names and shapes are those of the model in one process, whatever the mesh; a tied parameter is there once.
+
         Args:
             keep: False takes part in the gather and returns ``{}``, which saves memory on workers that do not write.
+
+        Raises:
+            CheckpointError: the workers of one stage hold different entries, or an entry cannot travel.
 
         Example:
             >>> state = model.full_state_dict(keep=fleet.is_first_worker())
         """
-        state: dict[str, Any] = self.module.state_dict()
+        states = self._states
         if self._observer is not None:
             self._observer.before_save()
-            if has_parts(state):
+            if states.is_collective():
                 self._observer.meet("model.full_state_dict()")
-        state = whole_state(state, keep)
-        return state if keep else {}
+        return states.whole(keep)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns this worker's shard as plain tensors on the host; each worker saves its own, and none waits.
+        """Returns this worker's part as plain tensors on the host; each worker saves its own, and none waits.
 
-        :meth:`load_state_dict` loads it on the worker of the same rank in a job with as many workers.
+        :meth:`load_state_dict` loads it on the worker of the same place on the same mesh.
         """
         if self._observer is not None:
             self._observer.before_save()
-        return local_state(self.module.state_dict())
+        return self._states.local()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state of the user's module: its own, a whole one on every worker, or this worker's shard.
+        """Loads a state of the user's module: its own, a whole one on every worker, or this worker's part.
 
-        Raises CheckpointError for the shard of another worker, and ConfigError for ``assign`` with sharded parameters.
+        Raises CheckpointError for the part of another worker, and ConfigError for ``assign`` with divided parameters.
         """
         if self._observer is not None:
             self._observer.before_load()
-        own = self.module.state_dict()
-        if has_parts(own):
+        states = self._states
+        if states.is_part or PART in state_dict or has_parts(self.module.state_dict()):
             if assign:
-                raise ConfigError("load_state_dict(assign=True) would replace the parameters that were sharded.")
-            state_dict = state_like(state_dict, own)
+                raise ConfigError("load_state_dict(assign=True) would replace the parameters that were divided.")
+            state_dict = states.fitted(state_dict)
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -308,7 +317,16 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         """
         if self._observer is not None:
             self._observer.meet("model.load_full_state_dict()")
-        load_from_rank_0(self.module, state_dict)
+        self._states.load_from_rank_0(state_dict)
+
+    @property
+    def _states(self) -> ModelStates:
+        whole = None if self._observer is None else self._observer.whole_states
+        return ModelStates(self.module, whole or WholeStates(Axes({}, 0), torch.device("cpu")), self._elsewhere)
+
+    def note_names_elsewhere(self, names: Iterable[str]) -> None:
+        """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""
+        object.__setattr__(self, "_elsewhere", frozenset(names) - set(self.module.state_dict()))
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Loads a state as Fleet does: entries that are not part of the module ('epoch') are left alone.
@@ -316,7 +334,8 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         Raises RuntimeError when an entry of the module is missing or has a different shape, and CheckpointError for a
         tensor that the module does not have.
         """
-        return self.load_state_dict(known_entries(state_dict, [*self.module.state_dict(), PART]))
+        known = [*self.module.state_dict(), *self._elsewhere, PART]
+        return self.load_state_dict(known_entries(state_dict, known))
 
     set_dict = set_state_dict
     load_dict = set_state_dict
@@ -366,6 +385,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         chain, trains = copied_chain(self._chain, self.module, module, memo)
         twin = FleetModel.__new__(type(self))
         FleetModel.__init__(twin, module, chain, self._observer)
+        object.__setattr__(twin, "_elsewhere", self._elsewhere)
         twin.__dict__.update(
             {n: copy.copy(hooks) for n, hooks in self.__dict__.items() if n.startswith("_forward_") and "hook" in n}
         )

@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning
+from fleet.runtime.fleet_model import FleetModel
+from fleet.runtime.model_states import warn_of_stage_or_part
+from fleet.runtime.optimizer_states import OptimizerStates
+from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.parts import PART, has_parts, local_state, warn_of_parts, whole_state
+from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
 from fleet.strategies._shared.passes import forwards_behind
+from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
-from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 # Stands in the place of the user's optimizer: `optimizer = fleet.distributed_optimizer(optimizer)` is right for an SGD.
 UsersClass: Any = cast("Any", object)
@@ -23,6 +28,14 @@ UsersClass: Any = cast("Any", object)
 
 class StepObserver(Protocol):
     """What the optimizer tells the session."""
+
+    @property
+    def models(self) -> list[FleetModel]:
+        """The wrapped models."""
+
+    @property
+    def whole_states(self) -> WholeStates:
+        """Joins and cuts states on the mesh of the job."""
 
     def before_step(self) -> None:
         """Called before each step of the user."""
@@ -196,8 +209,12 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state; with sharding, this worker's shard of it, and a warning says so."""
+        """Returns the state; on a mesh that divides it, this worker's part, and a warning says so."""
         state = super().state_dict()
+        states = self._states
+        if states.is_part:
+            warn_of_stage_or_part("optimizer")
+            return states.marked(state)
         if PART in state or has_parts(state):
             warn_of_parts("optimizer")
         return state
@@ -205,25 +222,43 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Returns the whole state on the host, which any number of workers can load; every worker must call it.
 
+        A parameter has the place that it has in one process; with a pipeline, that is among those of all stages.
+
         Args:
             keep: False takes part in the gather and returns ``{}``.
+
+        Raises:
+            CheckpointError: the workers of one stage hold different entries, or an entry cannot be made whole.
         """
-        state = super().state_dict()
-        inner: Optimizer = self
-        while isinstance(inner, OptimizerWrapper):
-            inner = inner.optimizer
-            if isinstance(inner, PartitionedOptimizer):
-                self._meet("optimizer.full_state_dict()")
-                state = {**state, "state": inner.whole_entries()}
-        state.pop(PART, None)
-        if has_parts(state):
+        state, states = super().state_dict(), self._states
+        if states.is_collective(state):
             self._meet("optimizer.full_state_dict()")
-        whole: dict[str, Any] = whole_state(state, keep)
-        return whole if keep else {}
+        return states.whole(state, keep)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns this worker's shard as plain tensors on the host; each worker saves its own."""
-        return local_state(super().state_dict())
+        """Returns this worker's part as plain tensors on the host; each worker saves its own."""
+        return self._states.local(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a whole state, or the part that this worker saved; with a pipeline every worker must call it.
+
+        Raises CheckpointError for the part of another worker.
+        """
+        states = self._states
+        if states.is_collective_load(state_dict):
+            self._meet("optimizer.load_state_dict()")
+        super().load_state_dict(states.loaded(state_dict))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it updates only this worker's part of the model, apart from what sharding divides."""
+        return self._states.is_part
+
+    @property
+    def _states(self) -> OptimizerStates:
+        if self._observer is None:
+            return OptimizerStates(self, WholeStates(Axes({}, 0), torch.device("cpu")), [])
+        return OptimizerStates(self, self._observer.whole_states, self._observer.models)
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state; entries that no optimizer state has ('epoch') are ignored."""

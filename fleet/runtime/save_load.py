@@ -21,7 +21,7 @@ import torch
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive
-from fleet.strategies._shared.parts import has_parts
+from fleet.strategies._shared.parts import has_parts, marked_part
 
 _STALE_AFTER_S = 3600.0  # a temporary file unwritten for this long belongs to a process that died
 _CHUNK_BYTES = 1 << 20
@@ -47,6 +47,12 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     target = _checked_path("save", path)
     if target.is_dir():
         raise CheckpointError(f"save(path={str(path)!r}): this is a folder. Name a file in it.")
+    if (place := marked_part(obj)) is not None:
+        raise ConfigError(
+            f"save(): this state_dict() is part {place['rank']} of {place['degree']} of a model that several "
+            "workers hold. Call full_state_dict() on every worker and save its result on one; or save the result of "
+            "local_state_dict() on each, to separate files."
+        )
     if has_parts(obj):
         raise ConfigError(
             "save(): the state holds DTensors, of which this worker has only a shard. Call full_state_dict() on every "

@@ -34,6 +34,7 @@ from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Stra
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
+from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
@@ -146,6 +147,21 @@ class Session:
             self._uncaught = UncaughtErrors(self.models, self._roll_call, self._who)
         return self._roll_call
 
+    @property
+    def data_rank(self) -> int:
+        """Which of :attr:`data_replicas` this worker belongs to; workers of one model copy have the same."""
+        return self.axes.data_rank if self.collective else self.global_rank
+
+    @property
+    def data_replicas(self) -> int:
+        """How many workers, or groups of workers that hold one model copy, train on different rows."""
+        return self.axes.data_replicas if self.collective else self.world_size
+
+    @property
+    def whole_states(self) -> WholeStates:
+        """Joins and cuts states on the mesh of the job."""
+        return WholeStates(self.axes, self.device)
+
     def meet(self, call: str) -> None:
         """Returns when every worker has made ``call``; raises when one does not, and says where it is."""
         if self.roll_call is not None:
@@ -254,6 +270,8 @@ class Session:
             module.to(self.device)
         module, chain = self._wrapped(module)
         model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
+        if self.axes.size("pp") > 1:
+            model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
         self.checks.watch_model(model)
         if self.health is not None:

@@ -45,9 +45,18 @@ class Layout:
 
     def part(self, whole: Tensor, index: int | None = None) -> Tensor:
         """Returns a copy of part ``index`` of ``whole``, by default this worker's."""
-        at = self.index if index is None else index
+        return torch.cat(self.places(whole, self.index if index is None else index), self.dim)
+
+    def places(self, whole: Tensor, index: int) -> list[Tensor]:
+        """Returns where part ``index`` lies in ``whole``: views of it, in the order in which a part holds them."""
         sections = whole.split(self.sections or (whole.shape[self.dim],), self.dim)
-        return torch.cat([section.chunk(self.parts, self.dim)[at] for section in sections], self.dim)
+        return [section.chunk(self.parts, self.dim)[index] for section in sections]
+
+    def put(self, part: Tensor, whole: Tensor, index: int) -> None:
+        """Writes ``part`` into ``whole`` as part ``index``."""
+        places = self.places(whole, index)
+        for place, piece in zip(places, part.split([p.shape[self.dim] for p in places], self.dim), strict=True):
+            place.copy_(piece)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole tensor made of all ``parts``, in the order of their index."""

@@ -47,6 +47,22 @@ def has_parts(state: Any) -> bool:
     return any(is_part(leaf) for leaf in tree_leaves(state))
 
 
+def mark_part(state: dict[str, Any], place: Mapping[str, int]) -> None:
+    """Marks ``state``, an OrderedDict, as the part ``place``; the mark stays in copies and in files of torch."""
+    if hasattr(state, "__dict__"):
+        state.__dict__[PART] = dict(place)
+
+
+def marked_part(state: Any) -> dict[str, int] | None:
+    """Returns which part a mark says that ``state``, or the first marked state inside it, is."""
+    if isinstance(state, Mapping):
+        found = getattr(state, PART, None)
+        return found if found is not None else next((p for v in state.values() if (p := marked_part(v))), None)
+    if isinstance(state, list | tuple):
+        return next((p for value in state if (p := marked_part(value))), None)
+    return None
+
+
 def local(tensor: Tensor) -> Tensor:
     """Returns this worker's part of ``tensor``, sharing its memory; a plain tensor is its own part."""
     return tensor.to_local() if is_part(tensor) else tensor
@@ -89,10 +105,15 @@ def check_place(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
     """Raises CheckpointError unless the part ``saved`` is this worker's, ``mine``."""
     if dict(saved) != dict(mine):
         raise CheckpointError(
-            f"This state is part {saved['rank']} of {saved['degree']} of a sharded state, and this worker holds part "
-            f"{mine['rank']} of {mine['degree']}. Load the part that this worker saved, or a whole state, which "
-            "full_state_dict() returns and which fits any number of workers."
+            f"This state is part {_placed(saved)} of a sharded state, and this worker holds part {_placed(mine)}. Load "
+            "the part that this worker saved, or a whole state, which full_state_dict() returns and which fits any "
+            "number of workers."
         )
+
+
+def _placed(place: Mapping[str, int]) -> str:
+    axes = ", ".join(f"{axis} {size}" for axis, size in place.items() if axis not in ("rank", "degree"))
+    return f"{place['rank']} of {place['degree']}{f' ({axes})' if axes else ''}"
 
 
 def part_like(value: Any, like: Any, saved: Mapping[str, int] | None = None) -> Any:
@@ -125,53 +146,6 @@ def part_like(value: Any, like: Any, saved: Mapping[str, int] | None = None) -> 
         return value  # the error of load_state_dict names the entry
     # src_data_rank=None: every worker cuts its part out of its own copy, and nothing is sent.
     return distribute_tensor(value.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def state_like(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's ``state``, whole or local, laid out as the entries of ``like``."""
-    saved = state.get(PART)
-    return {name: part_like(value, like.get(name), saved) for name, value in state.items() if name != PART}
-
-
-def load_from_rank_0(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the whole ``state`` of worker 0 into ``module`` on every worker; a collective call.
-
-    Raises CheckpointError on every worker when it does not fit; nothing is changed then.
-    """
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    problem = _misfit(state, own) if not dist.is_initialized() or dist.get_rank() == 0 else ""
-    if not dist.is_initialized():
-        if problem:
-            raise CheckpointError(problem)
-        module.load_state_dict(state_like(state, own), strict=False)
-        return
-    device = local(next(iter(own.values()), torch.empty(0))).device
-    bad = torch.tensor([bool(problem)], dtype=torch.uint8, device=device)
-    dist.broadcast(bad, src=0)
-    if bad.item():
-        raise CheckpointError(problem or "load_full_state_dict(): worker 0's state does not fit; it says why.")
-    loaded = {}
-    for name, value in own.items():
-        device = local(value).device
-        if dist.get_rank() == 0:
-            whole = state[name].detach().to(device, value.dtype, copy=True).contiguous()
-        else:
-            whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-        dist.broadcast(whole, src=0)
-        loaded[name] = part_like(whole, value)
-    module.load_state_dict(loaded, strict=False)
-
-
-def _misfit(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> str:
-    missing = [name for name in own if not isinstance(state.get(name), Tensor)]
-    strangers = [name for name, value in state.items() if isinstance(value, Tensor) and name not in own]
-    shapes = [name for name in own if name not in missing and state[name].shape != own[name].shape]
-    found = [
-        f"{what}: {names[:8]!r}"
-        for what, names in (("missing", missing), ("not of this model", strangers), ("of another shape", shapes))
-        if names
-    ]
-    return f"load_full_state_dict(): {'; '.join(found)}. It was saved from another model." if found else ""
 
 
 def warn_of_parts(what: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from fleet.errors import CheckpointError
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place
+from fleet.strategies._shared.texts import gather_texts
 from fleet.strategies.sharding.units import check_apart
 
 _Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups
@@ -121,7 +123,7 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of this worker's parameters, and whose part it is."""
-        return {**super().state_dict(), PART: self._place()}
+        return {**super().state_dict(), PART: self.place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the part that this worker saved, or its share of a whole state.
@@ -129,44 +131,58 @@ class PartitionedOptimizer(OptimizerWrapper):
         Raises CheckpointError for the part of another worker.
         """
         if PART in state_dict:
-            check_place(state_dict[PART], self._place())
+            check_place(state_dict[PART], self.place)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != PART})
         self._drop_others()
         self._move_state(to_host=True)
 
-    def whole_entries(self) -> _Entries:
-        """Returns the state of every parameter by its place, gathered from the owners; a collective call."""
+    def entry_rows(self) -> list[list[Any]]:
+        """Returns [owner, place, key, type, shape] of the state of every parameter; a collective call.
+
+        The type of what is no tensor is "value", with the value instead of a shape.
+        """
         places = {p: place for place, p in enumerate(self.parameters())}
         own = {places[p]: dict(entry) for p, entry in self.state.items() if p in places and entry}
-        described = _gather_texts(_described(own), self._group, self._device())
-        found: _Entries = {}
-        for owner, text in enumerate(described):
-            found |= self._received(owner, json.loads(text), own)
-        return dict(sorted(found.items()))
+        texts = gather_texts(_described(own), self._group, self._device())
+        rows = [[owner, *row] for owner, text in enumerate(texts) for row in json.loads(text)]
+        return sorted(rows, key=lambda row: int(row[1]))
 
-    def _received(self, owner: int, description: list[Any], own: _Entries) -> _Entries:
-        """Returns the entries of one owner; their tensors travel in flat buffers."""
-        device = self._device()
-        entries: _Entries = {}
-        tensors: list[Tensor] = []
-        for place, key, kind, value in description:
-            entry = entries.setdefault(place, {})
-            if kind == "value":
-                entry[key] = value
-                continue
+    def entry_tensors(self, rows: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
+        """Yields the tensors of ``rows``, each whole on every worker of the group, in that order; a collective call.
+
+        As many travel at once as the buffer holds.
+        """
+        batch: list[Sequence[Any]] = []
+        size = 0
+        for row in rows:
+            batch.append(row)
+            size += prod(row[4]) * getattr(torch, row[3]).itemsize
+            if size >= self._buffer_bytes:
+                yield from self._received(batch)
+                batch, size = [], 0
+        yield from self._received(batch)
+
+    def _received(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
+        device, parameters = self._device(), self.parameters()
+        by_owner: list[list[Tensor]] = [[] for _ in range(self._degree)]
+        found = []
+        for owner, place, key, kind, shape in rows:
             if owner == self._rank:
-                tensor = own[place][key].detach().to(device)
+                found.append(self.state[parameters[place]][key].detach().to(device))
             else:
-                tensor = torch.empty(value, dtype=getattr(torch, kind), device=device)
-            entry[key] = tensor
-            tensors.append(tensor)
-        for chunk in chunks(tensors, self._buffer_bytes):
-            flat = flattened(chunk)
-            dist.broadcast(flat, group=self._group, group_src=owner)
-            copy_back(flat, chunk)
-        return entries
+                found.append(torch.empty(shape, dtype=getattr(torch, kind), device=device))
+            by_owner[owner].append(found[-1])
+        for owner, tensors in enumerate(by_owner):
+            for chunk in chunks(tensors, self._buffer_bytes):
+                flat = flattened(chunk)
+                dist.broadcast(flat, group=self._group, group_src=owner)
+                if owner != self._rank:
+                    copy_back(flat, chunk)
+        return found
 
-    def _place(self) -> dict[str, int]:
+    @property
+    def place(self) -> dict[str, int]:
+        """Which part of how many parts of the state this worker holds."""
         return {"rank": self._rank, "degree": self._degree}
 
     def _device(self) -> torch.device:
@@ -231,15 +247,3 @@ def _described(entries: _Entries) -> str:
                     "and texts can be gathered. Save one state_dict() for each worker."
                 )
     return json.dumps(rows)
-
-
-def _gather_texts(text: str, group: Any, device: torch.device) -> list[str]:
-    """Returns the text of every worker of ``group``, in rank order."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    num_workers = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_workers)]
-    dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
-    return [bytes(row[: int(size)].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

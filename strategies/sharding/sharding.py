@@ -14,6 +14,7 @@ from fleet.errors import ConfigError
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies._shared.gradient_exchange import data_parallel_in
 from fleet.strategies._shared.merging import MergingOptimizer, Window, merge_passes
 from fleet.strategies._shared.mesh import plan_axes, sub_mesh
@@ -344,7 +345,7 @@ class Sharding(Strategy):
         axes = ("dp", "sharding") if "dp" in (mesh.mesh_dim_names or ()) else ("sharding",)
         return Division(
             mesh=sub_mesh(mesh, axes),
-            process_group=session.process_group,
+            process_group=session.axes.group(*COPY_AXES),
             reshard_after_forward=self.zero_stage == 3,
             divisor=None if average and merged == 1 else divisor,
             sum_first=self._sum_first,

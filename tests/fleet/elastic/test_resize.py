@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,16 +137,22 @@ def test_a_checkpoint_of_another_number_of_workers_is_rescaled(tmp_path: Any) ->
     assert not second["warned"]
 
 
+def job_of(replicas: int) -> Any:
+    """Stands for a session whose workers train on this many different batches."""
+    return SimpleNamespace(world_size=replicas, data_replicas=replicas)
+
+
 def test_an_undeclared_change_warns(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Training(tmp_path).run(1, stop_at=2)
     from fleet.elastic._resize import warn_of_resize
 
     with pytest.warns(OptionWarning, match="3 batches instead of 1"):
-        warn_of_resize({"world_size": 1, "k_steps": 1}, 3, 1, [None])
+        warn_of_resize({"world_size": 1, "k_steps": 1}, job_of(3), 1, [None])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_resize({"world_size": 4, "k_steps": 1}, 2, 2, [None])
-        warn_of_resize({"world_size": 4, "k_steps": 1}, 2, 1, [0.5])
+        warn_of_resize({"world_size": 4, "k_steps": 1}, job_of(2), 2, [None])
+        warn_of_resize({"world_size": 4, "k_steps": 1}, job_of(2), 1, [0.5])
+        warn_of_resize({"world_size": 4, "replicas": 1, "k_steps": 1}, job_of(1), 1, [None])  # mp 4 before
 
 
 def merged_gradient(rank: int, world_size: int, k_steps: int, samples: int) -> Any:

@@ -15,6 +15,8 @@ import fleet
 from fleet.errors import ConfigError
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.whole_states import WholeStates
 from tests.helpers.workers import run_workers
 
 
@@ -22,7 +24,8 @@ class Observer:
     """Stands for the session."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps, self.models = 0, ()
+        self.whole_states = WholeStates(Axes({}, 0), torch.device("cpu"))
 
     def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,0 +1,50 @@
+"""Which worker of a checkpoint a worker of this job continues, where the mesh may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleet.runtime.session import Session
+
+# Axes along which workers hold different parts of the model, or of a sequence.
+_PARTS = ("pp", "sep", "cp", "mp", "ep")
+
+
+def replicas_of(rest: Mapping[str, Any]) -> int:
+    """Returns how many workers, or groups of them, trained on different data when ``rest`` was saved."""
+    return int(rest.get("replicas", rest["world_size"]))
+
+
+def is_same_mesh(rest: Mapping[str, Any], session: Session) -> bool:
+    """Returns whether every worker holds the part of the model that the worker of its rank held at the save."""
+    if rest["world_size"] != session.world_size or replicas_of(rest) != session.data_replicas:
+        return False
+    saved = rest.get("degrees", {})
+    if any(saved.get(axis, 1) != session.axes.size(axis) for axis in _PARTS):
+        return False
+    mine = rest["workers"][session.global_rank].get("place")
+    return mine is None or (mine["data"] == session.data_rank and _parts(mine) == _parts(session.axes.coordinate()))
+
+
+def predecessor(rest: Mapping[str, Any], session: Session) -> Mapping[str, Any] | None:
+    """Returns what the worker of a checkpoint saved that this worker continues; ``None`` where there is none.
+
+    With as many replicas on another mesh, that is the first worker that trained on the same data: workers that hold
+    one copy of the model together need equal streams.
+    """
+    if is_same_mesh(rest, session):
+        found: Mapping[str, Any] = rest["workers"][session.global_rank]
+        return found
+    if replicas_of(rest) != session.data_replicas:
+        return None
+    for rank, worker in enumerate(rest["workers"]):
+        if worker.get("place", {"data": rank})["data"] == session.data_rank:
+            first: Mapping[str, Any] = worker
+            return first
+    return None
+
+
+def _parts(place: Mapping[str, int]) -> list[int]:
+    return [place.get(axis, 0) for axis in _PARTS]

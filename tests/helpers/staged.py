@@ -1,0 +1,111 @@
+"""A small model that exists on any mesh, and whose gradients are a function of its values, element by element.
+
+It has divided layers (mp), stages with layers of their own (pp), one layer on the first and the last stage, a buffer of
+whole numbers and two parameter groups. Every mesh must give the numbers of one process, bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fleet
+from fleet.runtime.running import running_session
+from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+SHARED = "embed"
+
+
+class Staged(nn.Module):
+    """The layers of stage ``stage`` of ``stages``, under the names of the whole model."""
+
+    def __init__(self, stage: int = 0, stages: int = 1) -> None:
+        super().__init__()
+        made = {
+            1: lambda: ColumnParallelLinear(4, 8, has_bias=True),
+            2: lambda: nn.BatchNorm1d(8),
+            3: lambda: RowParallelLinear(8, 4),
+            10: lambda: nn.LayerNorm(4),
+        }
+        self.shared_layers = nn.ModuleDict()
+        if stage in (0, stages - 1):
+            self.shared_layers[SHARED] = VocabParallelEmbedding(8, 4)
+        for place, at in enumerate(made):
+            if place * stages // len(made) == stage:
+                self.add_module(str(at), made[at]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Is not called: gradients are made by :func:`step`."""
+        raise NotImplementedError
+
+
+def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
+    """Starts a job on a mesh; returns its distributed model and optimizer, without checks of gradients' origin."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {f"{axis}_degree": size for axis, size in degrees.items()}
+    strategy.sharding_configs = {"stage": stage}
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    session = running_session()
+    assert session is not None
+    session.checks.close()
+    torch.manual_seed(session.axes.data_rank + 7)
+    net = Staged(session.axes.rank("pp"), session.axes.size("pp"))
+    model: Any = fleet.distributed_model(net)
+    named = [(p, p.dim() > 1) for p in model.parameters()]
+    groups = [
+        {"params": [p for p, is_matrix in named if is_matrix], "weight_decay": 0.1},
+        {"params": [p for p, is_matrix in named if not is_matrix], "weight_decay": 0.0},
+    ]
+    optimizer: Any = fleet.distributed_optimizer(torch.optim.AdamW(groups, lr=0.05))
+    session.checks.close()
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any, count: int) -> None:
+    """Makes ``count`` steps with gradients that depend on the values alone."""
+    for _ in range(count):
+        for parameter in model.parameters():
+            parameter.grad = torch.sin(parameter.detach() * 5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer.add_(1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_start() -> dict[str, Tensor]:
+    """Returns the whole state that every mesh begins with; made without a job."""
+    torch.manual_seed(3)
+    return {name: torch.randn_like(t) if t.is_floating_point() else t for name, t in Staged().state_dict().items()}
+
+
+def reference(steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns model and optimizer state of one process after ``steps`` steps, with plain torch."""
+    net = Staged()
+    net.load_state_dict(whole_start())
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    step(net, optimizer, steps)
+    return net.state_dict(), optimizer.state_dict()
+
+
+def difference(found: Any, expected: Any, path: str = "") -> str:
+    """Returns where two states first differ, or an empty string."""
+    if isinstance(expected, Tensor):
+        same = isinstance(found, Tensor) and found.shape == expected.shape and found.dtype == expected.dtype
+        return "" if same and torch.equal(found, expected) else f"{path}: {found} is not {expected}"
+    if isinstance(expected, dict):
+        if list(found) != list(expected):
+            return f"{path}: {list(found)} are not {list(expected)}"
+        return next((d for k in expected if (d := difference(found[k], expected[k], f"{path}.{k}"))), "")
+    if isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return f"{path}: {len(found)} and {len(expected)} entries"
+        pairs = zip(found, expected, strict=True)
+        return next((d for i, (f, e) in enumerate(pairs) if (d := difference(f, e, f"{path}[{i}]"))), "")
+    return "" if found == expected else f"{path}: {found!r} is not {expected!r}"
