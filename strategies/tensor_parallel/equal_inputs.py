@@ -70,25 +70,28 @@ class EqualInputs:
         return EqualInputs, (None, self._copies)
 
 
-def check_forms(inputs: Any, group: dist.ProcessGroup) -> None:
-    """Raises ConfigError on every worker of ``group`` unless all have tensors of the same shapes and types."""
+def check_forms(inputs: Any, group: dist.ProcessGroup, values: bool = False) -> None:
+    """Raises ConfigError on every worker of ``group`` unless all have tensors of the same shapes and types.
+
+    With ``values``, numbers and texts must be the same too.
+    """
     leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(inputs)[0]]
-    text = "; ".join(f"{path} {_form(leaf)}" for path, leaf in leaves)
+    text = "; ".join(f"{path} {_form(leaf, values)}" for path, leaf in leaves)
     own = torch.tensor([zlib.crc32(text.encode())], device=_device(leaf for _, leaf in leaves))
     every = own.new_empty(group.size())
     dist.all_gather(list(every.split(1)), own, group=group)
     if len(set(every.tolist())) > 1:
         shapes = [tuple(leaf.shape) for _, leaf in leaves if isinstance(leaf, Tensor)]
         raise ConfigError(
-            f"The inputs of forward differ in structure, shape, type or plain values between the workers "
+            f"The inputs differ in structure, shape or type{' or value' if values else ''} between the workers "
             f"{dist.get_process_group_ranks(group)}; this one has tensors of shapes {shapes}. {_ADVICE}."
         )
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: Any, values: bool) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}"
-    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+    return repr(leaf) if values and isinstance(leaf, bool | int | float | str) else type(leaf).__name__
 
 
 def _device(leaves: Any) -> torch.device:
