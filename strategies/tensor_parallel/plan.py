@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -72,13 +74,14 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, Any], axes: Axes) -> Resol
     """Returns what ``plan`` does to ``model`` on this worker; changes nothing.
 
     Raises:
-        ConfigError: a pattern matches nothing, or what cannot be divided; two patterns disagree; a size does not divide.
+        ConfigError: a pattern matches nothing, or what cannot be divided; patterns disagree; a size does not divide.
     """
     degree, index = axes.size("mp"), axes.rank("mp")
     written = {pattern: style for pattern, style in plan.items() if style != AUTO}
     if wrong := [pattern for pattern in plan if plan[pattern] == AUTO and pattern != "*"]:
         raise ConfigError(f"{_PLAN}[{wrong[0]!r}] = 'auto': only '*' takes it, and means the plan of the model itself.")
-    found = _matched(model, written, lenient=False)
+    found = _matched(model, written, own=False)
+    _check_matched(model, list(written), {entry.pattern for entry in found}, axes)
     if len(written) < len(plan):
         mine = {(id(entry.module), entry.style.divides) for entry in found}
         found += [entry for entry in own_entries(model) if (id(entry.module), entry.style.divides) not in mine]
@@ -90,13 +93,13 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, Any], axes: Axes) -> Resol
         elif entry.style.kind == "divide":
             resolved.numbers += _numbers(entry, degree)
     _add_tied(model, resolved, degree, index)
-    if not resolved.layouts:
+    if not _on_some_stage([bool(resolved.layouts)], axes)[0]:
         raise ConfigError(f"{_PLAN} divides no parameter of {type(model).__name__}. Name linear layers or embeddings.")
     return resolved
 
 
 def apply_plan(model: nn.Module, resolved: ResolvedPlan, axes: Axes) -> None:
-    """Divides ``model`` in place; every worker of the mp axis calls it, and gets its part of the first one's weights."""
+    """Divides ``model`` in place; every worker of the mp axis calls it, for a part of the first one's weights."""
     place, first = place_in(None, "plan"), axes.ranks("mp")[0]
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -133,7 +136,7 @@ def own_entries(model: nn.Module) -> list[PlanEntry]:
         if own and not any(name.startswith(prefix) for prefix in covered):
             prefix = f"{name}." if name else ""
             covered.append(prefix)
-            entries += _matched(model, {prefix + pattern: style for pattern, style in own.items()}, lenient=True)
+            entries += _matched(model, {prefix + pattern: style for pattern, style in own.items()}, own=True)
     if not any(entry.style.divides for entry in entries):
         raise ConfigError(
             f"{_PLAN} is 'auto', and {type(model).__name__} has no plan of its own: no Hugging Face model in it has a "
@@ -150,24 +153,24 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
     return dict(base) if isinstance(base, Mapping) else {}
 
 
-def _matched(model: nn.Module, plan: Mapping[str, Any], *, lenient: bool) -> list[PlanEntry]:
-    """Returns an entry for each module that a pattern matches; a module with two names has one entry."""
+def _matched(model: nn.Module, plan: Mapping[str, Any], *, own: bool) -> list[PlanEntry]:
+    """Returns an entry for each module that a pattern matches; ``own`` says that the model brought the patterns."""
     entries: list[PlanEntry] = []
     for pattern, value in plan.items():
         matches = [(name, module) for name, module in model.named_modules() if name and _matches(pattern, name)]
-        experts = lenient and any(_matches(pattern, name) for name, _ in model.named_parameters())
-        if not matches and not experts:
-            if not lenient:
-                _refuse_unmatched(model, pattern)
-            continue
         style = read_style(pattern, value)
-        if not matches:
+        if own and not matches and any(_matches(pattern, name) for name, _ in model.named_parameters()):
             raise ConfigError(
                 f"{_PLAN} is 'auto', and the model's own plan divides {pattern!r} ({value}), a parameter of no known "
                 "layer. Write a plan of your own that leaves it out."
             )
         entries += [PlanEntry(name, module, _for_module(style, module), pattern) for name, module in matches]
     return entries
+
+
+def generic_name(name: str) -> str:
+    """Returns the pattern that matches ``name`` and its like: ``"blocks.3.up"`` gives ``"blocks.*.up"``."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _for_module(style: PlanStyle, module: nn.Module) -> PlanStyle:
@@ -178,6 +181,24 @@ def _for_module(style: PlanStyle, module: nn.Module) -> PlanStyle:
 def _matches(pattern: str, name: str) -> bool:
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
+
+
+def _check_matched(model: nn.Module, patterns: list[str], matched: set[str], axes: Axes) -> None:
+    """Raises ConfigError for a pattern that matches nothing on any stage."""
+    for pattern, known in zip(patterns, _on_some_stage([p in matched for p in patterns], axes), strict=True):
+        if not known:
+            _refuse_unmatched(model, pattern)
+
+
+def _on_some_stage(flags: list[bool], axes: Axes) -> list[bool]:
+    """Returns which flags are set on a stage of the pipeline; every stage calls it."""
+    group = axes.group("pp")
+    if group is None or not flags:
+        return flags
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]
 
 
 def _refuse_unmatched(model: nn.Module, pattern: str) -> None:
@@ -193,8 +214,8 @@ def _refuse_unmatched(model: nn.Module, pattern: str) -> None:
     )
     near = did_you_mean(pattern, generic)
     raise ConfigError(
-        f"{_PLAN}[{pattern!r}] matches no module of {type(model).__name__}.{near} A star stands for what is between two "
-        f"dots. Names: {', '.join(generic[:12])}{', ...' if len(generic) > 12 else ''}."
+        f"{_PLAN}[{pattern!r}] matches no module of {type(model).__name__}.{near} A star stands for what is between "
+        f"two dots. Names: {', '.join(generic[:12])}{', ...' if len(generic) > 12 else ''}."
     )
 
 
@@ -293,8 +314,8 @@ def _add_tied(model: nn.Module, resolved: ResolvedPlan, degree: int, index: int)
                     cuts.setdefault(id(module.get_parameter(other)), (added, other_layout))
             if known is not None and known.get(name) != layout:
                 raise ConfigError(
-                    f"{entry}, whose parameter is also {path + '.' + name!r}, which is divided in another way. Give both "
-                    "the styles 'vocab' (embedding) and 'column' or 'column_gather' (head), or untie them."
+                    f"{entry}, whose parameter is also {path + '.' + name!r}, which is divided in another way. Give "
+                    "both the styles 'vocab' (embedding) and 'column' or 'column_gather' (head), or untie them."
                 )
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fleet.errors import ConfigError
 from fleet.strategies._shared.random_streams import TRACKER
-from fleet.strategies.tensor_parallel.plan import ResolvedPlan
+from fleet.strategies.tensor_parallel.plan import ResolvedPlan, generic_name
 from fleet.strategies.tensor_parallel.planned_layers import planned
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -30,6 +30,8 @@ _OF_16_BITS = 0.1
 
 class FirstForward:
     """A forward pre-hook that runs once and raises where the divided model computes something else than the whole.
+
+    What is compared is the result of one module: the model, or on a stage of a pipeline each layer of the stage.
 
     Args:
         group: the workers that share the model.
@@ -65,6 +67,10 @@ class FirstForward:
                 raise ConfigError(_failed(module, error)) from error
         if self._anywhere(_differ(expected, found)):
             raise ConfigError(_another(module, expected_inside, found_inside))
+
+    def watch(self, module: nn.Module) -> None:
+        """Makes the next forward of ``module`` the one that is compared."""
+        self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
     @contextmanager
     def _whole(self, module: nn.Module) -> Iterator[None]:
@@ -148,12 +154,11 @@ def _apart(expected: Tensor, found: Tensor) -> bool:
 def _failed(model: nn.Module, error: Exception) -> str:
     name, module = _raised_in(model, error.__traceback__)
     counted = ", ".join(f"{key}={value}" for key, value in _whole_numbers(module).items()) or "none"
-    star = ".".join("*" if part.isdecimal() else part for part in name.split("."))
     return (
         f"With its layers divided as tensor_parallel_configs['plan'] says, the forward of {name!r} "
         f"({type(module).__name__}) fails, which works with whole layers: {error} "
         f"Its code may use a count of heads or columns that must be divided, too (whole numbers it holds: {counted}): "
-        f"add {{{star!r}: 'divide:ATTRIBUTE'}} to the plan, or make a later layer 'row', or this one 'column_gather'."
+        f"add {{{generic_name(name)!r}: 'divide:ATTRIBUTE'}} to the plan, or make a later layer 'row', or this one 'column_gather'."
     )
 
 

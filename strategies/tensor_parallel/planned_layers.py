@@ -38,7 +38,10 @@ class PlannedLayer:
         self.style, self.place, self.layouts, self.transposed = style, place, layouts, transposed
         self.whole = False
         weight = layouts["weight"]
-        self.order, self.back = _orders(weight) if weight.sections else (None, None)
+        self.order: Tensor | None = None
+        self.back: Tensor | None = None
+        if weight.sections:
+            self.order, self.back = _orders(weight)
 
     def __deepcopy__(self, memo: Any) -> PlannedLayer:
         return self

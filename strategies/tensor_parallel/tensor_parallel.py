@@ -128,9 +128,9 @@ class TensorParallel(Strategy):
         if self._axes.size("pp") == 1:
             copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
-            if self._resolved is not None and not self.session.options["to_static"]:
-                first = FirstForward(group, self._resolved)
-                first.handle = model.register_forward_pre_hook(first, with_kwargs=True)
+        if self._resolved is not None and not self.session.options["to_static"]:
+            for compared in [model] if self._axes.size("pp") == 1 else model.children():
+                FirstForward(group, self._resolved).watch(compared)
         return model
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
