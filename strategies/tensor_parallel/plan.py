@@ -247,23 +247,19 @@ def _layouts(entry: PlanEntry, degree: int, index: int) -> dict[str, Layout]:
 
 
 def _check_kind(entry: PlanEntry) -> None:
-    module, kind = entry.module, entry.style.kind
-    if is_parametrized(module) or "forward" in module.__dict__ or module._parameters.get("weight") is None:
-        reason = "its weight or its forward was changed by something else"
-    elif type(module).forward is nn.Embedding.forward and isinstance(module, nn.Embedding):
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            reason = "max_norm, scale_grad_by_freq and sparse need all rows on one worker"
-        elif entry.style.kind == "row_split" or entry.style.pieces > 1:
-            reason = "an embedding takes 'vocab', 'column' and 'column_gather'"
-        else:
-            return
-    elif type(module).forward is nn.Linear.forward or _is_conv1d(module):
-        if kind != "vocab":
-            return
-        reason = "'vocab' divides the rows of an embedding; a linear layer takes 'column' or 'row'"
-    else:
+    module, style = entry.module, entry.style
+    is_embedding = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    if not is_embedding and type(module).forward is not nn.Linear.forward and not _is_conv1d(module):
         reason = "a plan divides nn.Linear, nn.Embedding and Hugging Face's Conv1D, whose forward it knows"
-    raise ConfigError(f"{entry}, which cannot be divided as {kind!r}: {reason}. Change the pattern or the style.")
+    elif is_parametrized(module) or "forward" in module.__dict__ or module._parameters.get("weight") is None:
+        reason = "its weight or its forward was changed by something else"
+    elif is_embedding != (style.kind == "vocab") and not (is_embedding and style.is_column and style.pieces == 1):
+        reason = "an embedding takes 'vocab', 'column' and 'column_gather', a linear layer the other styles"
+    elif is_embedding and any(getattr(module, name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
+        reason = "max_norm, scale_grad_by_freq and sparse need all rows on one worker"
+    else:
+        return
+    raise ConfigError(f"{entry}, which cannot be divided as {style.kind!r}: {reason}. Change the pattern or the style.")
 
 
 def _check_size(entry: PlanEntry, size: int, degree: int) -> None:

@@ -100,11 +100,13 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Runs without gradients and without dropout, and leaves modes and random numbers as they were."""
     modes = {submodule: submodule.training for submodule in module.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    streams = TRACKER.get_states_tracker()
     module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), TRACKER.replayed(TRACKER.get_states_tracker()):
+        with torch.no_grad(), torch.random.fork_rng(devices):
             yield
     finally:
+        TRACKER.set_states_tracker(streams)
         for submodule, training in modes.items():
             submodule.training = training
 
@@ -158,7 +160,8 @@ def _failed(model: nn.Module, error: Exception) -> str:
         f"With its layers divided as tensor_parallel_configs['plan'] says, the forward of {name!r} "
         f"({type(module).__name__}) fails, which works with whole layers: {error} "
         f"Its code may use a count of heads or columns that must be divided, too (whole numbers it holds: {counted}): "
-        f"add {{{generic_name(name)!r}: 'divide:ATTRIBUTE'}} to the plan, or make a later layer 'row', or this one 'column_gather'."
+        f"add {{{generic_name(name)!r}: 'divide:ATTRIBUTE'}} to the plan, or make a later layer 'row', or this one "
+        "'column_gather'."
     )
 
 
