@@ -90,6 +90,8 @@ _CALLS = (
     "clear_grad",
     "clear_gradient",
     "clear_gradients",
+    "data_rank",
+    "data_replicas",
     "distributed_model",
     "distributed_optimizer",
     "distributed_scaler",

@@ -29,6 +29,7 @@ from fleet import elastic as elastic
 from fleet import env as env
 from fleet import errors as errors
 from fleet import launch as launch
+from fleet import meta_parallel as meta_parallel
 from fleet import metrics as metrics
 from fleet import optimizer as optimizer
 from fleet import options as options
@@ -117,6 +118,8 @@ __all__ = [
     "clear_gradients",
     "clip",
     "data_generator",
+    "data_rank",
+    "data_replicas",
     "dataset",
     "distributed_model",
     "distributed_optimizer",
@@ -152,6 +155,7 @@ __all__ = [
     "load_one_table",
     "local_device_ids",
     "local_rank",
+    "meta_parallel",
     "metrics",
     "minimize",
     "node_num",
@@ -217,6 +221,19 @@ def clear_gradient() -> None:
 
 def clear_gradients() -> None:
     """Clears the gradients of the last distributed optimizer."""
+
+def data_rank() -> int:
+    """Returns which rows this worker trains on: a number from 0 below :meth:`data_replicas`.
+
+    Workers that hold one copy of the model together (mp, pp, sep, cp) have the same, and must be given the same
+    rows. Without such axes it is :meth:`worker_index`.
+
+    Example:
+        >>> sampler = DistributedSampler(data, num_replicas=fleet.data_replicas(), rank=fleet.data_rank())
+    """
+
+def data_replicas() -> int:
+    """Returns how many workers, or groups of workers that hold one copy of the model, train on different rows."""
 
 def distributed_model(model: nn.Module) -> FleetModel:
     """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.

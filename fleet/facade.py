@@ -141,6 +141,21 @@ class Fleet:
     nranks = worker_num
     world_size = worker_num
 
+    def data_rank(self) -> int:
+        """Returns which rows this worker trains on: a number from 0 below :meth:`data_replicas`.
+
+        Workers that hold one copy of the model together (mp, pp, sep, cp) have the same, and must be given the same
+        rows. Without such axes it is :meth:`worker_index`.
+
+        Example:
+            >>> sampler = DistributedSampler(data, num_replicas=fleet.data_replicas(), rank=fleet.data_rank())
+        """
+        return self._need("data_rank").data_rank
+
+    def data_replicas(self) -> int:
+        """Returns how many workers, or groups of workers that hold one copy of the model, train on different rows."""
+        return self._need("data_replicas").data_replicas
+
     def node_num(self) -> int:
         """Returns the number of hosts the workers run on."""
         return self._need("node_num").record.num_nodes

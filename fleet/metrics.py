@@ -1,5 +1,9 @@
 """Metrics over all workers: each worker passes its own sums, and every worker gets the same result.
 
+Workers that hold one copy of the model together (mp, pp) see the same rows and count once: with a pipeline the values
+on the last stage, where the outputs are; other stages may pass zeros of the same shape. Workers along sep and cp hold
+different tokens, and all of them count.
+
 Without ``util``, the functions use that of the running ``fleet``.
 
 Example:
@@ -28,17 +32,17 @@ __all__ = ["StatAuc", "acc", "auc", "mae", "max", "min", "mse", "rmse", "sum"]
 
 def sum(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
     """Returns the sum of ``input`` over the workers, element by element, in its shape and dtype."""
-    return _util_of(util, scope).all_reduce(input, "sum")
+    return _reduced(_util_of(util, scope), input)
 
 
 def max(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
     """Returns the largest ``input`` over the workers, element by element, in its shape and dtype."""
-    return _util_of(util, scope).all_reduce(input, "max")
+    return _reduced(_util_of(util, scope), input, "max")
 
 
 def min(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
     """Returns the smallest ``input`` over the workers, element by element, in its shape and dtype."""
-    return _util_of(util, scope).all_reduce(input, "min")
+    return _reduced(_util_of(util, scope), input, "min")
 
 
 def acc(correct: Any, total: Any, scope: None = None, util: UtilBase | None = None) -> float:
@@ -78,7 +82,7 @@ def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None 
     local_pos, local_neg = _flat(stat_pos, "stat_pos"), _flat(stat_neg, "stat_neg")
     if local_pos.size != local_neg.size:
         raise ConfigError(f"auc(): stat_pos has {local_pos.size} buckets and stat_neg {local_neg.size}.")
-    pos, neg = np.asarray(chosen.all_reduce(local_pos)), np.asarray(chosen.all_reduce(local_neg))
+    pos, neg = np.asarray(_reduced(chosen, local_pos)), np.asarray(_reduced(chosen, local_neg))
     if pos.size and (pos.min() < 0 or neg.min() < 0):
         raise ConfigError("auc(): a bucket has a negative count.")
     pos, neg = pos[::-1].astype(np.float64), neg[::-1].astype(np.float64)  # from the highest prediction down
@@ -168,6 +172,12 @@ def _util_of(util: UtilBase | None, scope: object) -> UtilBase:
     return found
 
 
+def _reduced(util: UtilBase, value: Any, mode: str = "sum") -> HostArray:
+    """Reduces over the workers; those that hold one copy of the model together count once, for they see one batch."""
+    reduce = getattr(util, "reduce_replicas", None) or util.all_reduce  # a user's util may have the second only
+    return reduce(value, mode)
+
+
 def _host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -184,8 +194,8 @@ def _flat(value: Any, name: str) -> Array:
 
 def _ratio(part: Any, whole: Any, part_name: str, whole_name: str, util: UtilBase) -> float:
     """Each worker's values are summed in float64, then over the workers."""
-    numerator = float(util.all_reduce(_total(part, part_name)))
-    denominator = float(util.all_reduce(_total(whole, whole_name)))
+    numerator = float(_reduced(util, _total(part, part_name)))
+    denominator = float(_reduced(util, _total(whole, whole_name)))
     return numerator / denominator if denominator != 0.0 else math.nan
 
 

@@ -60,8 +60,10 @@ def explained(
     if roll_call is None or _BROKEN.search(text) is None:
         return None
     where = user_line_of(error.__traceback__, otherwise=user_line())  # caught inside this package
+    during = "".join(f" {note}" for note in getattr(error, "__notes__", ()))  # which micro-batch, of which stage
     return RendezvousError(
-        f"{who} the exchange with the other workers broke off at {where}:\n{account(roll_call.others_after(error))}\n"
+        f"{who} the exchange with the other workers broke off at {where}:{during}\n"
+        f"{account(roll_call.others_after(error), roll_call.described)}\n"
         "If one failed, its own message gives the cause. If one ended normally, it had fewer batches: give every "
         "worker the same number, with fleet.elastic.ElasticSampler or torch's DistributedSampler."
     )

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from fleet.checks.whereabouts import (
     MEETS,
     SILENT,
     WAITS,
+    Described,
     Whereabouts,
     account,
     can_go_on,
@@ -72,6 +73,7 @@ class RollCall:
         self._limit_s, self._timeout_s = limit_s, timeout_s
         self._period_s = min(1.0, limit_s / 10) if limit_s else 1.0
         self._server = _connection_to(store)
+        self.described: Described = lambda rank: ""  # where a rank is on the mesh; the session knows it later
         self._number = self._answered = 0
         self._meeting: tuple[str, str] | None = None  # the call and the user's line
         self._waits_since: float | None = None
@@ -121,6 +123,12 @@ class RollCall:
         """Returns where the other workers are; from now on they are told that this one ends with ``error``."""
         self._error = error
         return {rank: at for rank, at in self.whereabouts().items() if rank != self.global_rank}
+
+    def _named(self, ranks: list[int]) -> str:
+        return named(ranks, self.described)
+
+    def _account(self, found: Mapping[int, Whereabouts]) -> str:
+        return account(found, self.described)
 
     def whereabouts(self, store: dist.Store | None = None) -> dict[int, Whereabouts]:
         """Returns where every worker is; rank 0, which serves the store, counts as ended when the store is gone."""
@@ -174,7 +182,7 @@ class RollCall:
                     ask_at = began + (now - began) * _GROWTH
             if now - began > self._timeout_s:
                 raise RendezvousError(
-                    f"{self._who} {call} at {where}: {named(absent)} did not come within {self._timeout_s:g} s, which "
+                    f"{self._who} {call} at {where}: {self._named(absent)} did not come within {self._timeout_s:g} s, which "
                     "PADDLE_PG_TIMEOUT allows."
                 )
             time.sleep(pause_s)
@@ -195,14 +203,16 @@ class RollCall:
         if not can_go_on(found, self._limit_s / 2):
             self._refuse(call, where, absent, found)
         if self.global_rank == present[0]:
-            places = account({rank: found[rank] for rank in absent})
-            LOGGER.warning(f"{call} at {where} has been waiting for {named(absent)} for {waited_s:.0f} s:\n{places}")
+            places = self._account({rank: found[rank] for rank in absent})
+            LOGGER.warning(
+                f"{call} at {where} has been waiting for {self._named(absent)} for {waited_s:.0f} s:\n{places}"
+            )
 
     def _refuse(self, call: str, where: str, absent: list[int], found: dict[int, Whereabouts]) -> NoReturn:
         raise RendezvousError(
-            f"{self._who} {call} at {where}: every worker must make this call, and {named(absent)} cannot:\n"
-            f"{account(found)}\nMake it on every worker after the same step: not inside `if fleet.is_first_worker():`, "
-            f"and with the same number of batches on each. {_LIMIT_NOTE}"
+            f"{self._who} {call} at {where}: every worker must make this call, and {self._named(absent)} cannot:\n"
+            f"{self._account(found)}\nMake it on every worker after the same step: not inside "
+            f"`if fleet.is_first_worker():`, and with the same number of batches on each. {_LIMIT_NOTE}"
         )
 
     def _check_calls(self, posts: dict[int, list[str]]) -> None:
@@ -211,7 +221,7 @@ class RollCall:
         for rank, (call, _, _) in posts.items():
             places.setdefault(call, []).append(rank)
         if len(places) > 1:
-            calls = [f"  {named(ranks)}: {call} at {posts[ranks[0]][1]}" for call, ranks in places.items()]
+            calls = [f"  {self._named(ranks)}: {call} at {posts[ranks[0]][1]}" for call, ranks in places.items()]
             raise ConfigError(
                 f"{self._who} the workers make different calls where all must make the same:\n"
                 + "\n".join(calls)
@@ -301,13 +311,13 @@ class RollCall:
         where = found[self.global_rank].where
         if can_go_on(found, self._limit_s / 2):
             if self.global_rank == min(rank for rank, at in found.items() if at.state == WAITS):
-                others = account({rank: at for rank, at in found.items() if rank != self.global_rank})
+                others = self._account({rank: at for rank, at in found.items() if rank != self.global_rank})
                 LOGGER.warning(f"the exchange at {where} has been waiting for {waited_s:.0f} s:\n{others}")
             return
         # The main thread waits in C++, where nothing can be raised.
         print(
-            f"RendezvousError: {self._who} the exchange at {where} cannot finish:\n{account(found)}\nEvery worker "
-            "must take part in each exchange, in the same order: the same number of batches, the same models. "
+            f"RendezvousError: {self._who} the exchange at {where} cannot finish:\n{self._account(found)}\nEvery "
+            "worker must take part in each exchange, in the same order: the same number of batches, the same models. "
             f"{_LIMIT_NOTE}",
             file=sys.stderr,
             flush=True,

@@ -7,15 +7,18 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeAlias
 
 import torch
 
 from fleet.launch.processes.stacks import Frame, Stack
+
+Described: TypeAlias = Callable[[int], str]  # the place of a rank on the mesh: "pp 0, mp 1", or an empty string
 
 BUSY, WAITS, MEETS, ENDED, SILENT = "busy", "waits", "meets", "ended", "silent"
 _LIBRARIES = (
@@ -89,17 +92,19 @@ def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
     return len(calls) == 1 or "" in calls or any(at.since_s < 2 * waited_s for at in found.values())
 
 
-def account(found: Mapping[int, Whereabouts]) -> str:
-    """Returns a line for each place, with the ranks that are there."""
+def account(found: Mapping[int, Whereabouts], described: Described | None = None) -> str:
+    """Returns a line for each place, with the ranks that are there and where these are on the mesh."""
     ranks: dict[str, list[int]] = {}
     for rank, at in sorted(found.items()):
         ranks.setdefault(f"{at}", []).append(rank)
-    return "\n".join(f"  {named(where)}: {text}" for text, where in ranks.items())
+    return "\n".join(f"  {named(where, described)}: {text}" for text, where in ranks.items())
 
 
-def named(ranks: list[int]) -> str:
-    """Returns ``rank 1`` or ``ranks 1, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+def named(ranks: list[int], described: Described | None = None) -> str:
+    """Returns ``rank 1`` or ``ranks 1, 2``; with ``described`` also their places: ``rank 1 (pp 0, mp 1)``."""
+    places = ["" if described is None else described(rank) for rank in ranks]
+    shown = [f"{rank} ({place})" if place else f"{rank}" for rank, place in zip(ranks, places, strict=True)]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
 def is_waiting(frame: FrameType) -> bool:

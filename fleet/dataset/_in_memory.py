@@ -17,7 +17,7 @@ from fleet.dataset._samples import Ints, Samples, empty_samples
 from fleet.dataset._shuffle import choose_workers, exchange_samples, merge_by_id, random_places, replaced_places
 from fleet.dataset._source import Source
 from fleet.dataset._text import TextForm
-from fleet.dataset._workers import OneWorker, sum_over, worker_group_of
+from fleet.dataset._workers import OneWorker, WorkerGroup, same_draws, sum_over, worker_group_of
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 
 __all__ = ["InMemoryDataset"]
@@ -203,7 +203,8 @@ class InMemoryDataset(DatasetBase):
 
         Each worker then holds about as many samples as the others, and together they hold the same samples as before.
         With ``merge_size``, equal ids go to the same worker and are merged. A :meth:`slots_shuffle` is undone. While it
-        runs, a worker holds its samples twice.
+        runs, a worker holds its samples twice. Workers that hold one copy of the model together (mp, pp, sep, cp) get
+        the same samples in the same order; give them the same files (``fleet.util.get_file_shard``).
 
         Args:
             fleet: ``fleet`` after ``fleet.init()``, or a :class:`WorkerGroup`; ``None``: only this worker's samples.
@@ -217,8 +218,12 @@ class InMemoryDataset(DatasetBase):
             raise ConfigError(f"global_shuffle(thread_num={thread_num!r}) takes an integer of at least 1.")
         samples, form = self._need_samples("global_shuffle")
         group = OneWorker() if fleet is None else worker_group_of(fleet, "global_shuffle")
-        settings = self._settings
         group.barrier()
+        with same_draws(group):
+            self._shuffle_globally(group, samples, form, thread_num)
+
+    def _shuffle_globally(self, group: WorkerGroup, samples: Samples, form: TextForm, thread_num: int) -> None:
+        settings = self._settings
         samples = samples.take(self._order[random_places(len(self._order))])
         if group.size > 1:
             ids = samples.columns[0] if settings.merge_size > 0 else None

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.strategies._shared.axes import DATA_AXES, Axes
 
-__all__ = ["GlooWorkers", "OneWorker", "WorkerGroup", "sum_over", "worker_group_of"]
+__all__ = ["GlooWorkers", "OneWorker", "ReplicaWorkers", "WorkerGroup", "same_draws", "sum_over", "worker_group_of"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _NUMBER = struct.Struct("<q")
@@ -81,6 +83,43 @@ class GlooWorkers:
         dist.barrier(self._group)
 
 
+class ReplicaWorkers(GlooWorkers):
+    """One worker of every copy of the model: those that train on different rows, and hold the same part of it.
+
+    Args:
+        group: the process group of all workers.
+        axes: the place of this worker.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, axes: Axes) -> None:
+        super().__init__(group)
+        self._all, self._ranks = self.size, axes.ranks(*DATA_AXES)
+        self._leader = axes.ranks(*(axis for axis in axes.degrees if axis not in DATA_AXES))[0]
+        self.rank, self.size = axes.data_rank, axes.data_replicas
+
+    def all_to_all_bytes(self, parts: Sequence[Buffer]) -> list[bytes]:
+        """Sends ``parts[i]`` to replica i; see :class:`WorkerGroup`."""
+        addressed: list[Buffer] = [b""] * self._all
+        for rank, part in zip(self._ranks, parts, strict=True):
+            addressed[rank] = part
+        found = super().all_to_all_bytes(addressed)
+        return [found[rank] for rank in self._ranks]
+
+    @contextmanager
+    def same_draws(self) -> Iterator[None]:
+        """Makes torch draw the same random numbers on all workers of one copy of the model; every worker calls it."""
+        own = _NUMBER.pack(int(torch.randint(2**62, ())))
+        found = super().all_to_all_bytes([own] * self._all)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_NUMBER.unpack(found[self._leader])[0])
+            yield
+
+
+def same_draws(group: WorkerGroup) -> AbstractContextManager[None]:
+    """Returns a context in which workers that must get the same samples draw the same random numbers."""
+    return group.same_draws() if isinstance(group, ReplicaWorkers) else nullcontext()
+
+
 def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     """Returns the workers of ``fleet``: its session's, or ``fleet`` itself when it is a :class:`WorkerGroup`.
 
@@ -105,7 +144,10 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
             "--with_gloo=1, or set PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, or call "
             "it without fleet, for only this worker's samples."
         )
-    return GlooWorkers(group)
+    replicas = session.data_replicas
+    if replicas == session.world_size:
+        return GlooWorkers(group)
+    return ReplicaWorkers(group, session.axes)
 
 
 def sum_over(group: WorkerGroup, value: int) -> int:

@@ -34,8 +34,9 @@ class ElasticSampler(Sampler[int]):
         seed: the same on every worker.
         drop_last: drop up to ``num_workers - 1`` samples at the end of an epoch; by default that many are seen
             twice, so that every worker takes the same number of steps.
-        num_workers: number of workers; that of the job by default.
-        rank: rank of this worker; its own by default.
+        num_workers: number of workers that train on different rows; ``fleet.data_replicas()`` by default.
+        rank: which of them this worker is; ``fleet.data_rank()`` by default, so that the workers that hold one copy
+            of the model together (mp, pp, sep, cp) get the same rows.
 
     Raises:
         ConfigError: ``dataset`` has no length, or rank and number of workers do not match.
@@ -235,7 +236,10 @@ def _is_whole(value: object) -> bool:
 
 
 def _own_place() -> tuple[int, int]:
-    """Returns the number of workers and the rank of this process according to ``fleet``; 1 and 0 without fleet.init."""
+    """Returns the number of data replicas and the data rank of this process; those of the job without fleet.init."""
     from fleet.parallel import get_rank, get_world_size
 
+    session = running_session()
+    if session is not None:
+        return session.data_replicas, session.data_rank
     return get_world_size(), get_rank()

@@ -84,8 +84,8 @@ def _check_offered(cudagraph: bool, dualpipev: bool, interval: int, context: Map
         )
     if cudagraph:
         raise UnsupportedOptionError(
-            "PipelineLayer(use_cudagraph=True): transfers between stages are not part of a graph. Turn strategy.to_static"
-            " on, which compiles the layers of a stage."
+            "PipelineLayer(use_cudagraph=True): transfers between stages are not part of a graph. Turn "
+            "strategy.to_static on, which compiles the layers of a stage."
         )
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
         raise ConfigError(f"PipelineLayer(recompute_interval={interval!r}): it is a number of layers, 0 for none.")

@@ -671,7 +671,7 @@ class TensorParallelConfigDict(TypedDict, total=False):
     tensor_parallel_degree: int
     """Workers that share the weights of a layer. Default: 1."""
     tensor_init_seed: int
-    """Seed of the shared layers; -1 takes one from the clock. Default: -1."""
+    """Seed of the shared layers; -1 takes that of rank 0: torch.manual_seed's, else a random one. Default: -1."""
 
 class TensorParallelConfigView(ConfigView):
     """The settings of tensor_parallel_configs; see TensorParallelConfigDict."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fleet.checks.same_rows import SameRows
 from fleet.errors import ConfigError
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
@@ -93,6 +94,7 @@ class PipelineModel(FleetModel):
         self.train()
         session.before_forward(self)
         with session.explaining():
+            self.__dict__.setdefault("_same_rows", SameRows(session.axes, session.device)).check(data, "train_batch()")
             step = self._new_step(_TRAIN, loss_fn_idx, None if scaler is None else scaler.scale)
             result = self._trained(step, data, return_micro_batch_loss)
             self._update(optimizer, lr_scheduler, scaler)
@@ -144,11 +146,11 @@ class PipelineModel(FleetModel):
     def get_static_scheduler(self) -> str:
         """Returns what this stage does in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""
         layers, config = self._layers_here, self._session_for("get_static_scheduler").options["pipeline_configs"]
+        num_chunks = layers.num_chunks if layers.num_stages > 1 else 1
         order = plan_order(
-            layers.num_stages, layers.stage, config.accumulate_steps,
-            num_chunks=layers.num_chunks, mode=config.schedule_mode,
-        )  # fmt: skip
-        return as_text(order, num_chunks=layers.num_chunks)
+            layers.num_stages, layers.stage, config.accumulate_steps, num_chunks=num_chunks, mode=config.schedule_mode
+        )
+        return as_text(order, num_chunks=num_chunks)
 
     def is_pipeline_first_stage(self) -> bool:
         """Returns whether this worker has the first layers."""
@@ -186,7 +188,7 @@ class PipelineModel(FleetModel):
     def _run_chunk(self, chunk: int, value: Any, is_last: bool) -> Any:
         if self._stage is None and torch.is_grad_enabled():
             self.require_backward_grad_sync = is_last  # the micro-batches before it stay local
-        given = {"chunk_id": chunk} if self._layers_here.num_chunks > 1 else {}
+        given = {"chunk_id": chunk} if self._stage is not None and self._layers_here.num_chunks > 1 else {}
         return self._run(value, **given)
 
     def _trained(self, step: PipelineStep, data: Any, each: bool) -> Any:
@@ -197,8 +199,7 @@ class PipelineModel(FleetModel):
         else:
             stage.reducer.begin()
             step.compute(data)
-            stage.reducer.check_used(lambda: {p: name for name, p in self.named_parameters()})
-            stage.reducer.finish(stage.ties.sum_gradients)
+            stage.reducer.finish(stage.ties.sum_gradients, lambda: {p: name for name, p in self.named_parameters()})
         step.divide_gradients()
         return self._losses(step, each)
 
@@ -211,8 +212,7 @@ class PipelineModel(FleetModel):
             self.require_backward_grad_sync = before
 
     def _losses(self, step: PipelineStep, each: bool) -> Any:
-        values = step.values()
-        found = values if each else [step.total(value) for value in values]
+        found = [values if each else mean for mean, values in step.losses()]
         return found if isinstance(self._layers_here.__dict__["_loss_fn"], list | tuple) else found[0]
 
     def _update(self, optimizer: FleetOptimizer, lr_scheduler: Any, scaler: Any) -> None:

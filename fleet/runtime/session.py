@@ -184,7 +184,8 @@ class Session:
 
     @property
     def _who(self) -> str:
-        return f"[rank {self.global_rank} of {self.world_size}]"
+        place = self.axes.described() if self.collective else ""
+        return f"[rank {self.global_rank} of {self.world_size}{f', {place}' if place else ''}]"
 
     def adopt(self, options: DistributedStrategy) -> None:
         """Replaces the options and the plan; models that are already wrapped are wrapped again where possible.
@@ -421,6 +422,8 @@ class Session:
             if self.process_group is not None:
                 self.mesh = make_mesh(self.axes, self.process_group, self.device.type)
         self.degrees = degrees
+        if self.roll_call is not None:
+            self.roll_call.described = self.axes.described
 
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` as all strategies wrap it."""

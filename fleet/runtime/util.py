@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.runtime.running import running_session
+from fleet.strategies._shared.axes import MODEL_AXES
 
 if TYPE_CHECKING:
     from fleet.checks.roll_call import RollCall
@@ -143,6 +144,7 @@ class UtilBase:
         """Returns this worker's shard of ``files``: a contiguous run; the first workers take one more if needed.
 
         With fewer files than workers, the last workers get an empty list. Every worker must pass the same list.
+        Workers that hold one copy of the model together (mp, pp, sep, cp) get the same shard, as ``fleet.data_rank()``.
 
         Raises:
             ConfigError: ``files`` is not a list, or this process is a parameter server.
@@ -156,7 +158,7 @@ class UtilBase:
         peers = self._need_peers("get_file_shard")
         if _is_server(peers):
             raise ConfigError("get_file_shard() is for workers; this process is a parameter server.")
-        return split_files(files, peers.global_rank, peers.world_size)
+        return split_files(files, *_place_of(peers))
 
     def print_on_rank(self, message: object, rank_id: int) -> None:
         """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError when there is none."""
@@ -165,6 +167,19 @@ class UtilBase:
             raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {peers.world_size - 1}.")
         if peers.global_rank == rank_id and not _is_server(peers):
             print(message, flush=True)
+
+    def reduce_replicas(self, input: Any, mode: str = "sum") -> HostArray:
+        """Returns :meth:`all_reduce` of ``input``, with one value for each group of workers that see the same tokens.
+
+        That of a group is the value on the last stage of a pipeline, where outputs are, and the first part of divided
+        layers. Without mp and pp it is :meth:`all_reduce`.
+        """
+        axes = getattr(self._need_peers("all_reduce"), "axes", None)
+        if axes is None or axes.size(*MODEL_AXES) == 1:
+            return self.all_reduce(input, mode)
+        array = _as_array(input, "all_reduce")
+        counts = axes.rank("pp") == axes.size("pp") - 1 and axes.rank("mp") == 0
+        return self.all_reduce(array if counts else np.full_like(array, _neutral(mode, array.dtype)), mode)
 
     def _meet(self, call: str, array: np.ndarray[Any, np.dtype[Any]]) -> list[list[int]]:
         """Returns every rank's header: dtype kind, item size in bytes, dimensions."""
@@ -227,6 +242,23 @@ def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
     if array.ndim > _MAX_DIMS:
         raise ConfigError(f"{call}() takes arrays of at most {_MAX_DIMS} dimensions, got {array.ndim}.")
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def _place_of(peers: Any) -> tuple[int, int]:
+    """Returns data rank and replicas; those of the job for a role maker, which knows no mesh."""
+    return getattr(peers, "data_rank", peers.global_rank), getattr(peers, "data_replicas", peers.world_size)
+
+
+def _neutral(mode: str, dtype: np.dtype[Any]) -> Any:
+    """Returns the value that changes nothing in a reduction."""
+    if mode == "sum":
+        return 0
+    if dtype.kind == "b":
+        return mode == "min"
+    if dtype.kind == "f":
+        return np.inf if mode == "min" else -np.inf
+    limits = np.iinfo(dtype)
+    return limits.max if mode == "min" else limits.min
 
 
 def _number_or_array(array: np.ndarray[Any, np.dtype[Any]]) -> HostArray:

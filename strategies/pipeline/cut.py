@@ -82,8 +82,8 @@ def _listed(method: Sequence[int], count: int, parts: int) -> list[int]:
     whole = all(isinstance(place, int) and not isinstance(place, bool) for place in cut)
     if not whole or len(cut) != parts + 1 or cut[0] != 0 or cut[-1] != count or sorted(set(cut)) != cut:
         raise ConfigError(
-            f"PipelineLayer(seg_method={list(method)!r}) for {count} layers in {parts} parts: it holds the index of the "
-            f"first layer of each part, rising from 0; the end, {count}, may be left out."
+            f"PipelineLayer(seg_method={list(method)!r}) for {count} layers in {parts} parts: it holds the index of "
+            f"the first layer of each part, rising from 0; the end, {count}, may be left out."
         )
     return cut
 
@@ -99,9 +99,9 @@ def _by_name(names: Sequence[str], parts: int, method: str) -> list[int]:
     matching = [at for at, name in enumerate(names) if expression.search(name)]
     if not matching or len(matching) % parts:
         raise ConfigError(
-            f"PipelineLayer(seg_method={method!r}) fits {len(matching)} of the layers {', '.join(dict.fromkeys(names))};"
-            f" it must fit a multiple of {parts}, the number of parts. Change the expression, or give the boundaries as "
-            "a list."
+            f"PipelineLayer(seg_method={method!r}) fits {len(matching)} of the layers "
+            f"{', '.join(dict.fromkeys(names))}; it must fit a multiple of {parts}, the number of parts. Change the "
+            "expression, or give the boundaries as a list."
         )
     each = len(matching) // parts
     return [0, *(matching[part * each - 1] + 1 for part in range(1, parts)), len(names)]

@@ -97,8 +97,8 @@ class LocalSharedLayerDesc(LayerDesc):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedOptionError(
-            "LocalSharedLayerDesc belongs to the DualPipeV schedule, which is not offered. Write SharedLayerDesc, which "
-            "shares a layer between any stages."
+            "LocalSharedLayerDesc belongs to the DualPipeV schedule, which is not offered. Write SharedLayerDesc, "
+            "which shares a layer between any stages."
         )
 
 
@@ -237,7 +237,7 @@ class StagedLayers(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for loss in self.loss_functions:
             if isinstance(loss, nn.Module):
-                loss._apply(fn, recurse)  # type: ignore[no-untyped-call]
+                loss._apply(fn, recurse)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # ---- building -------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from fleet.errors import ConfigError
 
 _FORMS = (
-    "data is (inputs, labels), where each is a tensor, a list of micro-batches, or a tuple or dictionary of these; or an "
-    "iterator over (input, label) of micro-batches"
+    "data is (inputs, labels), where each is a tensor, a list of micro-batches, or a tuple or dictionary of these; or "
+    "an iterator over (input, label) of micro-batches"
 )
 
 

@@ -60,7 +60,7 @@ class Pipeline(Strategy):
 
     @classmethod
     def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
-        """Returns data_parallel where there are stages: its exchange takes one backward of the whole model for a step."""
+        """Returns data_parallel where there are stages: it exchanges after one backward pass, and a step has many."""
         honoured = ("gradient_scale_configs", "find_unused_parameters", "fuse_all_reduce_ops", "fuse_grad_size_in_MB")
         return {"data_parallel": honoured} if options["hybrid_configs"].pp_degree > 1 else {}
 
@@ -71,8 +71,8 @@ class Pipeline(Strategy):
         settings = hybrid.pp_configs
         if settings.dp_comm_overlap and settings.sharding_comm_overlap:
             return (
-                "pp_configs['dp_comm_overlap'] and ['sharding_comm_overlap'] are both True, and a gradient is exchanged "
-                "once, over both axes together. Set one of them."
+                "pp_configs['dp_comm_overlap'] and ['sharding_comm_overlap'] are both True, and a gradient is "
+                "exchanged once, over both axes together. Set one of them."
             )
         return None
 
@@ -91,8 +91,8 @@ class Pipeline(Strategy):
             return
         if not isinstance(model, StagedLayers):
             raise ConfigError(
-                f"hybrid_configs['pp_degree'] is {self._num_stages}, and {type(model).__name__} is not cut into stages. "
-                "Make it a fleet.meta_parallel.PipelineLayer."
+                f"hybrid_configs['pp_degree'] is {self._num_stages}, and {type(model).__name__} is not cut into "
+                "stages. Make it a fleet.meta_parallel.PipelineLayer."
             )
         if model.num_stages != self._num_stages:
             raise ConfigError(

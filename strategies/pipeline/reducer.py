@@ -100,18 +100,22 @@ class GradientReducer:
             for handle in handles:
                 handle.remove()
 
-    def finish(self, sum_ties: Callable[[], None] = lambda: None) -> None:
+    def finish(self, sum_ties: Callable[[], None], names: Callable[[], dict[Any, str]]) -> None:
         """Exchanges what is left; afterwards the gradients are those of all workers, with those of earlier steps.
 
-        ``sum_ties`` adds up the gradients of parameters that stages share; they are exchanged after it.
+        ``sum_ties`` adds up the gradients of parameters that stages share; they are exchanged after it. ``names`` is
+        for messages. Raises ConfigError when a parameter has no gradient and the options do not allow it.
         """
         if self.group is not None:
+            self._check_used([p for bucket in self._buckets for p in bucket.parameters], names)
             while self._next < len(self._buckets):
                 self._start_next()
         sum_ties()
         if self.group is not None:
             for tensors in self._late:
-                self._start(_Bucket(0, [p for p in tensors if p.requires_grad]))
+                trained = [p for p in tensors if p.requires_grad]
+                self._check_used(trained, names)
+                self._start(_Bucket(0, trained))
             for sent in self._started:
                 sent.finish()
         self._started, self._buckets = [], []
@@ -135,15 +139,11 @@ class GradientReducer:
         if bucket.parameters:
             self._started.append(_Sent(bucket.parameters, self))
 
-    def check_used(self, names: Callable[[], dict[Tensor, str]]) -> None:
-        """Raises ConfigError when a parameter got no gradient and the options do not allow it."""
-        if self.group is None or self._finds_unused:
-            return
-        unused = [p for p in self.parameters if p.grad is None]
+    def _check_used(self, parameters: Sequence[Any], names: Callable[[], dict[Any, str]]) -> None:
+        unused = [] if self._finds_unused else [p for p in parameters if p.grad is None]
         if unused:
-            named = names()
             raise ConfigError(
-                f"{named.get(unused[0], 'a parameter')!r} took no part in the loss of this step, and its gradient is "
+                f"{names().get(unused[0], 'a parameter')!r} took no part in the loss of this step, and its gradient is "
                 "exchanged with other workers. Set strategy.find_unused_parameters = True, or let every parameter take "
                 "part, or set requires_grad to False on those that do not."
             )

@@ -1,4 +1,4 @@
-"""PipelineStep: one batch through the stages: what all stages agree on before it, its losses, and what they share after."""
+"""PipelineStep: one batch through the stages: what they agree on before it, its losses, and what they share after."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PipelineStep:
     def compute(self, data: Any) -> None:
         """Runs forward, and backward where it trains, of all micro-batches; every stage calls it."""
         signature = self._agree(data)
-        place = Place(1, 0, self.layers.num_chunks) if self.stage is None else self.stage.place
+        place = Place(1, 0) if self.stage is None else self.stage.place
         dynamic = self.stage is not None and self.stage.sends_headers
         run = StageRun(
             place, self, self.num_micro,
@@ -172,31 +172,22 @@ class PipelineStep:
 
     # ---- after the step -------------------------------------------------------------------------------------------
 
-    def values(self) -> list[Tensor]:
-        """Returns the losses of the micro-batches, one vector for each loss function; equal on all stages."""
-        count, device = len(self.layers.loss_functions), self.layers_device
-        if self.stage is None:
-            return [torch.stack([row[at] for row in self._losses]) for at in range(count)]
-        rows = torch.zeros(count, self.num_micro + 1, dtype=torch.float64, device=device)
+    def losses(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns for each loss function the mean of the batch and the values of the micro-batches, on every stage."""
+        rows = torch.zeros(len(self.layers.loss_functions), self.num_micro + 2, dtype=torch.float64, device=self._where)
         if self._is_last:
-            for at in range(count):
-                column = torch.stack([row[at] for row in self._losses])
-                rows[at, 0] = dtype_code(column.dtype)
-                rows[at, 1:] = column.double()
-        last = self.stage.axes.ranks("pp")[-1]
-        dist.broadcast(rows, last, group=self.stage.group)
-        return [row[1:].to(dtype_of(int(row[0]))) for row in rows]
-
-    def total(self, values: Tensor) -> Tensor:
-        """Returns the loss of the batch, a scalar, from those of its micro-batches; every stage calls it."""
-        weights = torch.tensor(self._weights or [0.0] * self.num_micro, dtype=torch.float64, device=self.layers_device)
+            weights = torch.tensor(self._weights, dtype=torch.float64, device=self._where)
+            for at, row in enumerate(rows):
+                values = torch.stack([losses[at] for losses in self._losses])
+                row[0] = dtype_code(values.dtype)
+                row[2:] = values.double()
+                row[1] = row[2:] @ weights
         if self.stage is not None:
-            dist.broadcast(weights, self.stage.axes.ranks("pp")[-1], group=self.stage.group)
-        return (values.double() @ weights).to(values.dtype)
+            dist.broadcast(rows, self.stage.axes.ranks("pp")[-1], group=self.stage.group)
+        return [(row[1].to(dtype), row[2:].to(dtype)) for row in rows for dtype in [dtype_of(int(row[0]))]]
 
     @property
-    def layers_device(self) -> torch.device:
-        """The device that losses are on."""
+    def _where(self) -> torch.device:
         if self.stage is not None:
             return self.stage.device
         return self._losses[0][0].device if self._losses else torch.device("cpu")

@@ -226,7 +226,7 @@ class Outgoing:
 
     def send(self, tensors: Sequence[Tensor], what: str) -> None:
         """Begins to send ``tensors`` as one message; waits for earlier ones where too many are on their way."""
-        while len(self._works) > self._in_flight:
+        while len(self._works) >= self._in_flight:
             self._wait()
         with waiting_for(f"{what}, for {self.link.described}"):
             self._works.append((what, [(self.link.send(tensor), tensor) for tensor in tensors]))

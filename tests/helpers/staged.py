@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fleet
 from fleet.runtime.running import running_session
+from fleet.strategies._shared.random_streams import TRACKER
 from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 SHARED = "embed"
@@ -43,6 +44,7 @@ class Staged(nn.Module):
 
 def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
     """Starts a job on a mesh; returns its distributed model and optimizer, without checks of gradients' origin."""
+    TRACKER.reset()
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {f"{axis}_degree": size for axis, size in degrees.items()}
     strategy.sharding_configs = {"stage": stage}

@@ -61,10 +61,10 @@ def test_parts_of_parts() -> None:
     run_workers(all_pairs, 4, DIVIDED, whole_start(), reference(3), reference(6), backend=None)
 
 
-def refused(call: Any, kind: type[Exception] = CheckpointError) -> str:
+def refused(kind: type[Exception], call: Any, *args: Any) -> str:
     """Returns what ``call`` raises."""
     with pytest.raises(kind) as found:
-        call()
+        call(*args)
     return f"{found.value}"
 
 
@@ -80,8 +80,8 @@ def own_parts(rank: int, world_size: int, folder: str, start: Any) -> dict[str, 
         with pytest.warns(OptionWarning, match="full_state_dict"):
             own_optimizer = optimizer.state_dict()
         before = {key: value.clone() for key, value in own.items()}
-        said[f"save {name}"] = refused(lambda: fleet.save({"net": own}, f"{folder}/x.pt"), ConfigError)  # noqa: B023
-        said[f"save opt {name}"] = refused(lambda: fleet.save(own_optimizer, f"{folder}/x.pt"), ConfigError)  # noqa: B023
+        said[f"save {name}"] = refused(ConfigError, fleet.save, {"net": own}, f"{folder}/x.pt")
+        said[f"save opt {name}"] = refused(ConfigError, fleet.save, own_optimizer, f"{folder}/x.pt")
         torch.save(own, f"{folder}/{name}.marked.{rank}")
         fleet.save([model.local_state_dict(), optimizer.local_state_dict()], f"{folder}/{name}.{rank}")
         step(model, optimizer, 2)
@@ -93,18 +93,14 @@ def own_parts(rank: int, world_size: int, folder: str, start: Any) -> dict[str, 
         assert not difference((model.full_state_dict(), optimizer.full_state_dict()), after)
         fleet.util.barrier()
         theirs = fleet.load(f"{folder}/{name}.{1 - rank}")
-        said[f"load {name}"] = refused(lambda: model.load_state_dict(theirs[0]))  # noqa: B023
-        said[f"load opt {name}"] = refused(lambda: optimizer.load_state_dict(theirs[1]))  # noqa: B023
+        said[f"load {name}"] = refused(CheckpointError, model.load_state_dict, theirs[0])
+        said[f"load opt {name}"] = refused(CheckpointError, optimizer.load_state_dict, theirs[1])
         marked = torch.load(f"{folder}/{name}.marked.{1 - rank}", weights_only=True)
-        said[f"load marked {name}"] = refused(lambda: model.load_state_dict(marked))  # noqa: B023
+        said[f"load marked {name}"] = refused(CheckpointError, model.load_state_dict, marked)
         whole = model.full_state_dict()
-        said[f"missing {name}"] = refused(
-            lambda: model.load_full_state_dict({**whole, "11.x": torch.zeros(1)} if rank == 0 else {})  # noqa: B023
-        )
-        said[f"strict {name}"] = refused(
-            lambda: model.load_state_dict({**whole, "11.x": torch.zeros(1)}),
-            RuntimeError,  # noqa: B023
-        )
+        strange = {**whole, "11.x": torch.zeros(1)}
+        said[f"missing {name}"] = refused(CheckpointError, model.load_full_state_dict, strange if rank == 0 else {})
+        said[f"strict {name}"] = refused(RuntimeError, model.load_state_dict, strange)
         model.set_state_dict({**whole, "epoch": 3})
     return said
 
