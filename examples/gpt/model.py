@@ -18,7 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-INITIAL_STD = 0.02
+# How every matrix begins.
+fill = partial(nn.init.normal_, std=0.02)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Returns a linear layer without bias."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    fill(layer.weight)
+    return layer
+
+
+def embedding(size: int, values: int) -> nn.Embedding:
+    """Returns a table of ``size`` rows."""
+    table = nn.Embedding(size, values)
+    fill(table.weight)
+    return table
 
 
 @dataclass(frozen=True)
@@ -76,9 +91,9 @@ class GptConfig:
 class Layers:
     """How the large layers are made: each takes (inputs, outputs), the embedding (tokens, values)."""
 
-    column: Callable[[int, int], nn.Module] = partial(nn.Linear, bias=False)
-    row: Callable[[int, int], nn.Module] = partial(nn.Linear, bias=False)
-    embedding: Callable[[int, int], nn.Module] = nn.Embedding
+    column: Callable[[int, int], nn.Module] = linear
+    row: Callable[[int, int], nn.Module] = linear
+    embedding: Callable[[int, int], nn.Module] = embedding
 
 
 TORCH = Layers()
@@ -90,8 +105,7 @@ class Embedding(nn.Module):
     def __init__(self, config: GptConfig, layers: Layers = TORCH) -> None:
         super().__init__()
         self.token = layers.embedding(config.vocab_size, config.hidden)
-        self.position = nn.Embedding(config.length, config.hidden) if config.positions == "learned" else None
-        initialise(self)
+        self.position = embedding(config.length, config.hidden) if config.positions == "learned" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the values of each token, with its position where that is learned."""
@@ -121,8 +135,8 @@ class Attention(nn.Module):
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = self.o(y.transpose(1, 2).reshape(batch, length, -1))
-        return y
+        read: Tensor = self.o(y.transpose(1, 2).reshape(batch, length, -1))
+        return read
 
 
 class FeedForward(nn.Module):
@@ -137,8 +151,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns a value per token of the same size."""
         up = self.up(x)
-        y = functional.gelu(up) if self.gate is None else functional.silu(self.gate(x)) * up
-        y = self.down(y)
+        inner = functional.gelu(up) if self.gate is None else functional.silu(self.gate(x)) * up
+        y: Tensor = self.down(inner)
         return y
 
 
@@ -150,7 +164,6 @@ class Block(nn.Module):
         self.norm1, self.norm2 = norm_of(config), norm_of(config)
         self.attention = Attention(config, layers)
         self.mlp = FeedForward(config, layers)
-        initialise(self)
         for last in (self.attention.o, self.mlp.down):  # 2 sums per block: the values between blocks keep their size
             with torch.no_grad():
                 last.get_parameter("weight").mul_((2 * config.layers) ** -0.5)
@@ -158,8 +171,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the values after this block; ``x`` is (batch, length, hidden)."""
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        return x + self.mlp(self.norm2(x))
 
 
 class Head(nn.Module):
@@ -169,7 +181,6 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm_of(config)
         self.logits = layers.column(config.hidden, config.vocab_size)
-        initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns one logit per token of the vocabulary, for the token that follows."""
@@ -200,10 +211,3 @@ def rotated(x: Tensor) -> Tensor:
     first, second = x[..., :half], x[..., half:]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def initialise(part: nn.Module) -> None:
-    """Draws every matrix from a normal distribution."""
-    for parameter in part.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=INITIAL_STD)
