@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # How every matrix begins.
-fill = partial(nn.init.normal_, std=0.02)
+fill = partial(nn.init.normal_, std=0.05)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:

@@ -19,9 +19,9 @@ from fleet import fleet
 def main() -> None:
     """Trains, and prints the loss on the way and a sample at the end."""
     parser = training_options(__doc__)
-    parser.add_argument("--strategy", metavar="FILE", help="YAML file of DistributedStrategy options")
+    parser.add_argument("--strategy", metavar="FILE", required=True, help="YAML file with the mesh")
     args = parser.parse_args()
-    strategy = fleet.DistributedStrategy.load(args.strategy) if args.strategy else None
+    strategy = fleet.DistributedStrategy.load(args.strategy)
     fleet.init(is_collective=True, strategy=strategy)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
