@@ -21,7 +21,7 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", default="python", help="'python', the language's reference, or a folder of text files")
-    add("--steps", type=positive_int, default=250, help="updates")
+    add("--steps", type=positive_int, default=200, help="updates")
     add("--batch-size", type=positive_int, default=16, help="rows of a step, over all workers")
     add("--length", type=positive_int, default=64, help="bytes of a row")
     add("--hidden", type=positive_int, default=128, help="values of a token between blocks")

@@ -117,6 +117,8 @@ def _results(model: nn.Module) -> Iterator[list[tuple[str, tuple[int, ...], Tens
     found: list[tuple[str, tuple[int, ...], Tensor]] = []
     handles = []
     for name, module in model.named_modules():
+        if planned(module) is not None:
+            continue  # what is wrong is the code around it
 
         def note(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
@@ -156,12 +158,12 @@ def _apart(expected: Tensor, found: Tensor) -> bool:
 def _failed(model: nn.Module, error: Exception) -> str:
     name, module = _raised_in(model, error.__traceback__)
     counted = ", ".join(f"{key}={value}" for key, value in _whole_numbers(module).items()) or "none"
+    place = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+    advice = f"add {{{generic_name(name)!r}: 'divide:ATTRIBUTE'}} to the plan, or " if name else ""
     return (
-        f"With its layers divided as tensor_parallel_configs['plan'] says, the forward of {name!r} "
-        f"({type(module).__name__}) fails, which works with whole layers: {error} "
-        f"Its code may use a count of heads or columns that must be divided, too (whole numbers it holds: {counted}): "
-        f"add {{{generic_name(name)!r}: 'divide:ATTRIBUTE'}} to the plan, or make a later layer 'row', or this one "
-        "'column_gather'."
+        f"With its layers divided as tensor_parallel_configs['plan'] says, the forward of {place} fails, which works "
+        f"with whole layers: {error} Its code may use a count of heads or columns that must be divided, too (whole "
+        f"numbers it holds: {counted}): {advice}make a later layer 'row', or this one 'column_gather'."
     )
 
 

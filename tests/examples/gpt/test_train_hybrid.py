@@ -1,4 +1,4 @@
-"""The Fleet scripts of the GPT example: the losses of plain torch on every mesh, and how far they are from its script."""
+"""The Fleet scripts of the GPT example: the losses of plain torch on every mesh, and a script close to its own."""
 
 from __future__ import annotations
 
