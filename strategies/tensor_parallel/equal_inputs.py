@@ -1,16 +1,17 @@
-"""The inputs of forward on workers that hold parts of one model: they must be the same rows."""
+"""What workers that hold parts of one model must have alike: inputs, labels, and gradients of equal outputs."""
 
 from __future__ import annotations
 
 import warnings
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from fleet.errors import ConfigError, OptionWarning
 
@@ -20,6 +21,18 @@ _ADVICE = (
     "fleet.data_replicas(), as fleet.elastic.ElasticSampler does: DistributedSampler(dataset, "
     "num_replicas=fleet.data_replicas(), rank=fleet.data_rank())"
 )
+
+
+class Occasions:
+    """Which calls are looked at: the first ones, then those whose number is a power of two; alike on all workers."""
+
+    def __init__(self, first: int = _FIRST) -> None:
+        self._first, self._calls = first, 0
+
+    def now(self) -> bool:
+        """Counts a call; returns whether it is looked at."""
+        self._calls += 1
+        return self._calls <= self._first or self._calls & (self._calls - 1) == 0
 
 
 class EqualInputs:
@@ -33,7 +46,7 @@ class EqualInputs:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, copies: bool) -> None:
-        self._group, self._copies, self._forwards, self._warned = group, copies, 0, False
+        self._group, self._copies, self._occasions, self._warned = group, copies, Occasions(), False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before forward; returns the inputs.
@@ -43,15 +56,15 @@ class EqualInputs:
         """
         if self._group is None:
             return None
-        self._forwards += 1
-        compares = self._forwards <= _FIRST or self._forwards & (self._forwards - 1) == 0
+        compares = self._occasions.now()
         if not compares and not self._copies:
             return None
         if compares:
             check_forms((args, kwargs), self._group)
         made, differed = first_workers((args, kwargs), self._group, compares, self._copies)
-        if compares and not self._copies:
-            check_same(differed, self._group, "forward")
+        if compares and not self._copies and _on_any(differed, self._group):
+            ranks = dist.get_process_group_ranks(self._group)
+            raise ConfigError(f"The inputs of forward differ between the workers {ranks}. {_ADVICE}.")
         if differed and self._copies and not self._warned:
             self._warned = True
             warnings.warn(
@@ -68,6 +81,62 @@ class EqualInputs:
 
     def __reduce__(self) -> tuple[type[EqualInputs], tuple[None, bool]]:
         return EqualInputs, (None, self._copies)
+
+
+class EqualGradients:
+    """A forward hook: where an output is equal on all workers of a group, so must its gradient be.
+
+    Labels that never pass through forward are noticed so; the same forwards are looked at as for the inputs.
+
+    Args:
+        group: the workers; ``None`` does nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._occasions = group, Occasions()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Runs after forward; the check comes in backward, and raises ConfigError there."""
+        group = self._group
+        if group is None or not torch.is_grad_enabled() or not self._occasions.now():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and _is_equal(leaf, group):
+                leaf.register_hook(partial(_check_gradient, group=group))
+
+    def __deepcopy__(self, memo: Any) -> EqualGradients:
+        return EqualGradients(self._group)
+
+    def __reduce__(self) -> tuple[type[EqualGradients], tuple[None]]:
+        return EqualGradients, (None,)
+
+
+def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Returns, alike on every worker of ``group``, whether all have the same ``tensor``; its size is the same."""
+    _, differed = first_workers(tensor.detach(), group, compares=True, copies=False)
+    return not _on_any(differed, group)
+
+
+def _check_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
+    first = gradient.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(first, group=group, group_src=0)
+    far = (first.float() - gradient.detach().float()).norm() > 1e-2 * first.float().norm()
+    if _on_any(bool(far), group):
+        raise ConfigError(
+            "backward(): the gradients of an output differ between the workers "
+            f"{dist.get_process_group_ranks(group)}, and the output does not: their labels are probably of other rows. "
+            f"{_ADVICE}."
+        )
+
+
+def check_labels(label: Tensor, group: dist.ProcessGroup) -> None:
+    """Raises ConfigError on every worker of ``group`` unless all have the same labels."""
+    _, differed = first_workers(label, group, compares=True, copies=False)
+    if _on_any(differed, group):
+        raise ConfigError(
+            f"ParallelCrossEntropy: the labels differ between the workers {dist.get_process_group_ranks(group)}. "
+            f"{_ADVICE}."
+        )
 
 
 def check_forms(inputs: Any, group: dist.ProcessGroup, values: bool = False) -> None:
@@ -129,15 +198,12 @@ def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies:
     return made, bool(torch.stack([d.cpu() for d in differed]).any()) if differed else False
 
 
-def check_same(differed: bool, group: dist.ProcessGroup, what: str) -> None:
-    """Raises ConfigError on every worker of ``group`` when the inputs of ``what`` differed on one of them."""
+def _on_any(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Returns whether ``flag`` is True on a worker of ``group``."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    flag = torch.tensor([differed], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, group=group)
-    if flag.item():
-        raise ConfigError(
-            f"The inputs of {what} differ between the workers {dist.get_process_group_ranks(group)}. {_ADVICE}."
-        )
+    total = torch.tensor([flag], dtype=torch.int32, device=device)
+    dist.all_reduce(total, group=group)
+    return bool(total.item())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

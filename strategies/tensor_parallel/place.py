@@ -27,7 +27,7 @@ class CurrentJob:
     recompute_allgather = False
 
 
-class Place:
+class LayerPlace:
     """The number of workers that share a layer, which of them this one is, and their process group.
 
     A copy of a layer shares the group. A layer that was pickled has none: it can be looked at, and computes only where
@@ -66,17 +66,17 @@ class Place:
         else:
             parameter.__dict__["is_distributed"] = False
 
-    def __deepcopy__(self, memo: Any) -> Place:
+    def __deepcopy__(self, memo: Any) -> LayerPlace:
         return self
 
-    def __reduce__(self) -> tuple[type[Place], tuple[None, int, int]]:
-        return Place, (None, self.size, self.rank)
+    def __reduce__(self) -> tuple[type[LayerPlace], tuple[None, int, int]]:
+        return LayerPlace, (None, self.size, self.rank)
 
     def __repr__(self) -> str:
         return f"part {self.rank} of {self.size}"
 
 
-def place_in(mp_group: Any, layer: str) -> Place:
+def place_in(mp_group: Any, layer: str) -> LayerPlace:
     """Returns the place of this worker in ``mp_group``, torch's or Fleet's group; ``None`` is the job's mp axis.
 
     Raises:
@@ -95,4 +95,9 @@ def place_in(mp_group: Any, layer: str) -> Place:
                     f"{list(axes.ranks('mp'))} here. Parts are divided over the mp axis: leave mp_group out, or pass "
                     "fleet.get_hybrid_communicate_group().get_model_parallel_group()."
                 )
-    return Place(None, 1, 0) if group is None else Place(group, group.size(), group.rank())
+    return LayerPlace(None, 1, 0) if group is None else LayerPlace(group, group.size(), group.rank())
+
+
+# Names under which the plan and the memory estimate import them.
+Place = LayerPlace
+RunningAxes = CurrentJob

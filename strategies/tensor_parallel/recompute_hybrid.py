@@ -1,4 +1,4 @@
-"""recompute_hybrid: activation checkpointing in which workers of the mp axis share the inputs that wait for backward."""
+"""recompute_hybrid: activation checkpointing whose inputs wait for backward in shares, one on each worker of mp."""
 
 from __future__ import annotations
 

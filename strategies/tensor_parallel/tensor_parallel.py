@@ -16,8 +16,8 @@ from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers,
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
-from fleet.strategies.tensor_parallel.equal_inputs import EqualInputs
-from fleet.strategies.tensor_parallel.place import CurrentJob, Place
+from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
+from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
 from fleet.strategies.tensor_parallel.plan import ResolvedPlan, apply_plan, read_plan, resolve_plan
 from fleet.strategies.tensor_parallel.plan_check import FirstForward
 from fleet.strategies.tensor_parallel.sequence import (
@@ -128,6 +128,7 @@ class TensorParallel(Strategy):
         if self._axes.size("pp") == 1:
             copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
+            model.register_forward_hook(EqualGradients(group))
         if self._resolved is not None and not self.session.options["to_static"]:
             for compared in [model] if self._axes.size("pp") == 1 else model.children():
                 FirstForward(group, self._resolved).watch(compared)
@@ -161,7 +162,7 @@ def _mark_again(model: nn.Module) -> None:
 
 
 def _nothing_divided(model: nn.Module, degree: int) -> str:
-    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), Place)]
+    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), LayerPlace)]
     if alone:
         return (
             f"mp_degree is {degree}, and {alone[0]!r} ({type(model.get_submodule(alone[0])).__name__}) was created "

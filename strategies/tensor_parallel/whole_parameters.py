@@ -16,6 +16,7 @@ from fleet.strategies._shared.flat import average, broadcast_from_rank_0, chunks
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import layout_of, layouts_in
 from fleet.strategies._shared.parts import local
+from fleet.strategies.tensor_parallel.equal_inputs import Occasions
 
 _FIRST = 2  # updates whose gradients are compared; later ones where their number is a power of two
 # What two workers may get for one gradient, beside its norm or a share of the norm of all: some kernels of a GPU add
@@ -75,7 +76,7 @@ class EqualOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         self._group: dist.ProcessGroup | None = group
-        self._upkeep, self._names, self._updates = upkeep, names, 0
+        self._upkeep, self._names, self._occasions = upkeep, names, Occasions(_FIRST)
         self._acts_on: list[Tensor] = []
         self._known = -1
 
@@ -104,10 +105,10 @@ class EqualOptimizer(OptimizerWrapper):
     def _before(self) -> None:
         group, upkeep = self._group, self._upkeep
         assert group is not None
-        self._updates += 1
-        if self._updates <= _FIRST or self._updates & (self._updates - 1) == 0:
+        whole = [p for p in self.parameters() if is_whole(p)]
+        # A step that merges its gradients with later ones has none left to look at.
+        if any(p.grad is not None for p in whole) and self._occasions.now():
             names = self._names()
-            whole = [p for p in self.parameters() if is_whole(p)]
             check_gradients([(names.get(p, f"a parameter of shape {list(p.shape)}"), p) for p in whole], group)
         if upkeep.gradients:
             self._make_equal([local(p.grad) for p in self._chosen() if p.grad is not None], group)
@@ -193,7 +194,7 @@ def check_gradients(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGrou
         and bool(norm[place].isfinite() & distance[place].isfinite())
     ]
     if wrong:
-        raise ConfigError(_different(wrong, len(with_gradients), dist.get_process_group_ranks(group)))
+        raise ConfigError(_different(wrong, dist.get_process_group_ranks(group)))
 
 
 def _distances(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -211,17 +212,13 @@ def _distances(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     return found
 
 
-def _different(wrong: Sequence[str], total: int, ranks: Sequence[int]) -> str:
+def _different(wrong: Sequence[str], ranks: Sequence[int]) -> str:
     shown = ", ".join(repr(name) for name in wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
-    everywhere = (
-        "All of them differ, so the workers have probably seen different rows or labels, or other dropout masks: deal "
-        "the data out by fleet.data_rank() of fleet.data_replicas(), and draw masks of whole activations from the "
-        "global stream, which is the same on these workers. "
-    )
     return (
         f"step(): the gradients of {shown} differ between the workers {list(ranks)}, which all hold the parameter "
-        f"whole. {everywhere if len(wrong) == total and total > 1 else ''}A parameter that is used on a part of the "
-        "sequence, or inside divided heads or columns, gets the gradient of that part only: call "
-        "mark_as_sequence_parallel_parameter(parameter) of fleet.utils.sequence_parallel_utils before "
-        "distributed_model(), and the parts are added up."
+        "whole. A parameter that is used on a part of the sequence, or inside divided heads or columns, gets the "
+        "gradient of that part only: call mark_as_sequence_parallel_parameter(parameter) of "
+        "fleet.utils.sequence_parallel_utils before distributed_model(), and the parts are added up. Otherwise the "
+        "workers have seen other rows or labels (deal them out by fleet.data_rank() of fleet.data_replicas()), or "
+        "other dropout masks of whole activations (draw those from the global stream, which is the same here)."
     )
