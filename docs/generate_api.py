@@ -18,7 +18,13 @@ of the modules below name; everything else may change without notice. The option
 [options.md](options.md), the launcher's flags in `python -m fleet.launch --help`.
 """
 # Documented modules that are not attributes of the package.
-MORE_MODULES = ("fleet.base.role_maker", "fleet.utils.fs")
+MORE_MODULES = (
+    "fleet.base.role_maker",
+    "fleet.layers.mpu",
+    "fleet.utils.fs",
+    "fleet.utils.hybrid_parallel_util",
+    "fleet.utils.sequence_parallel_utils",
+)
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Examples|Yields):\n((?:    .*\n|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^(\*{0,2}\w[\w, .*]*): (.*(?:\n    .*)*)", re.MULTILINE)
 

@@ -23,7 +23,15 @@ from fleet.strategies._declare.fields import Config, FieldRule, plain, value_typ
 ROOT = Path(__file__).parents[1]
 HEADER = "# Made by `make docs`; a change belongs into the code that it is made from.\n"
 # Folders whose names are resolved at first use, beside the package itself.
-LAZY = ("fleet.base", "fleet.dataset", "fleet.elastic", "fleet.ps", "fleet.utils")
+LAZY = (
+    "fleet.base",
+    "fleet.dataset",
+    "fleet.elastic",
+    "fleet.layers.mpu",
+    "fleet.meta_parallel",
+    "fleet.ps",
+    "fleet.utils",
+)
 
 
 def stubs() -> dict[str, str]:

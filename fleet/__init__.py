@@ -59,6 +59,7 @@ _HOMES = {
     "recompute": "fleet.strategies._shared.segments",
     "recompute_sequential": "fleet.strategies._shared.segments",
     "spawn": "fleet.parallel",
+    "split": "fleet.layers.mpu.mp_ops",
     "train_from_dataset": "fleet.dataset._training",
 }
 _MODULES = (
@@ -70,6 +71,7 @@ _MODULES = (
     "env",
     "errors",
     "launch",
+    "layers",
     "meta_parallel",
     "metrics",
     "optimizer",

@@ -9,11 +9,12 @@ _HOMES = {
     "HDFSClient": "fleet.utils.fs",
     "LocalFS": "fleet.utils.fs",
     "recompute": "fleet.strategies._shared.segments",
+    "recompute_hybrid": "fleet.strategies.tensor_parallel.recompute_hybrid",
     "recompute_sequential": "fleet.strategies._shared.segments",
     "run_check": "fleet.utils._run_check",
 }
 
-__all__ = ["HDFSClient", "LocalFS", "recompute", "recompute_sequential", "run_check"]
+__all__ = ["HDFSClient", "LocalFS", "recompute", "recompute_hybrid", "recompute_sequential", "run_check"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,10 @@ class HybridMpConfig(Config, option="hybrid_configs['mp_configs']"):
     sync_moment: bool = setting(False, "after each step make their optimizer state equal")
     sync_mode: str = setting("broadcast", _SYNC_MODES, choices=("broadcast", "average"))
     sync_param_name: tuple[str, ...] = setting([], "as the top-level option of that name; [] means its value")
-    need_broadcast_data: bool = setting(True, "copy the inputs of forward from the first worker of the axis")
+    need_broadcast_data: bool = setting(
+        True,
+        "copy the inputs of forward from the first worker of the axis, and warn where they differed; False raises then",
+    )
     mp_async_allreduce: bool = setting(False, "overlap gradient all-reduce and product", no_meaning=_COMPILER)
     mp_fused_linear_param_grad_add: bool = setting(False, "fuse gradient product and sum", no_meaning=_COMPILER)
     sp_async_reduce_scatter: bool = setting(False, "overlap reduce-scatter and product", no_meaning=_COMPILER)
@@ -31,7 +34,7 @@ class HybridMpConfig(Config, option="hybrid_configs['mp_configs']"):
         False, "leave an operator out that does nothing forward", no_meaning="torch has no such operator"
     )
     recompute_allgather: bool = setting(
-        False, "gather a sequence-parallel input again in backward in place of keeping it", refused=NOT_YET
+        False, "gather the input of ColumnSequenceParallelLinear again in backward in place of keeping it"
     )
 
 

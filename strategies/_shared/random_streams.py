@@ -104,16 +104,6 @@ class RNGStatesTracker:
                 )
         self._streams = {name: dict(state) for name, state in states.items()}
 
-    @contextmanager
-    def replayed(self, states: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-        """Makes every stream stand at ``states`` inside the context, and where it stood before after it."""
-        kept = self.get_states_tracker()
-        self.set_states_tracker(states)
-        try:
-            yield
-        finally:
-            self._streams = kept
-
 
 def _global_states() -> StreamState:
     states = {"cpu": torch.get_rng_state()}

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.random_streams import TRACKER, StreamState
 
 
 def recompute(
@@ -30,8 +31,8 @@ def recompute(
 ) -> Any:
     """Returns ``function(*args, **kwargs)``, whose activations are computed again in backward.
 
-    Random numbers (dropout) are the same both times, and batch-norm statistics are updated once. Inputs need no
-    gradient.
+    Random numbers (dropout) are the same both times, those of the streams of ``get_rng_state_tracker()`` too, and
+    batch-norm statistics are updated once. Inputs need no gradient.
 
     Args:
         function: a module or a function.
@@ -110,28 +111,33 @@ def run_segment(
     norms: Sequence[_NormBase],
     offloaded: set[int] | None = None,
     preserve_rng_state: bool = True,
+    inputs: SegmentInputs | None = None,
 ) -> Any:
-    """Returns ``function(*args, **kwargs)`` as one segment; ``offloaded`` are places in ``args``, ``None`` is all."""
+    """Returns ``function(*args, **kwargs)`` as one segment; ``offloaded`` are places in ``args``, ``None`` is all.
+
+    ``inputs`` keeps the inputs until backward in another way than on the device or on the host.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    again = SecondRun(norms, TRACKER.get_states_tracker() if preserve_rng_state else {})
     if torch.compiler.is_compiling():
         # The compiler makes the statistics' update part of forward alone, and moves no memory to the host.
         def compiled(*own_args: Any, **own_kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
                 return function(*own_args, **own_kwargs)
             # It gave the segment up (a unit of sharding in it, or a line that cannot be compiled): this is backward.
-            with frozen_statistics(norms):
+            with again:
                 return function(*own_args, **own_kwargs)
 
         return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-    inputs = SegmentInputs(args, kwargs, offloaded)
+    inputs = SegmentInputs(args, kwargs, offloaded) if inputs is None else inputs
 
     def run(held: SegmentInputs) -> Any:
         own_args, own_kwargs = held.take()
         return function(*own_args, **own_kwargs)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), frozen_statistics(norms)
+        return nullcontext(), again
 
     result = checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
     inputs.set_aside()
@@ -162,6 +168,28 @@ class frozen_statistics:
     def __exit__(self, *_: object) -> None:
         for norm, buffers in zip(self._norms, self._kept.pop(), strict=True):
             norm._buffers.update(buffers)
+
+
+class SecondRun:
+    """What a segment runs in when backward computes it again: random streams stand where they stood in forward.
+
+    Statistics of norms stay as they are. Several backward passes through one forward enter it one after the other.
+    """
+
+    def __init__(self, norms: Sequence[_NormBase], streams: dict[str, StreamState]) -> None:
+        self._statistics, self._streams = frozen_statistics(norms), streams
+        self._kept: list[dict[str, StreamState]] = []
+
+    def __enter__(self) -> None:
+        self._statistics.__enter__()
+        if self._streams:
+            self._kept.append(TRACKER.get_states_tracker())
+            TRACKER.set_states_tracker(self._streams)
+
+    def __exit__(self, *error: object) -> None:
+        self._statistics.__exit__(*error)
+        if self._streams:
+            TRACKER.set_states_tracker(self._kept.pop())
 
 
 class SegmentInputs:

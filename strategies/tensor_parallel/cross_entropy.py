@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.strategies.tensor_parallel.equal_inputs import Occasions, check_labels
 from fleet.strategies.tensor_parallel.layers import check_ids
 from fleet.strategies.tensor_parallel.place import place_in
 from fleet.strategies.tensor_parallel.regions import applied
@@ -20,8 +21,8 @@ from fleet.strategies.tensor_parallel.regions import applied
 class ParallelCrossEntropy(nn.Module):
     """The cross entropy of each row, from this worker's part of the logits.
 
-    It exchanges three numbers a row. It is computed in float32 and returned in the type of the logits, or in float32
-    under autocast.
+    It exchanges three numbers a row. It is computed in float32 at least, and returned in the type of the logits, or in
+    float32 under autocast.
 
     Args:
         mp_group: the workers that share the vocabulary; ``None`` is the mp axis of the job.
@@ -36,6 +37,7 @@ class ParallelCrossEntropy(nn.Module):
         super().__init__()
         self._name, self.ignore_index = name, ignore_index
         self.place = place_in(mp_group, type(self).__name__)
+        self._occasions = Occasions()
 
     def forward(self, input: Tensor, label: Tensor) -> Tensor:
         """Returns the loss of every row, of shape ``[..., 1]``; nothing is reduced.
@@ -45,7 +47,8 @@ class ParallelCrossEntropy(nn.Module):
             label: whole numbers of shape ``[...]`` or ``[..., 1]``.
 
         Raises:
-            ConfigError: the shapes do not fit, or a label is outside the vocabulary and is not ``ignore_index``.
+            ConfigError: the shapes do not fit, a label is outside the vocabulary and is not ``ignore_index``, or the
+            workers have different labels, which is looked at now and then.
         """
         rows = input.shape[:-1]
         if label.shape not in (rows, (*rows, 1)) or label.is_floating_point():
@@ -54,6 +57,8 @@ class ParallelCrossEntropy(nn.Module):
                 f"{tuple(rows)} or {(*rows, 1)}, got {tuple(label.shape)} of {label.dtype}."
             )
         label, group = label.reshape(-1), self.place.group
+        if isinstance(group, dist.ProcessGroup) and self._occasions.now():  # an estimate has a stand-in
+            check_labels(label, group)
         vocabulary = input.shape[-1] * self.place.size
         known = ((label >= 0) & (label < vocabulary)) | (label == self.ignore_index)
         check_ids(label, known, vocabulary, "ParallelCrossEntropy", "label")
@@ -73,9 +78,10 @@ class ParallelCrossEntropy(nn.Module):
 class _DividedCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, group: dist.ProcessGroup, ignore_index: int) -> Tensor:
-        top = logits.amax(-1).float()
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        top = logits.amax(-1).to(kind)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        exp = logits.float().sub_(top[:, None]) if logits.dtype != torch.float32 else logits - top[:, None]
+        exp = logits - top[:, None] if logits.dtype == kind else logits.to(kind).sub_(top[:, None])
         local = label.long() - group.rank() * logits.shape[-1]
         elsewhere = (local < 0) | (local >= logits.shape[-1]) | (label == ignore_index)
         local = local.masked_fill(elsewhere, 0)

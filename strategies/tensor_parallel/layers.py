@@ -204,6 +204,8 @@ def check_ids(ids: Tensor, known: Tensor, size: int, layer: str, what: str) -> N
 
     A worker alone would see the error of torch; here an id of nobody would give zeros.
     """
+    if type(known) is not Tensor:
+        return  # a fake of an estimate, without values
     if ids.is_cuda:
         torch._assert_async(known.all())
     elif not bool(known.all()):

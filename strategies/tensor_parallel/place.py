@@ -13,16 +13,21 @@ from fleet.strategies._shared.parameter_layout import Layout, set_layout
 from fleet.strategies.tensor_parallel.regions import group_of
 
 
-class RunningAxes:
-    """The axes of the job that runs in this process; ``None`` before ``fleet.init`` and on a mesh without ``mp``.
+class CurrentJob:
+    """What layers need to know of the job that runs in this process; nothing before ``fleet.init``, or without ``mp``.
 
     The strategy fills it when the job starts, because layers are created by the user and ask for their group then.
+
+    Attributes:
+        axes: the place of this worker.
+        recompute_allgather: backward of a sequence-parallel layer gathers its input again.
     """
 
     axes: Axes | None = None
+    recompute_allgather = False
 
 
-class Place:
+class LayerPlace:
     """The number of workers that share a layer, which of them this one is, and their process group.
 
     A copy of a layer shares the group. A layer that was pickled has none: it can be looked at, and computes only where
@@ -61,23 +66,23 @@ class Place:
         else:
             parameter.__dict__["is_distributed"] = False
 
-    def __deepcopy__(self, memo: Any) -> Place:
+    def __deepcopy__(self, memo: Any) -> LayerPlace:
         return self
 
-    def __reduce__(self) -> tuple[type[Place], tuple[None, int, int]]:
-        return Place, (None, self.size, self.rank)
+    def __reduce__(self) -> tuple[type[LayerPlace], tuple[None, int, int]]:
+        return LayerPlace, (None, self.size, self.rank)
 
     def __repr__(self) -> str:
         return f"part {self.rank} of {self.size}"
 
 
-def place_in(mp_group: Any, layer: str) -> Place:
+def place_in(mp_group: Any, layer: str) -> LayerPlace:
     """Returns the place of this worker in ``mp_group``, torch's or Fleet's group; ``None`` is the job's mp axis.
 
     Raises:
         ConfigError: the group is another one than the job's mp axis, by which states and norms tell parts apart.
     """
-    axes = RunningAxes.axes
+    axes = CurrentJob.axes
     if mp_group is None:
         group = axes.group("mp") if axes is not None else None
     else:
@@ -90,4 +95,9 @@ def place_in(mp_group: Any, layer: str) -> Place:
                     f"{list(axes.ranks('mp'))} here. Parts are divided over the mp axis: leave mp_group out, or pass "
                     "fleet.get_hybrid_communicate_group().get_model_parallel_group()."
                 )
-    return Place(None, 1, 0) if group is None else Place(group, group.size(), group.rank())
+    return LayerPlace(None, 1, 0) if group is None else LayerPlace(group, group.size(), group.rank())
+
+
+# Names under which the plan and the memory estimate import them.
+Place = LayerPlace
+RunningAxes = CurrentJob

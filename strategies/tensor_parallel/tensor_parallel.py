@@ -5,10 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers, top_level
-from fleet.strategies.tensor_parallel.place import RunningAxes
+from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
+from fleet.strategies._shared.parts import local
+from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
+from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
+from fleet.strategies.tensor_parallel.sequence import (
+    RowSequenceParallelLinear,
+    mark_as_sequence_parallel_parameter,
+    sum_marked_gradients,
+)
 from fleet.strategies.tensor_parallel.streams import seed_streams
+from fleet.strategies.tensor_parallel.whole_parameters import EqualOptimizer, Upkeep, whole_tensors
+
+_EVERY_NAME = ("embedding", "layer_norm", ".b_")  # Paddle's generated names, which torch's modules do not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +45,9 @@ class TensorParallelSettings(Config, owner="tensor_parallel"):
     """Which parameters the workers of a layer keep equal."""
 
     sync_param_name: tuple[str, ...] = setting(
-        ["embedding", "layer_norm", ".b_"],
-        "parameters whose names contain one of these are kept equal when hybrid_configs['mp_configs'] asks for it",
+        list(_EVERY_NAME),
+        "undivided parameters whose names, as in model.named_parameters(), contain one of these are kept equal as "
+        "hybrid_configs['mp_configs'] asks; the default stands for all of them",
     )
 
 
@@ -51,15 +70,85 @@ class TensorParallel(Strategy):
         super().__init__(config, session)
         self._axes = session.axes
         if session.axes.size("mp") > 1:
-            RunningAxes.axes = session.axes
+            CurrentJob.axes = session.axes
+            CurrentJob.recompute_allgather = session.options["hybrid_configs"].mp_configs.recompute_allgather
             seed_streams(None if config.tensor_init_seed < 0 else config.tensor_init_seed, session.axes, session.device)
 
     def close(self) -> None:
         """Forgets the workers: layers that are made afterwards are whole."""
-        if RunningAxes.axes is self._axes:
-            RunningAxes.axes = None
+        if CurrentJob.axes is self._axes:
+            CurrentJob.axes, CurrentJob.recompute_allgather = None, False
 
     @classmethod
     def chosen(cls, options: Values) -> bool:
         """Returns whether the switch is on or a tensor-parallel degree is above 1."""
         return bool(options["tensor_parallel"] or options["hybrid_configs"].mp_degree > 1)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError when several workers are to share a model in which nothing is divided."""
+        if self._axes.size("mp") == 1:
+            return
+        divided = int(any(layout.axis == "mp" for layout in layouts_in(model).values()))
+        if self._axes.size("pp") > 1:  # a stage without divided layers is in order when another has some
+            total = torch.tensor([divided], dtype=torch.int32, device=self.session.device)
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._axes.group("pp"))
+            divided = int(total)
+        if not divided:
+            raise ConfigError(_nothing_divided(model, self._axes.size("mp")))
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns ``model``; what every worker of the mp axis holds whole is now equal, and so will its inputs be."""
+        group = self._axes.group("mp")
+        if group is None:
+            return model
+        _mark_again(model)
+        broadcast_from_rank_0([local(tensor.detach()) for tensor in whole_tensors(model)], group)
+        sum_marked_gradients(model.named_parameters(), group)
+        if self._axes.size("pp") == 1:
+            copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
+            model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
+            model.register_forward_hook(EqualGradients(group))
+        return model
+
+    def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an optimizer that checks and keeps equal what every worker of the mp axis holds whole."""
+        group = self._axes.group("mp")
+        if group is None:
+            return optimizer
+        asked = self.session.options["hybrid_configs"].mp_configs
+        parts = tuple(asked.sync_param_name) or tuple(self.session.options["sync_param_name"])
+        upkeep = Upkeep(
+            gradients=asked.sync_grad,
+            parameters=asked.sync_param,
+            moments=asked.sync_moment,
+            averages=asked.sync_mode == "average",
+            parts_of_names=() if parts == _EVERY_NAME else parts,
+        )
+        return EqualOptimizer(optimizer, group, upkeep, self.session.parameter_names)
+
+
+def _mark_again(model: nn.Module) -> None:
+    """Puts on parameters what their modules know of them; a deep copy leaves parameters bare."""
+    for name, layout in layouts_in(model).items():
+        owner, _, attribute = name.rpartition(".")
+        set_layout(model.get_submodule(owner), attribute, layout)
+    for module in model.modules():
+        if isinstance(module, RowSequenceParallelLinear) and module.bias is not None and not module.fuse_matmul_bias:
+            mark_as_sequence_parallel_parameter(module.bias)
+
+
+def _nothing_divided(model: nn.Module, degree: int) -> str:
+    alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), LayerPlace)]
+    if alone:
+        return (
+            f"mp_degree is {degree}, and {alone[0]!r} ({type(model.get_submodule(alone[0])).__name__}) was created "
+            "before fleet.init(), so it is whole on every worker. Call fleet.init() first, then create the model."
+        )
+    large = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    shown = ", ".join(repr(name) for name in large[:6]) or "none"
+    return (
+        f"mp_degree is {degree}, and the model has no divided parameter: {degree} workers would compute the same. Use "
+        "ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding of fleet.meta_parallel in place of large "
+        f"layers (here: {shown}), or name layers in tensor_parallel_configs['plan'] where this release has it, or set "
+        "mp_degree to 1."
+    )

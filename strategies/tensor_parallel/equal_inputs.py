@@ -1,0 +1,216 @@
+"""What workers that hold parts of one model must have alike: inputs, labels, and gradients of equal outputs."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
+
+from fleet.errors import ConfigError, OptionWarning
+
+_FIRST = 3  # forwards that are compared; later ones where their number is a power of two
+_ADVICE = (
+    "These workers hold parts of one model and must see the same rows. Deal the data out by fleet.data_rank() of "
+    "fleet.data_replicas(), as fleet.elastic.ElasticSampler does: DistributedSampler(dataset, "
+    "num_replicas=fleet.data_replicas(), rank=fleet.data_rank())"
+)
+
+
+class Occasions:
+    """Which calls are looked at: the first ones, then those whose number is a power of two; alike on all workers."""
+
+    def __init__(self, first: int = _FIRST) -> None:
+        self._first, self._calls = first, 0
+
+    def now(self) -> bool:
+        """Counts a call; returns whether it is looked at."""
+        self._calls += 1
+        return self._calls <= self._first or self._calls & (self._calls - 1) == 0
+
+
+class EqualInputs:
+    """A forward pre-hook that makes the inputs equal those of the first worker of a group, or checks that they are.
+
+    The first forwards are compared, and then those whose number is a power of two.
+
+    Args:
+        group: the workers; ``None`` does nothing.
+        copies: True copies tensors in place and warns once where they differed; False raises there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, copies: bool) -> None:
+        self._group, self._copies, self._occasions, self._warned = group, copies, Occasions(), False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs before forward; returns the inputs.
+
+        Raises:
+            ConfigError: shapes differ, or values do where nothing is copied.
+        """
+        if self._group is None:
+            return None
+        compares = self._occasions.now()
+        if not compares and not self._copies:
+            return None
+        if compares:
+            check_forms((args, kwargs), self._group)
+        made, differed = first_workers((args, kwargs), self._group, compares, self._copies)
+        if compares and not self._copies and _on_any(differed, self._group):
+            ranks = dist.get_process_group_ranks(self._group)
+            raise ConfigError(f"The inputs of forward differ between the workers {ranks}. {_ADVICE}.")
+        if differed and self._copies and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the inputs of forward differed from those of worker {dist.get_global_rank(self._group, 0)}, which "
+                "hybrid_configs['mp_configs']['need_broadcast_data'] has copied over them. What does not pass "
+                f"through forward (labels of a loss outside the model) is still this worker's. {_ADVICE}.",
+                OptionWarning,
+                stacklevel=2,
+            )
+        return made
+
+    def __deepcopy__(self, memo: Any) -> EqualInputs:
+        return EqualInputs(self._group, self._copies)
+
+    def __reduce__(self) -> tuple[type[EqualInputs], tuple[None, bool]]:
+        return EqualInputs, (None, self._copies)
+
+
+class EqualGradients:
+    """A forward hook: where an output is equal on all workers of a group, so must its gradient be.
+
+    Labels that never pass through forward are noticed so; the same forwards are looked at as for the inputs.
+
+    Args:
+        group: the workers; ``None`` does nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._occasions = group, Occasions()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Runs after forward; the check comes in backward, and raises ConfigError there."""
+        group = self._group
+        if group is None or not torch.is_grad_enabled() or not self._occasions.now():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and _is_equal(leaf, group):
+                leaf.register_hook(partial(_check_gradient, group=group))
+
+    def __deepcopy__(self, memo: Any) -> EqualGradients:
+        return EqualGradients(self._group)
+
+    def __reduce__(self) -> tuple[type[EqualGradients], tuple[None]]:
+        return EqualGradients, (None,)
+
+
+def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Returns, alike on every worker of ``group``, whether all have the same ``tensor``; its size is the same."""
+    _, differed = first_workers(tensor.detach(), group, compares=True, copies=False)
+    return not _on_any(differed, group)
+
+
+def _check_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
+    first = gradient.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(first, group=group, group_src=0)
+    far = (first.float() - gradient.detach().float()).norm() > 1e-2 * first.float().norm()
+    if _on_any(bool(far), group):
+        raise ConfigError(
+            "backward(): the gradients of an output differ between the workers "
+            f"{dist.get_process_group_ranks(group)}, and the output does not: their labels are probably of other rows. "
+            f"{_ADVICE}."
+        )
+
+
+def check_labels(label: Tensor, group: dist.ProcessGroup) -> None:
+    """Raises ConfigError on every worker of ``group`` unless all have the same labels."""
+    _, differed = first_workers(label, group, compares=True, copies=False)
+    if _on_any(differed, group):
+        raise ConfigError(
+            f"ParallelCrossEntropy: the labels differ between the workers {dist.get_process_group_ranks(group)}. "
+            f"{_ADVICE}."
+        )
+
+
+def check_forms(inputs: Any, group: dist.ProcessGroup, values: bool = False) -> None:
+    """Raises ConfigError on every worker of ``group`` unless all have tensors of the same shapes and types.
+
+    With ``values``, numbers and texts must be the same too.
+    """
+    leaves = [(path, leaf) for path, leaf in tree_flatten_with_path(inputs)[0]]
+    text = "; ".join(f"{path} {_form(leaf, values)}" for path, leaf in leaves)
+    own = torch.tensor([zlib.crc32(text.encode())], device=_device(leaf for _, leaf in leaves))
+    every = own.new_empty(group.size())
+    dist.all_gather(list(every.split(1)), own, group=group)
+    if len(set(every.tolist())) > 1:
+        shapes = [tuple(leaf.shape) for _, leaf in leaves if isinstance(leaf, Tensor)]
+        raise ConfigError(
+            f"The inputs differ in structure, shape or type{' or value' if values else ''} between the workers "
+            f"{dist.get_process_group_ranks(group)}; this one has tensors of shapes {shapes}. {_ADVICE}."
+        )
+
+
+def _form(leaf: Any, values: bool) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf) if values and isinstance(leaf, bool | int | float | str) else type(leaf).__name__
+
+
+def _device(leaves: Any) -> torch.device:
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@torch.no_grad()
+def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies: bool = True) -> tuple[Any, bool]:
+    """Returns ``inputs`` with the tensors of the first worker of ``group``, and whether this one's were others.
+
+    Args:
+        inputs: tuples, lists and dictionaries with tensors, which are written in place where their memory allows it.
+        group: the workers.
+        compares: False spares the comparison; the answer is then False.
+        copies: False leaves the tensors as they are.
+    """
+    differed: list[Tensor] = []
+
+    def receive(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or not tensor.numel():
+            return tensor
+        in_place = copies and not compares and tensor.is_contiguous()
+        buffer = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(buffer, group=group, group_src=0)
+        if compares and group.rank():
+            differed.append((_bytes(buffer) != _bytes(tensor.detach().contiguous())).any())
+        if not copies or in_place:
+            return tensor
+        if _overlaps(tensor):
+            return buffer
+        tensor.detach().copy_(buffer)
+        return tensor
+
+    made = tree_map_only(Tensor, receive, inputs)
+    return made, bool(torch.stack([d.cpu() for d in differed]).any()) if differed else False
+
+
+def _on_any(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Returns whether ``flag`` is True on a worker of ``group``."""
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    total = torch.tensor([flag], dtype=torch.int32, device=device)
+    dist.all_reduce(total, group=group)
+    return bool(total.item())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # by bits, so that NaN equals NaN
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Returns whether two elements share memory, as in an expanded tensor."""
+    strides: Sequence[int] = tensor.stride()
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True))
