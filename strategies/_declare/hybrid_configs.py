@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.nccl import NcclConfig
-from fleet.strategies._declare.strategy import NOT_YET
 
 _COMPILER = "torch overlaps such pairs by itself when the model is compiled"
 _TIMERS = "torch.profiler shows the same; nothing here measures by itself"
