@@ -231,17 +231,21 @@ class Fleet:
 
     # ---- wrapping ------------------------------------------------------------------------------------------------
 
-    def distributed_model(self, model: nn.Module) -> FleetModel:
+    def distributed_model(self, model: nn.Module, loss_fn: Any = None) -> FleetModel:
         """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.
 
         Calls run the wrapped module; everything else (attributes, methods, ``state_dict`` names) is the user's. In
         a single process the result behaves like the plain module.
 
+        Args:
+            model: your module.
+            loss_fn: the loss of ``train_batch``, where pipeline_configs['split'] cuts a plain module into stages.
+
         Raises:
             NotInitializedError: before ``fleet.init``.
             ConfigError: an option that is on cannot work with this model.
         """
-        return self._need("distributed_model").wrap_model(model)
+        return self._need("distributed_model").wrap_model(model, loss_fn)
 
     def distributed_optimizer(
         self, optimizer: Optimizer, strategy: DistributedStrategy | None = None

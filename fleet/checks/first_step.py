@@ -3,13 +3,14 @@
 [Note: Who may differ]
 With data parallel every worker has the same parameters and optimizer state. With sharding each has its shard, and
 with localsgd its own values between two averages: there the check is only whether all workers loaded a state, or some.
-With tensor parallelism or a pipeline a worker is compared only with its peers, which hold the same part of the model.
+With tensor parallelism or a pipeline a worker is compared with its peers, which hold the same part of the model; what
+is not divided must also be equal along mp, and what is divided must not be.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks
+from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
 from fleet.checks.watches import ModelWatch, OptimizerWatch
-from fleet.checks.whereabouts import user_line
+from fleet.checks.whereabouts import named, user_line
 from fleet.errors import ConfigError, RendezvousError
 from fleet.runtime.fleet_model import FleetModel, runs_inside
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._declare.strategy import Strategy
-from fleet.strategies._shared.axes import COPY_AXES
+from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part
@@ -54,6 +56,7 @@ class TrainingChecks:
         self._handles: list[Any] = []
         self._compares = session.collective and session.process_group is not None and session.world_size > 1
         self._absence: RendezvousError | None = None
+        self._said: list[Any] = []  # what all workers said last; empty when one was absent
 
     def watch_model(self, model: FleetModel) -> None:
         """Checks ``model`` from now on, where an option or another worker makes it differ from its module."""
@@ -180,7 +183,8 @@ class TrainingChecks:
         is_first, watch.is_compared = not watch.is_compared, True
         place, watch.loaded_at = watch.loaded_at, ""
         sums = watch.sums()
-        if not is_first and (self._trains_locally or digest(sums) == watch.before):
+        divides = self._session.axes.size(*MODEL_AXES) > 1  # then some stages may have changed
+        if not is_first and (self._trains_locally or (digest(sums) == watch.before and not divides)):
             return  # the next average makes the workers equal, or discards what was loaded in between
         session = self._session
         wrote = watch.was_written() if is_first else True
@@ -190,7 +194,9 @@ class TrainingChecks:
             place,
             sums,
             is_first,
+            watch.digests(sums),
         )
+        self._check_mesh(watch, sums)
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
         may_differ = watch.is_divided or self._trains_locally
         if 0 < len(loaded) < len(found):
@@ -208,7 +214,7 @@ class TrainingChecks:
                 f"Every worker loaded the same shard of the model ({place}): a state_dict() that one worker saved. "
                 "Save model.full_state_dict() on one worker, or model.local_state_dict() on each to a separate file."
             )
-        elif not may_differ and self._differ(found):
+        elif not may_differ and self._differ(self._said or found):
             name = self._first_different(
                 f"training with model {self._number(watch)}, which compares the workers' parameters", sums
             )
@@ -239,7 +245,7 @@ class TrainingChecks:
         if self._trains_locally or _divides(watch.optimizer):
             is_wrong = 0 < len(loaded) < len(found)
         else:
-            is_wrong = None in found or self._differ(found)
+            is_wrong = None in found or self._differ(self._said or found)
         if is_wrong and 0 < len(loaded) < len(found):
             raise self._only_some("the optimizer's state", loaded, found) from self._absence
         if is_wrong:
@@ -252,9 +258,37 @@ class TrainingChecks:
             )
             raise ConfigError(f"The workers step with different optimizers: {name}. {advice}.")
 
-    def _compare(self, subject: str, wrote: bool, place: str, sums: dict[str, Any], is_first: bool) -> list[Any]:
-        said = {"wrote": wrote, "place": place, "digest": digest(sums)}
+    def _compare(
+        self, subject: str, wrote: bool, place: str, sums: dict[str, Any], is_first: bool, more: Any = None
+    ) -> list[Any]:
+        said = {"wrote": wrote, "place": place, "digest": digest(sums), **(more or {})}
         return self._gather(subject, said, perhaps_alone=not is_first)
+
+    def _check_mesh(self, watch: ModelWatch, sums: dict[str, Any]) -> None:
+        """Raises ConfigError where workers that hold different parts of the model do not hold one model together."""
+        axes, said = self._session.axes, self._said
+        if axes.size(*MODEL_AXES) == 1 or not said:
+            return
+        wrote, others = writers(said, axes)
+        if wrote and others:
+            raise self._only_some("the model's state", wrote, said)
+        if group := group_that_differs(said, axes, "whole", "mp"):
+            rows = self._post(
+                f"training with model {self._number(watch)}, whose undivided parameters differ", watch.undivided(sums)
+            )
+            name, _ = name_that_differs(rows, [group])
+            raise ConfigError(
+                f"{name!r} is whole on every worker along mp and differs on {self._described(group)}. {_EVERY_WORKER}."
+            )
+        if wrote and (same := next(same_parts(said, axes, "mp"), ())):
+            raise ConfigError(
+                f"The workers along mp hold the same part of every divided parameter ({self._described(same)}): a "
+                "state_dict() that one worker saved, or one draw of random numbers on all. Save "
+                "model.full_state_dict() on one worker, or model.local_state_dict() on each to a separate file."
+            )
+
+    def _described(self, ranks: Iterable[int]) -> str:
+        return named(list(ranks), self._session.axes.described)
 
     def _only_some(self, what: str, loaded: list[int], found: list[Any]) -> ConfigError:
         others = [rank for rank in range(len(found)) if rank not in loaded]
@@ -268,14 +302,16 @@ class TrainingChecks:
 
     def _first_different(self, subject: str, sums: dict[str, Any]) -> str:
         """Returns the first name whose values differ, and on which workers; every worker must call it."""
-        rows = [said or {} for said in self._gather(subject, sums)]
-        name = first_difference(rows)
-        alike = [rank for rank, row in enumerate(rows) if row.get(name) == rows[0].get(name)]
-        others = [rank for rank in range(len(rows)) if rank not in alike]
+        rows = self._post(subject, sums)
+        groups = [self._peers, *self._session.axes.all_ranks(*COPY_AXES)] if self._session.collective else [self._peers]
+        name, group = name_that_differs(rows, groups)
+        alike = [rank for rank in group if rows[rank].get(name) == rows[group[0]].get(name)]
+        others = [rank for rank in group if rank not in alike]
         return f"{name!r} ({listed_ranks(others)} against {listed_ranks(alike)})"
 
-    def _differ(self, found: list[Any]) -> bool:
-        return len({said["digest"] for said in found if said is not None}) > 1
+    def _differ(self, said: list[Any]) -> bool:
+        """Returns whether workers that hold the same part of the model, anywhere on the mesh, differ."""
+        return bool(group_that_differs(said, self._session.axes, "digest", *COPY_AXES))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -416,16 +452,21 @@ class TrainingChecks:
         assert roll_call is not None
         session.beat(pause=True)  # the others may arrive late
         try:
-            texts = roll_call.meet(subject, json.dumps(said))
-            mine, peers = texts[session.global_rank], self._peers
-            return [json.loads(text if rank in peers else mine) for rank, text in enumerate(texts)]
+            self._said = [json.loads(text) for text in roll_call.meet(subject, json.dumps(said))]
+            mine, peers = self._said[session.global_rank], self._peers
+            return [other if rank in peers else mine for rank, other in enumerate(self._said)]
         except RendezvousError as error:
             if not perhaps_alone:
                 raise
-            self._absence = error
+            self._absence, self._said = error, []
             return [said if rank == session.global_rank else None for rank in range(session.world_size)]
         finally:
             session.beat()
+
+    def _post(self, subject: str, said: Any) -> list[Any]:
+        """Returns each worker's entry about ``subject``, of peers and others."""
+        self._gather(subject, said)
+        return self._said
 
     def _number(self, watch: ModelWatch) -> int:
         return list(self._models.values()).index(watch)

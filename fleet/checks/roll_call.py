@@ -182,8 +182,8 @@ class RollCall:
                     ask_at = began + (now - began) * _GROWTH
             if now - began > self._timeout_s:
                 raise RendezvousError(
-                    f"{self._who} {call} at {where}: {self._named(absent)} did not come within {self._timeout_s:g} s, which "
-                    "PADDLE_PG_TIMEOUT allows."
+                    f"{self._who} {call} at {where}: {self._named(absent)} did not come within {self._timeout_s:g} s, "
+                    "which PADDLE_PG_TIMEOUT allows."
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)

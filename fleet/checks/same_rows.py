@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
+from fleet.checks.whereabouts import named
 from fleet.errors import ConfigError
 from fleet.strategies._shared.axes import MODEL_AXES, Axes
 from fleet.strategies._shared.texts import gather_texts
@@ -51,9 +52,7 @@ class SameRows:
 
 def different_rows(call: str, groups: list[list[int]], axes: Axes) -> str:
     """Returns what to say of workers that must see the same rows and were given others; ``groups`` got equal ones."""
-    listed = "; other rows on ".join(
-        "rank " + ", ".join(f"{rank} ({axes.described(rank) or 'alone'})" for rank in ranks) for ranks in groups
-    )
+    listed = "; other rows on ".join(named(ranks, axes.described) for ranks in groups)
     return (
         f"{call} was given different rows on workers that hold one copy of the model together: some on {listed}. "
         "They must get the same rows. Use fleet.elastic.ElasticSampler, or torch's DistributedSampler(data, "

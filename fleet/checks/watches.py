@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +18,7 @@ from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.parts import is_part, local
 from fleet.strategies._shared.passes import Passes
+from fleet.strategies._shared.whole_states import layouts_of
 
 __all__ = ["LoadNote", "ModelWatch", "OptimizerWatch"]
 
@@ -106,6 +107,19 @@ class ModelWatch:
     def sums(self) -> dict[str, int]:
         """Returns a checksum of each parameter, and of a sharded one where all workers have shards of one size."""
         return checksums({name: p for name, p in self.named.items() if not is_part(p) or _is_even(p)})
+
+    def undivided(self, sums: Mapping[str, int]) -> dict[str, int]:
+        """Returns those of ``sums`` whose parameters are whole on every worker along mp."""
+        layouts = layouts_of(self.model.module)
+        return {name: value for name, value in sums.items() if name not in layouts}
+
+    def digests(self, sums: Mapping[str, int]) -> dict[str, str]:
+        """Returns digests of what is whole along mp, and of the parts, an empty text where these are constant."""
+        layouts = layouts_of(self.model.module)
+        parts = {name: value for name, value in sums.items() if name in layouts}
+        flat = (local(self.named[name].detach()).flatten() for name in parts)
+        varies = any(t.numel() > 1 and bool((t != t[0]).any()) for t in flat)
+        return {"whole": digest(self.undivided(sums)), "parts": digest(parts) if varies else ""}
 
     def varying(self) -> list[str]:
         """Returns the parameters whose shards have one size on all workers and are not constant on this one."""

@@ -35,6 +35,7 @@ from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared.axes import COPY_AXES, Axes, make_axes
 from fleet.strategies._shared.mesh import make_mesh, plan_axes
 from fleet.strategies._shared.whole_states import WholeStates
+from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class Session:
             for model in self.models:
                 strategy.prepare_model(model.module)
 
-    def wrap_model(self, module: nn.Module) -> FleetModel:
+    def wrap_model(self, module: nn.Module, loss_fn: Any = None) -> FleetModel:
         """Returns ``module`` with every strategy of the plan around it; nothing changes when one refuses it."""
         if isinstance(module, FleetModel):
             raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
@@ -267,6 +268,7 @@ class Session:
             strategy.check_model(module)
         if self.roll_call is not None:
             check_model(self.roll_call, module, self.axes.ranks(*COPY_AXES, "mp"))
+        module = self._cut(module, loss_fn)
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
@@ -278,6 +280,25 @@ class Session:
         if self.health is not None:
             self.health.watch_model(module)
         return model
+
+    def _cut(self, module: nn.Module, loss_fn: Any) -> nn.Module:
+        """Returns the stage of ``module`` on this worker, with ``loss_fn``, where a pipeline cuts it."""
+        pipeline = next((strategy for strategy in self.strategies if isinstance(strategy, Pipeline)), None)
+        found = module if pipeline is None else pipeline.cut_model(module, loss_fn)
+        if found is not module and self.optimizers:
+            raise ConfigError(
+                "pipeline_configs['split'] cuts the model, and distributed_optimizer() has been called: it would keep "
+                "parameters of other stages. Call distributed_model() first."
+            )
+        if loss_fn is not None:
+            if not isinstance(found, StagedLayers):
+                raise ConfigError(
+                    f"distributed_model(model, loss_fn=...): {type(module).__name__} is not cut into stages, and your "
+                    "loop computes the loss. Omit loss_fn, or turn strategy.pipeline on and set "
+                    "pipeline_configs['split']."
+                )
+            found.set_loss(loss_fn)
+        return found
 
     def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:
         """Returns ``optimizer`` with every strategy of the plan around it; nothing changes when one refuses it."""

@@ -141,11 +141,10 @@ class StagedLayers(nn.Module):
         self._layers_desc = [*layers.children()] if isinstance(layers, nn.Sequential) else list(layers)
         self.num_stages, self.stage, self.num_chunks = num_stages, stage, num_chunks
         self._recompute_interval, self._offload = recompute_interval, offload
-        self.__dict__["_loss_fn"] = loss_fn  # not a part of the model: its name would depend on the stage
-        for loss in self.loss_functions:
-            _check_loss(loss)
+        self.set_loss(loss_fn)  # not a part of the model: its name would depend on the stage
         names = [_name_of(layer, at) for at, layer in enumerate(self._layers_desc)]
         self.segment_parts = plan_cut(names, num_stages * num_chunks, seg_method)
+        self.seg_method = seg_method
         self.ties = self._plan_ties()
         self.shared_layers = nn.ModuleDict()
         base = int(torch.randint(_SEEDS, ()))
@@ -202,6 +201,20 @@ class StagedLayers(nn.Module):
     def tied_parameters(self, key: str) -> list[nn.Parameter]:
         """Returns the parameters of the shared layer ``key``; none where another stage holds it."""
         return list(self.shared_layers[key].parameters()) if key in self.shared_layers else []
+
+    def tied_buffers(self, key: str) -> list[Tensor]:
+        """Returns the buffers of the shared layer ``key``; none where another stage holds it."""
+        return list(self.shared_layers[key].buffers()) if key in self.shared_layers else []
+
+    def holds(self, key: str) -> bool:
+        """Returns whether this stage has the shared layer ``key``."""
+        return key in self.shared_layers
+
+    def set_loss(self, loss_fn: Any) -> None:
+        """Makes ``loss_fn`` the loss, or the list of losses."""
+        self.__dict__["_loss_fn"] = loss_fn
+        for loss in self.loss_functions:
+            check_loss(loss)
 
     # ---- running --------------------------------------------------------------------------------------------------
 
@@ -314,7 +327,8 @@ def _name_of(layer: Any, at: int) -> str:
     return getattr(layer, "__name__", type(layer).__name__)
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(loss: Any) -> None:
+    """Raises ConfigError unless ``loss`` is a function without parameters of its own."""
     if not callable(loss):
         raise ConfigError(f"PipelineLayer(loss_fn=...) takes a function of output and label, got {loss!r}.")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):

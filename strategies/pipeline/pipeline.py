@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
 from fleet.strategies.pipeline.descriptions import StagedLayers
+from fleet.strategies.pipeline.split import AUTO, SplitLayers
 from fleet.strategies.pipeline.stage import Streams, make_stage
 
 
@@ -35,6 +38,18 @@ class PipelineConfig(Config, option="pipeline_configs"):
         "with tensor parallelism, send a part of each activation and gather it on the other side",
         no_meaning="activations are sent whole: only bandwidth differs, and parts are right for equal activations only",
     )
+    split: tuple[str, ...] = setting(
+        [],
+        "cuts a plain model, whose forward calls one layer after the other: the names of the first layer of each stage "
+        "but the first, or 'auto' for stages with about as many parameters",
+    )
+
+    def __post_init__(self) -> None:
+        """Takes ``"auto"`` for a list, too."""
+        asked: object = self.split
+        if asked == "auto":
+            object.__setattr__(self, "split", AUTO)
+        super().__post_init__()
 
 
 class Pipeline(Strategy):
@@ -79,6 +94,7 @@ class Pipeline(Strategy):
     def __init__(self, config: Any, session: Workers) -> None:
         """Makes the process groups between stages; every worker does so at the same point."""
         super().__init__(config, session)
+        self._dropped: WeakSet[Tensor] = WeakSet()
         self._streams = Streams(session.axes, session.device) if self._num_stages > 1 else None
 
     @property
@@ -87,18 +103,34 @@ class Pipeline(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError for a model that is not cut into the stages of this job."""
-        if self._num_stages == 1:
+        if self._num_stages == 1 or (self.config.split and not isinstance(model, StagedLayers)):
             return
         if not isinstance(model, StagedLayers):
             raise ConfigError(
                 f"hybrid_configs['pp_degree'] is {self._num_stages}, and {type(model).__name__} is not cut into "
-                "stages. Make it a fleet.meta_parallel.PipelineLayer."
+                "stages. Make it a fleet.meta_parallel.PipelineLayer, or set pipeline_configs['split']."
             )
         if model.num_stages != self._num_stages:
             raise ConfigError(
                 f"The PipelineLayer has {model.num_stages} stages and hybrid_configs['pp_degree'] is "
                 f"{self._num_stages}. Create the model after fleet.init()."
             )
+
+    def cut_model(self, model: nn.Module, loss_fn: Any) -> nn.Module:
+        """Returns the stage of a plain ``model`` that ``pipeline_configs['split']`` cuts; any other model as it is."""
+        if not self.config.split or isinstance(model, StagedLayers):
+            return model
+        stages, stage = self._num_stages, self.session.axes.rank("pp")
+        made = SplitLayers(model, self.config.split if stages > 1 else AUTO, stages, stage, loss_fn)
+        kept = set(made.parameters())
+        self._dropped.update(p for p in model.parameters() if p not in kept)
+        return made
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns ``optimizer`` without the parameters of other stages."""
+        for group in optimizer.param_groups if self._dropped else ():
+            group["params"][:] = [p for p in group["params"] if p not in self._dropped]
+        return optimizer
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose micro-batches now pass from stage to stage."""

@@ -41,7 +41,7 @@ class Ties:
                 for ranks in lists:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
                     made[members] = group if rank in ranks else made[members]
-            if key in layers.shared_layers:
+            if layers.holds(key):
                 self._groups[key] = made[members]
 
     def parameters(self) -> list[list[nn.Parameter]]:
@@ -51,8 +51,8 @@ class Ties:
     def make_equal(self) -> None:
         """Gives every stage the values of the first stage that holds a layer, its buffers included."""
         for key, group in self._groups.items():
-            layer = self._layers.shared_layers[key]
-            broadcast_from_rank_0([p.data for p in layer.parameters()] + list(layer.buffers()), group)
+            parameters = [p.data for p in self._layers.tied_parameters(key)]
+            broadcast_from_rank_0(parameters + self._layers.tied_buffers(key), group)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

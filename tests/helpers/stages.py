@@ -1,4 +1,4 @@
-"""The stages of a pipeline as threads of one process, with queues for wires: what the engine does, without processes."""
+"""The stages of a pipeline as threads of one process, with queues for wires: the engine without processes."""
 
 from __future__ import annotations
 

@@ -17,14 +17,17 @@ from fleet.checks.whereabouts import ENDED, Whereabouts
 from fleet.errors import ConfigError, RendezvousError
 from tests.helpers.workers import run_workers
 
-GONE: Any = SimpleNamespace(others_after=lambda error: {1: Whereabouts(ENDED, ", after step 3")})
+GONE: Any = SimpleNamespace(
+    others_after=lambda error: {1: Whereabouts(ENDED, ", after step 3")},
+    described=lambda rank: f"pp {rank}",
+)
 CLOSED = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4. GLHF!")
 
 
 def test_a_lost_connection_names_who_has_ended() -> None:
     meaning = explained(CLOSED, [], GONE, "[rank 0 of 2]")
     assert isinstance(meaning, RendezvousError)
-    assert "rank 1: has ended, after step 3" in f"{meaning}"
+    assert "rank 1 (pp 1): has ended, after step 3" in f"{meaning}"
 
 
 def test_other_errors_are_left_alone() -> None:

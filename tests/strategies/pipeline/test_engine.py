@@ -54,10 +54,10 @@ def test_gradients_are_those_of_the_mean(
         for chunks in split_chunks(parts, num_stages)
     ]
     places = make_places(num_stages, num_chunks, mode)
-    for step in range(2):  # the second step knows the headers of the first
+    for _ in range(2):  # the second step knows the headers of the first
         run_stages(places, works, num_micro, signature=last_rows)
         for found, wanted in zip(gradients(parts), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7, msg=lambda text, step=step: f"{step} {text}")
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
     if num_chunks == 1 and mode == "1F1B":
         assert [work.most_live for work in works] == [min(num_stages - s, num_micro) for s in range(num_stages)]
 
@@ -81,7 +81,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("signature", [1, None])
 def test_structures_pass_and_shapes_may_change(signature: int | None) -> None:
-    """Section 7.3, not only tensors: dictionaries, tuples, numbers, None, integer and bool tensors; also n different shapes."""
+    """Section 7.3, and more: dictionaries, tuples, numbers, None, integer and bool tensors; each shape another."""
     torch.manual_seed(0)
     parts = [Branches(first=stage == 0) for stage in range(3)]
     inputs = [torch.randn(rows, 3) for rows in (2, 4, 4, 1)]
@@ -157,6 +157,7 @@ def test_frozen_first_stage_gets_no_gradient_messages() -> None:
 
 def test_an_error_names_stage_and_micro_batch() -> None:
     """Study 6, failure: what a stage was doing when it failed."""
+
     def fails(out: Tensor, micro: int) -> Tensor:
         if micro == 1:
             raise ArithmeticError("no")
