@@ -9,7 +9,7 @@ from torch import nn
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,4 +51,6 @@ class Fp16Allreduce(Strategy):
         """Returns ``model`` with its exchange in the narrow type."""
         if data_parallel_in(model) is not None:
             exchange_of(model).change(wire_dtype=getattr(torch, self.config.dtype))
+        elif (reducer := reducer_in(model)) is not None:
+            reducer.wire_dtype = getattr(torch, self.config.dtype)
         return model

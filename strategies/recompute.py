@@ -11,6 +11,7 @@ from torch import nn
 from fleet.errors import ConfigError, did_you_mean
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._shared.parameter_layout import is_stage
 from fleet.strategies._shared.segments import norm_modules, run_segment
 
 _NO_TUNER = "it belongs to Paddle's automatic parallelism, which has no counterpart here"
@@ -109,7 +110,7 @@ def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in modules):
+        if not any(fnmatchcase(name, pattern) for name in modules) and not is_stage(model):
             near = did_you_mean(pattern, modules) or f" Modules: {', '.join(list(modules)[:12])}."
             raise ConfigError(f"recompute_configs['checkpoints'] has {pattern!r}, which names no module.{near}")
     return [m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,32 @@ def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel module that ``model`` is or wraps, or ``None``."""
     holder = exchanging_in(model)
     return holder if isinstance(holder, DistributedDataParallel) else None
+
+
+class NarrowExchange(Protocol):
+    """An exchange of a strategy's own, in the place of DistributedDataParallel's, that options may narrow.
+
+    Attributes:
+        wire_dtype: as in :class:`GradientExchange`.
+        wire_factor: as there.
+    """
+
+    wire_dtype: torch.dtype | None
+    wire_factor: Callable[[], float]
+
+
+REDUCER = "fleet_reducer"
+
+
+def reducer_in(model: nn.Module) -> NarrowExchange | None:
+    """Returns the exchange of the pipeline stage that ``model`` is or wraps, or ``None``."""
+    found: nn.Module | None = model
+    while found is not None:
+        reducer: NarrowExchange | None = found.__dict__.get(REDUCER)
+        if reducer is not None:
+            return reducer
+        found = inner_of(found)
+    return None
 
 
 def exchanging_in(model: nn.Module) -> nn.Module | None:

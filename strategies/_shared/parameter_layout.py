@@ -89,3 +89,8 @@ def layouts_in(module: nn.Module) -> dict[str, Layout]:
         for prefix, submodule in module.named_modules(remove_duplicate=False)
         for name, layout in submodule.__dict__.get(_ON_MODULE, {}).items()
     }
+
+
+def is_stage(model: nn.Module) -> bool:
+    """Returns whether ``model`` is a stage of a pipeline: names that it lacks may belong to other stages."""
+    return int(getattr(model, "num_stages", 1)) > 1

@@ -15,7 +15,7 @@ from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies._shared.casts import narrow_type
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel, guard
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
@@ -206,6 +206,8 @@ class Amp(Strategy):
             self._signal.watch(root.parameters())
             if data_parallel_in(model) is not None:
                 exchange_of(model).wire_factor = lambda: self.scale.factor
+            elif (reducer := reducer_in(model)) is not None:
+                reducer.wire_factor = lambda: self.scale.factor
         return AmpModel(
             model, root, own, self.region, self.scale, self._signal,
             pure=self.config.is_pure, guarded=guarded,

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fleet.errors import ConfigError, did_you_mean
 from fleet.strategies._shared.casts import cast_floating, cast_tensor, nested_tensors
+from fleet.strategies._shared.parameter_layout import is_stage
 
 _T = TypeVar("_T")
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -255,7 +256,7 @@ def _named(option: str, model: nn.Module, entries: tuple[str, ...]) -> dict[str,
         for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
             classes.setdefault(kind.__name__, []).append(name)
     for entry in entries:
-        if entry not in classes and entry not in modules:
+        if entry not in classes and entry not in modules and not is_stage(model):
             near = did_you_mean(entry, [*modules, *classes])
             raise ConfigError(
                 f"amp_configs['{option}'] has {entry!r}, which is neither a qualified name nor a class of a module of "
@@ -271,7 +272,7 @@ def _owners(model: nn.Module, names: tuple[str, ...]) -> set[str]:
     """Returns the qualified names of the modules that own the parameters ``names``."""
     known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for name in names:
-        if name not in known:
+        if name not in known and not is_stage(model):
             near = did_you_mean(name, known)
             raise ConfigError(
                 f"amp_configs['custom_black_varnames'] has {name!r}, which is no parameter of {type(model).__name__}."

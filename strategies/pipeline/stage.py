@@ -13,6 +13,7 @@ from torch import nn
 from fleet.env import Environment
 from fleet.strategies._shared.axes import COPY_AXES, Axes
 from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._shared.gradient_exchange import REDUCER
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.engine import Place, make_links
 from fleet.strategies.pipeline.order import Channel
@@ -20,7 +21,6 @@ from fleet.strategies.pipeline.reducer import GradientReducer
 from fleet.strategies.pipeline.ties import Ties
 
 _STAGE = "fleet_stage"
-REDUCER = "fleet_reducer"
 
 
 class Streams:
