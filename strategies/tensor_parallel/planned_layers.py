@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fleet.strategies._shared.parameter_layout import Layout, set_layout
 from fleet.strategies._shared.random_streams import TRACKER
 from fleet.strategies.tensor_parallel.layers import STREAM, check_ids
-from fleet.strategies.tensor_parallel.place import Place
+from fleet.strategies.tensor_parallel.place import LayerPlace
 from fleet.strategies.tensor_parallel.plan_styles import PlanStyle
 from fleet.strategies.tensor_parallel.regions import copy_to, gather_from, gathered, reduce_from, scatter_to
 
@@ -34,7 +34,7 @@ class PlannedLayer:
         whole: while True, the layer computes with whole weights, which it gathers, as on one worker.
     """
 
-    def __init__(self, style: PlanStyle, place: Place, layouts: dict[str, Layout], transposed: bool) -> None:
+    def __init__(self, style: PlanStyle, place: LayerPlace, layouts: dict[str, Layout], transposed: bool) -> None:
         self.style, self.place, self.layouts, self.transposed = style, place, layouts, transposed
         self.whole = False
         weight = layouts["weight"]
@@ -68,7 +68,7 @@ def planned(module: nn.Module) -> PlannedLayer | None:
 
 
 def divide_layer(
-    module: nn.Module, style: PlanStyle, place: Place, layouts: dict[str, Layout], transposed: bool
+    module: nn.Module, style: PlanStyle, place: LayerPlace, layouts: dict[str, Layout], transposed: bool
 ) -> None:
     """Gives ``module`` the forward of a divided layer; its parameters have been cut by :func:`cut`."""
     module.__dict__[_ON_MODULE] = PlannedLayer(style, place, layouts, transposed)
@@ -82,7 +82,7 @@ def divide_layer(
 
 
 def cut(
-    parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: Place, first: int
+    parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: LayerPlace, first: int
 ) -> None:
     """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays."""
     with torch.no_grad():
