@@ -267,3 +267,77 @@ def test_a_cut_model_trains_as_one_process() -> None:
     buffer = io.BytesIO()
     torch.save(results[0]["state"], buffer)
     Tower().load_state_dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
+
+
+class Residual(nn.Module):
+    """Attention beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
+
+
+def staged() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(12, 16), Residual(), Residual(), nn.Linear(16, 12))
+
+
+STAGED = {
+    "0": "vocab",
+    "*.attn.qkv": "column:3",
+    "*.attn.o": "row",
+    "*.attn": "divide:n_heads,width",
+    "3": "column_gather",
+}
+
+
+def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def work_in_stages(rank: int, world_size: int) -> dict[str, Any]:
+    from fleet.meta_parallel import PipelineLayer
+
+    def begin(plan: dict[str, str]) -> tuple[Any, Any]:
+        strategy = DistributedStrategy()
+        strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 2}
+        strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
+        strategy.tensor_parallel_configs = {"plan": plan}
+        fleet.init(is_collective=True, strategy=strategy)
+        torch.manual_seed(3)
+        model = PipelineLayer(staged(), loss_fn=logits_loss)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
+
+    model, optimizer = begin(STAGED)
+    tokens = torch.randint(12, (4, 6), generator=torch.Generator().manual_seed(1))
+    result: dict[str, Any] = {"losses": [model.train_batch([tokens, tokens], optimizer).item() for _ in range(3)]}
+    result["state"] = model.full_state_dict()
+    try:
+        begin({**STAGED, "blocks.*": "column"})
+    except ConfigError as error:
+        result["unmatched"] = str(error)
+    return result
+
+
+def test_stages_of_plain_layers_are_cut_too() -> None:
+    """Issue 12, 2: a plan on the layers of a PipelineLayer; a pattern may match on one stage only."""
+    results = run_workers(work_in_stages, 4, backend=None)
+    torch.manual_seed(3)
+    model = staged()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tokens = torch.randint(12, (4, 6), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        loss = logits_loss(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for result in results:
+        assert result["losses"] == pytest.approx(losses, abs=1e-6)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(result["state"][name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert "['blocks.*'] matches no module" in result["unmatched"]
