@@ -1,6 +1,7 @@
 # Every target sets up what it needs first; all it takes is make and python3 (3.10 or newer) with its venv module.
 #   make demo        train the ResNet example on two processes and plot its curves
 #   make demo-ps     train the wide & deep example with a parameter server and two workers, and plot its curves
+#   make demo-gpt    train a small GPT on four processes, two stages of divided layers, and plot it beside plain torch
 #   make test        the quick tests            make test-slow   the slow ones
 #   make lint        style and types            make docs        rewrite the generated parts of the documentation
 #   make site        the documentation in site/
@@ -13,7 +14,7 @@ READY := $(VENV)/ready
 unexport PYTHONPATH PYTHONHOME
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps test test-slow test-long lint docs site bench dist clean
+.PHONY: install demo demo-ps demo-gpt test test-slow test-long lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -42,6 +43,14 @@ demo-ps: $(READY)
 	$(PY) -m fleet.launch --server_num=1 --worker_num=2 --log_dir output/demo-ps/log \
 		examples/wide_and_deep/train_fleet_ps.py --layers 128 64 --history output/demo-ps/history.jsonl
 	$(PY) examples/wide_and_deep/plot.py output/demo-ps/history.jsonl output/demo-ps/flights.png
+
+demo-gpt: $(READY)
+	@mkdir -p output/demo
+	OMP_NUM_THREADS=1 $(PY) examples/gpt/train_torch.py --history output/demo/gpt_torch.jsonl
+	$(PY) -m fleet.launch --gpus=0,1,2,3 --log_dir output/demo/gpt_log examples/gpt/train_fleet_hybrid.py \
+		--strategy examples/gpt/configs/mp2_pp2.yaml --same-start --history output/demo/gpt_mp2_pp2.jsonl
+	$(PY) examples/gpt/plot.py output/demo/gpt.png 'plain torch=output/demo/gpt_torch.jsonl' \
+		'pp 2 x mp 2=output/demo/gpt_mp2_pp2.jsonl'
 
 test: $(READY)
 	$(PY) -m pytest

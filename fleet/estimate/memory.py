@@ -8,8 +8,9 @@ included. What goes on inside one operation (a kernel's workspace) is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -23,12 +24,16 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
+from fleet.estimate.divided_layers import divided_layers
 from fleet.estimate.fake_training import Fakes, mean_of_outputs
 from fleet.estimate.memory_estimate import MemoryEstimate
 from fleet.estimate.modelled_strategies import Application, apply_strategies
+from fleet.estimate.staged_training import Stage, make_stage, one_argument
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.options import DistributedStrategy
-from fleet.strategies._declare.strategy_plan import plan
+from fleet.strategies._declare.strategy_plan import Plan, plan
+from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies._shared.parameter_layout import layouts_in
 
 DEVICES = ("cpu", "cuda")
 # torch's CUDA allocator hands out multiples of 512 bytes.
@@ -42,7 +47,7 @@ _OUTSIDE = "What lies outside torch's allocator: the CUDA context, NCCL's buffer
 
 
 def estimate_memory(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | Sequence[Any],
     batch: Any,
     strategy: DistributedStrategy | None = None,
     *,
@@ -56,9 +61,12 @@ def estimate_memory(
 
     Args:
         model: a module (it is not changed, and may lie on the meta device), or a function or class without arguments
-            that makes one; that is called with fake tensors, so a model that fits on no machine can be estimated.
-        batch: what one worker gives the model per step: a shape ``(32, 3, 224, 224)`` (float32), a pair ``(shape,
-            dtype)``, a tensor, a list of these for several arguments, or a dict of them for named ones.
+            that makes one; that is called with fake tensors, so a model that fits on no machine can be estimated. Give
+            a function where layers are divided (mp): they are divided where they are made. With a pipeline: a
+            PipelineLayer, its list, or a function that makes one; the result is that of the largest stage.
+        batch: what one worker gives the model per step, with a pipeline the rows of all its micro-batches: a shape
+            ``(32, 3, 224, 224)`` (float32), a pair ``(shape, dtype)``, a tensor, a list of these for several arguments,
+            or a dict of them for named ones.
         strategy: the options; ``None`` is plain data parallelism.
         optimizer: "sgd", "momentum", "adam", "adamw", a class or function that takes parameters, or an optimizer over
             the parameters of ``model``.
@@ -78,25 +86,108 @@ def estimate_memory(
     """
     options = _checked(device, world_size, strategy)
     chosen = plan(options, world_size)
+    degrees = plan_axes(options, world_size)
+    asked = _Asked(model, batch, optimizer, loss or mean_of_outputs, device, world_size, options, chosen)
+    with divided_layers(degrees):
+        if degrees["pp"] == 1:
+            estimate = _estimate(asked, 0, 1)
+        else:
+            stages = [_estimate(asked, stage, degrees["pp"]) for stage in range(degrees["pp"])]
+            estimate = max(stages, key=lambda found: found.total_bytes)
+    if file is not None:
+        print(estimate, file=file)
+    return estimate
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is estimated."""
+
+    model: Any
+    batch: Any
+    optimizer: Any
+    loss: Callable[[Any], Tensor]
+    device: str
+    world_size: int
+    options: DistributedStrategy
+    plan: Plan
+
+
+def _estimate(asked: _Asked, stage: int, stages: int) -> MemoryEstimate:
+    """Returns the memory of a worker that holds ``stage`` of ``stages``."""
+    device, on_host = asked.device, asked.device == "cpu"
     fake_device = torch.device("cuda", 0) if device == "cuda" and torch.cuda.is_available() else torch.device("cpu")
     tracker = StorageTracker(fake_device.type, _CUDA_ROUNDING_BYTES if device == "cuda" else 1)
     with FakeTensorMode(allow_non_fake_inputs=True), _values_are_missing():
         fakes = Fakes(fake_device)
-        copied = fakes.model(model)
-        fake_optimizer = fakes.optimizer(optimizer, copied)
+        own = make_stage(asked.model, stages, stage) if stages > 1 else asked.model
+        copied = fakes.model(own)
+        before = [fakes.model(make_stage(asked.model, stages, other)) for other in range(stage)]
+        fake_optimizer = fakes.optimizer(asked.optimizer, copied)
         _step_as_on(device, fake_optimizer)
+        job = _stage_job(asked, stage, stages, before)
+        like = None if job is None else job.received(one_argument(fakes.batch(asked.batch)))
         with tracker:
             tracker.mark(copied.parameters(), "parameters")
             tracker.mark([*fakes.buffers, *copied.buffers()], "buffers")
-            applied = apply_strategies(chosen, options, copied, fake_optimizer, tracker, fake_device, device == "cpu")
+            applied = apply_strategies(asked.plan, asked.options, copied, fake_optimizer, tracker, fake_device, on_host)
             try:
-                _run(applied, copied, lambda: fakes.batch(batch), loss or mean_of_outputs, tracker, device == "cpu")
+                if job is None:
+                    _run(applied, copied, lambda: fakes.batch(asked.batch), asked.loss, tracker, on_host)
+                else:
+                    _run_stage(applied, copied, job, lambda: fakes.batch(asked.batch), like, tracker, on_host)
             finally:
                 applied.close()
-    estimate = _record(tracker, device, world_size, [*applied.not_modelled, *_limits(device, fake_device, tracker)])
-    if file is not None:
-        print(estimate, file=file)
-    return estimate
+    remarks = [*applied.not_modelled, *_remarks(copied, asked, stage, stages), *_limits(device, fake_device, tracker)]
+    return _record(tracker, device, asked.world_size, remarks)
+
+
+def _stage_job(asked: _Asked, stage: int, stages: int, before: list[nn.Module]) -> Stage | None:
+    if stages == 1:
+        return None
+    config = asked.options["pipeline_configs"]
+    return Stage(stages, stage, config.accumulate_steps, config.schedule_mode, before, asked.loss)
+
+
+def _remarks(model: nn.Module, asked: _Asked, stage: int, stages: int) -> list[str]:
+    """Returns what to know of an estimate of a part of a model."""
+    found = []
+    if stages > 1:
+        found.append(
+            f"These are the numbers of stage {stage}, which takes the most of {stages}; layers are cut as "
+            "PipelineLayer cuts them, in one chunk per stage, and received activations that wait are not counted."
+        )
+    if plan_axes(asked.options, asked.world_size)["mp"] > 1 and not layouts_in(model):
+        found.append(
+            "mp: no layer of this model is divided, so it is counted whole. Pass a function that makes it; layers of "
+            "fleet.meta_parallel are divided where they are made."
+        )
+    return found
+
+
+def _run_stage(
+    applied: Application,
+    model: nn.Module,
+    job: Stage,
+    make_batch: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    like: Any,
+    tracker: StorageTracker,
+    on_host: bool,
+) -> None:
+    """Runs two steps of one stage of a pipeline."""
+    applied.model.train()
+    for _ in range(2):
+        tracker.phase = "forward"
+        batch = one_argument(make_batch()) if job.is_end else None
+        job.run(applied, batch, like, tracker)
+        tracker.phase = "step"
+        applied.optimizer.step()
+        _mark_state(applied.optimizer, tracker, counts_too=on_host)
+        applied.optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = None
+        del batch
+    tracker.phase = "setup"
 
 
 def _checked(device: str, world_size: int, strategy: DistributedStrategy | None) -> DistributedStrategy:

@@ -26,7 +26,7 @@ from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, Share
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
-from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.axes import COPY_AXES, Axes
 from fleet.strategies._shared.mesh import plan_axes
 from fleet.strategies.sharding.part_optimizer import check_any_stage, check_divided
 from fleet.strategies.sharding.sharding import stage_of
@@ -38,8 +38,9 @@ _MIB = 1024 * 1024
 RUN_AS_THEY_ARE = ("recompute", "amp", "lars", "lamb", "gradient_merge")
 # Exchanges and their variants, which are replayed here.
 REPLAYED = ("data_parallel", "sharding", "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce")
-# They take no memory that torch's allocator would hand out.
-FREE = ("use_hierarchical_allreduce",)
+# They take no memory that torch's allocator would hand out; layers of tensor_parallel are divided where they are made,
+# and memory.py runs the order of a pipeline.
+FREE = ("use_hierarchical_allreduce", "tensor_parallel", "pipeline")
 
 _WHY_NOT = {
     "to_static": "the compiler fuses operations; the numbers are those of the model without it, usually more",
@@ -141,12 +142,15 @@ def _exchange(
     plan: Plan, options: Any, model: nn.Module, tracker: StorageTracker, not_modelled: list[str], *, on_host: bool
 ) -> Exchange:
     names = [step.name for step in plan.steps]
-    if plan.world_size == 1:
+    if Axes(plan_axes(options, plan.world_size), 0).size(*COPY_AXES) == 1:
         return Exchange(tracker, model)
     if "sharding" in names:
         return _sharded(plan, options, model, tracker, not_modelled, on_host=on_host)
     if "localsgd" in names or "adaptive_localsgd" in names:
         return Averages(tracker, model)
+    if "pipeline" in names:
+        not_modelled.append("pipeline: the buckets in which copies of a stage exchange gradients are not counted.")
+        return Exchange(tracker, model)
     if "data_parallel" not in names:
         not_modelled.append("What the workers exchange: no strategy of this plan is known to exchange gradients.")
         return Exchange(tracker, model)

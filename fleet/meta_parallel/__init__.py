@@ -14,31 +14,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_PIPELINE = "fleet.strategies.pipeline"
 _TENSOR = "fleet.strategies.tensor_parallel"
 _SEGMENT = "fleet.meta_parallel.segment_parallel"
+_PIPELINE = "fleet.strategies.pipeline"
 _HOMES = {
     "ColumnParallelLinear": f"{_TENSOR}.layers",
+    "get_rng_state_tracker": f"{_TENSOR}.streams",
     "LayerDesc": f"{_PIPELINE}.descriptions",
     "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
+    "model_parallel_random_seed": "fleet.meta_parallel.seeds",
     "ParallelCrossEntropy": f"{_TENSOR}.cross_entropy",
     "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
     "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
     "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
     "PipelineParallel": "fleet.runtime.pipeline_model",
-    "RNGStatesTracker": "fleet.strategies._shared.random_streams",
     "ReshardLayer": _SEGMENT,
-    "RowParallelLinear": f"{_TENSOR}.layers",
-    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
-    "VocabParallelEmbedding": f"{_TENSOR}.layers",
-    "get_rng_state_tracker": f"{_TENSOR}.streams",
-    "model_parallel_random_seed": "fleet.meta_parallel.seeds",
     "ring_attention": "fleet.meta_parallel.context_parallel",
+    "RNGStatesTracker": "fleet.strategies._shared.random_streams",
+    "RowParallelLinear": f"{_TENSOR}.layers",
     "sep_attention": _SEGMENT,
     "sequence_mean": _SEGMENT,
     "sequence_positions": "fleet.meta_parallel.context_parallel",
+    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
     "split_inputs_sequence_dim": _SEGMENT,
     "split_inputs_sequence_dim_load_balance": "fleet.meta_parallel.context_parallel",
+    "VocabParallelEmbedding": f"{_TENSOR}.layers",
 }
 
 __all__ = sorted(_HOMES)

@@ -6,6 +6,7 @@ import sys
 from typing import TextIO
 
 from fleet.options import DistributedStrategy, without_effect
+from fleet.options.explain_mesh import mesh_lines
 from fleet.strategies._declare.strategy_plan import chosen_strategies, ordered, problems, remarks
 
 
@@ -13,6 +14,9 @@ def explain(
     strategy: DistributedStrategy, world_size: int = 2, file: TextIO | None = None, *, collective: bool = True
 ) -> str:
     """Prints and returns what ``strategy`` does on ``world_size`` workers, even when it is refused.
+
+    Where workers hold different parts of the model, that is also the mesh: who holds what, what is sent along which
+    axis, and how long the stages of a pipeline wait.
 
     Args:
         strategy: the options.
@@ -48,6 +52,8 @@ def explanation(strategy: DistributedStrategy, world_size: int, *, collective: b
         model, optimizer = step.effects(strategy, world_size)
         lines += [f"   model: {model}"] if model else []
         lines += [f"   optimizer: {optimizer}"] if optimizer else []
+    mesh = mesh_lines(strategy, world_size) if collective else []
+    lines += ["", *mesh] if mesh else []
     for head, items in (("Accepted, changes nothing:", notes), ("Refused:", [str(error) for error in found])):
         if items:
             lines += ["", head, *(f"- {item}" for item in items)]

@@ -685,14 +685,25 @@ class TensorParallelConfigDict(TypedDict, total=False):
     """Workers that share the weights of a layer. Default: 1."""
     tensor_init_seed: int
     """Seed of the shared layers; -1 takes that of rank 0: torch.manual_seed's, else a random one. Default: -1."""
+    plan: dict[str, Any]
+    """How a plain model is divided: patterns of module names and styles ({'blocks.*.attn.[qkv]': 'column',
+    'blocks.*.attn.o': 'row', 'wte': 'vocab'}), or 'auto' for a Hugging Face model's own. Default: {}.
+    """
 
 class TensorParallelConfigView(ConfigView):
     """The settings of tensor_parallel_configs; see TensorParallelConfigDict."""
 
     tensor_parallel_degree: int
     tensor_init_seed: int
+    plan: dict[str, Any]
+    @overload
     def __getitem__(self, key: Literal["tensor_parallel_degree", "tensor_init_seed"], /) -> int: ...
+    @overload
+    def __getitem__(self, key: Literal["plan"], /) -> dict[str, Any]: ...
+    @overload
     def __setitem__(self, key: Literal["tensor_parallel_degree", "tensor_init_seed"], value: int, /) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["plan"], value: dict[str, Any], /) -> None: ...
 
 class ToStaticConfigDict(TypedDict, total=False):
     """The keys of to_static_configs."""

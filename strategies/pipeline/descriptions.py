@@ -144,6 +144,7 @@ class StagedLayers(nn.Module):
         self.set_loss(loss_fn)  # not a part of the model: its name would depend on the stage
         names = [_name_of(layer, at) for at, layer in enumerate(self._layers_desc)]
         self.segment_parts = plan_cut(names, num_stages * num_chunks, seg_method)
+        self.seg_method = seg_method
         self.ties = self._plan_ties()
         self.shared_layers = nn.ModuleDict()
         base = int(torch.randint(_SEEDS, ()))

@@ -18,6 +18,8 @@ from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
 from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
 from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
+from fleet.strategies.tensor_parallel.plan import ResolvedPlan, apply_plan, read_plan, resolve_plan
+from fleet.strategies.tensor_parallel.plan_check import FirstForward
 from fleet.strategies.tensor_parallel.sequence import (
     RowSequenceParallelLinear,
     mark_as_sequence_parallel_parameter,
@@ -37,6 +39,16 @@ class TensorParallelConfig(Config, option="tensor_parallel_configs"):
     tensor_init_seed: int = setting(
         -1, "seed of the shared layers; -1 takes that of rank 0: torch.manual_seed's, else a random one", at_least=-1
     )
+    plan: dict[str, Any] = setting(
+        {},
+        "how a plain model is divided: patterns of module names and styles ({'blocks.*.attn.[qkv]': 'column', "
+        "'blocks.*.attn.o': 'row', 'wte': 'vocab'}), or 'auto' for a Hugging Face model's own",
+    )
+
+    def __post_init__(self) -> None:
+        """Takes ``"auto"`` for a plan, too."""
+        object.__setattr__(self, "plan", read_plan(self.plan))
+        super().__post_init__()
 
 
 @top_level
@@ -69,6 +81,7 @@ class TensorParallel(Strategy):
         """Tells layers which workers share them, and seeds the random streams."""
         super().__init__(config, session)
         self._axes = session.axes
+        self._resolved: ResolvedPlan | None = None
         if session.axes.size("mp") > 1:
             CurrentJob.axes = session.axes
             CurrentJob.recompute_allgather = session.options["hybrid_configs"].mp_configs.recompute_allgather
@@ -88,6 +101,9 @@ class TensorParallel(Strategy):
         """Raises ConfigError when several workers are to share a model in which nothing is divided."""
         if self._axes.size("mp") == 1:
             return
+        if self.config.plan:
+            self._resolved = resolve_plan(model, self.config.plan, self._axes)
+            return
         divided = int(any(layout.axis == "mp" for layout in layouts_in(model).values()))
         if self._axes.size("pp") > 1:  # a stage without divided layers is in order when another has some
             total = torch.tensor([divided], dtype=torch.int32, device=self.session.device)
@@ -95,6 +111,11 @@ class TensorParallel(Strategy):
             divided = int(total)
         if not divided:
             raise ConfigError(_nothing_divided(model, self._axes.size("mp")))
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Divides the layers that the plan names."""
+        if self._resolved is not None:
+            apply_plan(model, self._resolved, self._axes)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; what every worker of the mp axis holds whole is now equal, and so will its inputs be."""
@@ -108,6 +129,9 @@ class TensorParallel(Strategy):
             copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
             model.register_forward_hook(EqualGradients(group))
+        if self._resolved is not None and not self.session.options["to_static"]:
+            for compared in [model] if self._axes.size("pp") == 1 else model.children():
+                FirstForward(group, self._resolved).watch(compared)
         return model
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
@@ -149,6 +173,6 @@ def _nothing_divided(model: nn.Module, degree: int) -> str:
     return (
         f"mp_degree is {degree}, and the model has no divided parameter: {degree} workers would compute the same. Use "
         "ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding of fleet.meta_parallel in place of large "
-        f"layers (here: {shown}), or name layers in tensor_parallel_configs['plan'] where this release has it, or set "
+        f"layers (here: {shown}), or name layers in tensor_parallel_configs['plan'], or set "
         "mp_degree to 1."
     )

@@ -1,0 +1,75 @@
+"""Divided layers on fake tensors: they are made as on a worker of an mp axis, and their exchanges send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies.tensor_parallel import cross_entropy, regions
+from fleet.strategies.tensor_parallel.place import RunningAxes
+
+
+class StandInGroup:
+    """Stands for the process group of an axis: it has a size and a rank, and no workers."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        """Returns the number of workers."""
+        return self._size
+
+    def rank(self) -> int:
+        """Returns 0: the estimate is that of the first."""
+        return 0
+
+
+class StandInAxes(Axes):
+    """The place of worker 0 on a mesh, whose groups are stand-ins."""
+
+    def group(self, *axes: str) -> Any:
+        """Returns a stand-in, or ``None`` for a worker alone."""
+        return StandInGroup(self.size(*axes)) if self.size(*axes) > 1 else None
+
+
+class _Silent:
+    """torch.distributed, whose exchanges leave fake tensors as they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _silent(getattr(dist, name))
+
+
+def _silent(call: Any) -> Any:
+    if not callable(call) or isinstance(call, type):
+        return call
+
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):
+            return None
+        return call(*args, **kwargs)
+
+    return exchange
+
+
+@contextmanager
+def divided_layers(degrees: Mapping[str, int]) -> Iterator[None]:
+    """Makes layers that are created inside the context parts of ``degrees['mp']``, and exchanges of fakes silent."""
+    before = RunningAxes.axes
+    patched: list[tuple[Any, str, Any]] = [(module, "dist", _Silent()) for module in (regions, cross_entropy)]
+    patched += [(regions, name, _silent(getattr(regions, name))) for name in ("_all_gather", "_reduce_scatter")]
+    real = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    if degrees.get("mp", 1) > 1:
+        RunningAxes.axes = StandInAxes(degrees, 0)
+    try:
+        for module, name, value in patched:
+            setattr(module, name, value)
+        yield
+    finally:
+        RunningAxes.axes = before
+        for module, name, value in real:
+            setattr(module, name, value)

@@ -1,0 +1,74 @@
+"""The mesh in words: which workers are neighbours along which axis, what they hold, and what they send in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet.errors import ConfigError
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.mesh import plan_axes
+
+_HOLDS = {
+    "dp": "different rows, and a copy of the same parameters",
+    "sharding": "different rows, and parts of the optimizer state, gradients or parameters of one copy",
+    "pp": "different layers: stages, through which micro-batches of the same rows pass",
+    "mp": "parts of each divided layer, and the same rows",
+    "sep": "different tokens of the same rows, and a copy of the same parameters",
+    "cp": "different tokens of the same rows, and a copy of the same parameters",
+    "ep": "different experts",
+}
+# Bytes that one worker sends in a step; a ring all-reduce of B bytes among k workers sends 2 (k-1)/k B.
+_SENDS = {
+    "dp": "once, the gradients of what this worker holds: {ring} x P x 4 bytes / {parts}",
+    "sharding": "once, the gradients of what this worker holds, as dp, and the updated parts",
+    "pp": "for each micro-batch, one activation to the next stage and its gradient to the one before",
+    "mp": "for each block (attention and MLP), {ring} x the bytes of 4 activations of rows x tokens x width",
+    "sep": "for each attention, the activations from tokens to heads and back; once, the gradients",
+    "cp": "for each attention, keys and values around the ring; once, the gradients",
+}
+_SHOWN = 4
+
+
+def mesh_lines(options: Any, world_size: int) -> list[str]:
+    """Returns lines about the mesh of ``options``; none where workers differ in their rows alone."""
+    try:
+        degrees = plan_axes(options, world_size)
+    except ConfigError:  # shown as a problem
+        return []
+    real = {axis: size for axis, size in degrees.items() if size > 1}
+    if set(real) <= {"dp", "sharding"}:
+        return []
+    axes = Axes(degrees, 0)
+    replicas = axes.data_replicas
+    lines = ["Mesh: " + " x ".join(f"{axis} {size}" for axis, size in real.items())]
+    lines[0] += f"; {replicas} group{'' if replicas == 1 else 's'} of {world_size // replicas} workers train on "
+    lines[0] += "different rows (fleet.data_rank() of fleet.data_replicas())"
+    parts = axes.size("pp", "mp")
+    for axis, size in real.items():
+        groups = axes.all_ranks(axis)
+        shown = " | ".join(",".join(map(str, group)) for group in groups[:_SHOWN]) + (
+            " | ..." if len(groups) > _SHOWN else ""
+        )
+        lines.append(f"  {axis} {size} (ranks {shown}): hold {_HOLDS.get(axis, 'their part')}")
+        if axis in _SENDS:
+            ring = f"{2 * (size - 1) / size:.3g}"
+            lines.append(f"    a worker sends {_SENDS[axis].format(ring=ring, parts=parts)}")
+    if "dp" in real and parts > 1:
+        lines.append(f"  P are the parameters of the whole model; a worker holds about P / {parts}")
+    return lines + _bubble(options, axes.size("pp"))
+
+
+def _bubble(options: Any, stages: int) -> list[str]:
+    """Returns how long stages wait; the formula holds for stages of equal length and no time on the wire."""
+    if stages == 1:
+        return []
+    config = options["pipeline_configs"]
+    micro = config.accumulate_steps
+    share = (stages - 1) / (micro + stages - 1)
+    text = f"  bubble: stages wait (p-1)/(v n + p-1) = {share:.1%} of a step with p = {stages} stages, n = {micro} "
+    text += f"micro-batch{'' if micro == 1 else 'es'} and v = 1 chunk"
+    if config.schedule_mode == "1F1B":
+        text += f"; stage s keeps the activations of min(p - s, n) micro-batches, at most {min(stages, micro)}"
+    else:
+        text += f"; a stage keeps the activations of all {micro}"
+    return [text]
