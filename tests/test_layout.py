@@ -34,6 +34,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/_optimizer_arguments.py": "tests/fleet/test_optimizer_constructors.py",
     "fleet/_version.py": "tests/fleet/test_main.py",
     "fleet/runtime/running.py": "tests/fleet/elastic/test_sampler.py",
+    "strategies/_shared/update_rule.py": "tests/strategies/test_lars_lamb.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
     "strategies/_shared/parts.py": "tests/strategies/sharding/test_sharding_states.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
