@@ -29,6 +29,8 @@ from fleet import elastic as elastic
 from fleet import env as env
 from fleet import errors as errors
 from fleet import launch as launch
+from fleet import layers as layers
+from fleet import meta_parallel as meta_parallel
 from fleet import metrics as metrics
 from fleet import optimizer as optimizer
 from fleet import options as options
@@ -51,6 +53,7 @@ from fleet.dataset._training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
 from fleet.facade import Path
+from fleet.layers.mpu.mp_ops import split as split
 from fleet.options import BuildStrategy as BuildStrategy
 from fleet.options import DistributedStrategy as DistributedStrategy
 from fleet.options import ExecutionStrategy as ExecutionStrategy
@@ -147,11 +150,13 @@ __all__ = [
     "is_server",
     "is_worker",
     "launch",
+    "layers",
     "load",
     "load_model",
     "load_one_table",
     "local_device_ids",
     "local_rank",
+    "meta_parallel",
     "metrics",
     "minimize",
     "node_num",
@@ -183,6 +188,7 @@ __all__ = [
     "set_state_dict",
     "shrink",
     "spawn",
+    "split",
     "split_files",
     "state_dict",
     "step",

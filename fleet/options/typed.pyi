@@ -671,7 +671,7 @@ class TensorParallelConfigDict(TypedDict, total=False):
     tensor_parallel_degree: int
     """Workers that share the weights of a layer. Default: 1."""
     tensor_init_seed: int
-    """Seed of the shared layers; -1 takes one from the clock. Default: -1."""
+    """Seed of the shared layers; -1 takes that of rank 0: torch.manual_seed's, else a random one. Default: -1."""
 
 class TensorParallelConfigView(ConfigView):
     """The settings of tensor_parallel_configs; see TensorParallelConfigDict."""
@@ -1182,7 +1182,9 @@ class HybridMpConfigDict(TypedDict, total=False):
     sync_param_name: list[str] | tuple[str, ...]
     """As the top-level option of that name; [] means its value. Default: []."""
     need_broadcast_data: bool
-    """Copy the inputs of forward from the first worker of the axis. Default: True."""
+    """Copy the inputs of forward from the first worker of the axis, and warn where they differed; False raises
+    then. Default: True.
+    """
     mp_async_allreduce: bool
     """Overlap gradient all-reduce and product. Accepted with one warning: torch overlaps such pairs by itself when
     the model is compiled. Default: False.
@@ -1200,7 +1202,7 @@ class HybridMpConfigDict(TypedDict, total=False):
     Default: False.
     """
     recompute_allgather: bool
-    """Gather a sequence-parallel input again in backward in place of keeping it. Not yet: refused. Default: False."""
+    """Gather the input of ColumnSequenceParallelLinear again in backward in place of keeping it. Default: False."""
 
 class HybridMpConfigView(ConfigView):
     """The settings of hybrid_configs['mp_configs']; see HybridMpConfigDict."""
@@ -2108,8 +2110,9 @@ class TypedOptions:
     """
     @property
     def sync_param_name(self) -> list[str]:
-        """Parameters whose names contain one of these are kept equal when hybrid_configs['mp_configs'] asks for it.
-        Default: ['embedding', 'layer_norm', '.b_'].
+        """Undivided parameters whose names, as in model.named_parameters(), contain one of these are kept equal as
+        hybrid_configs['mp_configs'] asks; the default stands for all of them. Default: ['embedding',
+        'layer_norm', '.b_'].
         """
     @sync_param_name.setter
     def sync_param_name(self, value: list[str] | tuple[str, ...]) -> None: ...
