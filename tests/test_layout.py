@@ -32,8 +32,8 @@ MAX_LONG_FUNCTIONS = 8
 # Modules whose tests stand in another module's test file, and where.
 TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/_version.py": "tests/fleet/test_main.py",
-    "fleet/runtime/running.py": "tests/fleet/elastic/test_sampler.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
+    "fleet/meta_parallel/pipeline_layer.py": "tests/fleet/runtime/test_pipeline_model.py",
     "strategies/_shared/parts.py": "tests/strategies/sharding/test_sharding_states.py",
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",

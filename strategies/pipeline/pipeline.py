@@ -15,7 +15,7 @@ from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.split import AUTO, SplitLayers
-from fleet.strategies.pipeline.stage import Streams, make_stage
+from fleet.strategies.pipeline.stage import StreamGroups, make_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Pipeline(Strategy):
         """Makes the process groups between stages; every worker does so at the same point."""
         super().__init__(config, session)
         self._dropped: WeakSet[Tensor] = WeakSet()
-        self._streams = Streams(session.axes, session.device) if self._num_stages > 1 else None
+        self._streams = StreamGroups(session.axes, session.device) if self._num_stages > 1 else None
 
     @property
     def _num_stages(self) -> int:
