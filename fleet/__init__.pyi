@@ -218,11 +218,15 @@ def clear_gradient() -> None:
 def clear_gradients() -> None:
     """Clears the gradients of the last distributed optimizer."""
 
-def distributed_model(model: nn.Module) -> FleetModel:
+def distributed_model(model: nn.Module, loss_fn: Any = None) -> FleetModel:
     """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.
 
     Calls run the wrapped module; everything else (attributes, methods, ``state_dict`` names) is the user's. In
     a single process the result behaves like the plain module.
+
+    Args:
+        model: your module.
+        loss_fn: the loss of ``train_batch``, where pipeline_configs['split'] cuts a plain module into stages.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
