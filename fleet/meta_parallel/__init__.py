@@ -2,11 +2,6 @@
 
 The layers ask the running job for their workers when they are created, so ``fleet.init`` comes first. Names are
 resolved at first use.
-
-Example:
-    >>> strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 2}
-    >>> fleet.init(is_collective=True, strategy=strategy)
-    >>> up = fleet.meta_parallel.ColumnParallelLinear(1024, 4096, has_bias=True, gather_output=False)
 """
 
 from __future__ import annotations
@@ -28,6 +23,8 @@ _HOMES = {
     "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
     "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
     "PipelineParallel": "fleet.runtime.pipeline_model",
+    "PipelineParallelMicroStepLocations": f"{_PIPELINE}.hooks",
+    "register_global_pipeline_parallel_hook": f"{_PIPELINE}.hooks",
     "ReshardLayer": _SEGMENT,
     "ring_attention": "fleet.meta_parallel.context_parallel",
     "RNGStatesTracker": "fleet.strategies._shared.random_streams",

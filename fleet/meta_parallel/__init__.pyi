@@ -3,11 +3,6 @@
 
 The layers ask the running job for their workers when they are created, so ``fleet.init`` comes first. Names are
 resolved at first use.
-
-Example:
-    >>> strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 2}
-    >>> fleet.init(is_collective=True, strategy=strategy)
-    >>> up = fleet.meta_parallel.ColumnParallelLinear(1024, 4096, has_bias=True, gather_output=False)
 """
 
 from fleet.meta_parallel.context_parallel import ring_attention as ring_attention
@@ -26,6 +21,10 @@ from fleet.strategies._shared.random_streams import RNGStatesTracker as RNGState
 from fleet.strategies.pipeline.descriptions import LayerDesc as LayerDesc
 from fleet.strategies.pipeline.descriptions import LocalSharedLayerDesc as LocalSharedLayerDesc
 from fleet.strategies.pipeline.descriptions import SharedLayerDesc as SharedLayerDesc
+from fleet.strategies.pipeline.hooks import PipelineParallelMicroStepLocations as PipelineParallelMicroStepLocations
+from fleet.strategies.pipeline.hooks import (
+    register_global_pipeline_parallel_hook as register_global_pipeline_parallel_hook,
+)
 from fleet.strategies.pipeline.micro_batches import PipelineDatasetPreprocessor as PipelineDatasetPreprocessor
 from fleet.strategies.tensor_parallel.cross_entropy import ParallelCrossEntropy as ParallelCrossEntropy
 from fleet.strategies.tensor_parallel.cross_entropy import (
@@ -45,6 +44,7 @@ __all__ = [
     "PipelineDatasetPreprocessor",
     "PipelineLayer",
     "PipelineParallel",
+    "PipelineParallelMicroStepLocations",
     "RNGStatesTracker",
     "ReshardLayer",
     "RowParallelLinear",
@@ -52,6 +52,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "get_rng_state_tracker",
     "model_parallel_random_seed",
+    "register_global_pipeline_parallel_hook",
     "ring_attention",
     "sep_attention",
     "sequence_mean",

@@ -81,9 +81,6 @@ class PipelineModel(FleetModel):
 
         Raises:
             ConfigError: the data does not fit ``pipeline_configs``, or the optimizer is not Fleet's.
-
-        Example:
-            >>> loss = model.train_batch([x, y], optimizer, scheduler)
         """
         session = self._session_for("train_batch")
         if not isinstance(optimizer, FleetOptimizer):

@@ -1,10 +1,10 @@
 """Sequence parallelism between layers whose weights are divided; the sequence is dimension 0 of activations.
 
 Example:
-    >>> class Block(nn.Module):
+    >>> class Block(torch.nn.Module):
     ...     def __init__(self, h):
     ...         super().__init__()
-    ...         self.norm = nn.LayerNorm(h)
+    ...         self.norm = torch.nn.LayerNorm(h)
     ...         for parameter in self.norm.parameters():
     ...             mark_as_sequence_parallel_parameter(parameter)
     ...         self.up = ColumnSequenceParallelLinear(h, 4 * h, has_bias=True, gather_output=False)

@@ -146,9 +146,13 @@ class MeshNorm:
 
     def owners(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns the parameter that each of ``tensors`` is, or is the gradient of; ``None`` for a stranger."""
-        known = {}
+        known: dict[Any, Tensor] = {}
+        seen: set[int] = set()
         for parameters in (self._session.parameters(), *self._session.parameter_sets()):
             for parameter in parameters:
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
                 known[_memory(parameter)] = parameter
                 if parameter.grad is not None:
                     known[_memory(parameter.grad)] = parameter

@@ -19,7 +19,7 @@ class RNGStatesTracker:
     """Random streams by name; inside :meth:`rng_state` torch draws from one of them and not from the global one.
 
     Example:
-        >>> tracker = get_rng_state_tracker()
+        >>> tracker = RNGStatesTracker()
         >>> tracker.add("local_seed", 1024 + fleet.worker_index())
         >>> with tracker.rng_state("local_seed"):
         ...     x = torch.nn.functional.dropout(x)

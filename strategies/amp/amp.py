@@ -21,7 +21,7 @@ from fleet.strategies.amp.amp_model import AmpModel, guard
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.strategies.amp.backward_signal import Signal
 from fleet.strategies.amp.loss_scale import LossScale
-from fleet.strategies.amp.policy import Region, TreatedForward, Treatment, has_guard, plan_treatments
+from fleet.strategies.amp.policy import Region, TreatedForward, Treatment, check_stages, has_guard, plan_treatments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +171,8 @@ class Amp(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when a list names nothing in ``model``, or what it asks for cannot be done there."""
+        if self.session.axes.size("pp") > 1:
+            check_stages(model, self.config, self.session)
         treatments = plan_treatments(model, self.config, self.dtype, pure=self.config.is_pure)
         recurrent = [name for name, m in model.named_modules() if isinstance(m, nn.RNNBase) and name in treatments]
         if self.config.use_optimizer_fp16 and self._is_guarded(model) and recurrent:

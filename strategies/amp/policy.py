@@ -25,8 +25,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fleet.errors import ConfigError, did_you_mean
+from fleet.strategies._declare.strategy import Workers
 from fleet.strategies._shared.casts import cast_floating, cast_tensor, nested_tensors
 from fleet.strategies._shared.parameter_layout import is_stage
+from fleet.strategies._shared.stages import on_some_stage
 
 _T = TypeVar("_T")
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -245,6 +247,26 @@ def _treatment(module: nn.Module, kind: str, listed: bool, dtype: torch.dtype, p
 def is_norm(module: nn.Module) -> bool:
     """Returns whether ``module`` normalises: torch's classes, their subclasses, and classes named ``...Norm``."""
     return isinstance(module, _NORMS) or _NORM_NAME.search(type(module).__name__) is not None
+
+
+def check_stages(model: nn.Module, config: Any, session: Workers) -> None:
+    """Raises ConfigError when a list names nothing on any stage of a pipeline; every stage must call it."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    modules = {name for name, _ in model.named_modules()}
+    modules |= {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    asked = [
+        (option, entry, entry in known)
+        for option, known in (
+            ("custom_white_list", modules),
+            ("custom_black_list", modules),
+            ("custom_black_varnames", names),
+        )
+        for entry in getattr(config, option)
+    ]
+    fits = on_some_stage([fitting for _, _, fitting in asked], session)
+    for (option, entry, _), fitting in zip(asked, fits, strict=True):
+        if not fitting:
+            raise ConfigError(f"amp_configs['{option}'] has {entry!r}, which is on no stage of the pipeline.")
 
 
 def _named(option: str, model: nn.Module, entries: tuple[str, ...]) -> dict[str, str]:

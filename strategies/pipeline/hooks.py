@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from fleet.errors import ConfigError
-from fleet.strategies.pipeline.order import Action
+from fleet.strategies.pipeline.order import MicroStep
 
 Hook = Callable[..., Any]
 _ARGUMENTS = ("input_tensor", "output_tensor", "input_tensor_grad", "output_tensor_grad")
@@ -57,7 +57,7 @@ class StepHooks:
         """Counts micro-steps from 0 again."""
         self._count = {"f": 0, "b": 0}
 
-    def run(self, location: str, action: Action, tensors: dict[str, Any]) -> None:
+    def run(self, location: str, action: MicroStep, tensors: dict[str, Any]) -> None:
         """Runs what belongs to ``location``."""
         hooks = [*_GLOBAL.get(location, ()), *self._own.get(location, ())]
         if hooks:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from fleet.errors import ConfigError
 
 
-class Action(NamedTuple):
+class MicroStep(NamedTuple):
     """A forward (``'f'``) or a backward (``'b'``) of one micro-batch through one chunk of a stage."""
 
     what: Literal["f", "b"]
@@ -20,7 +20,7 @@ class Action(NamedTuple):
     micro: int
 
 
-class Channel(NamedTuple):
+class StageStream(NamedTuple):
     """A one-way stream of messages between two stages; ``what`` are activations (``'f'``) or gradients (``'b'``)."""
 
     what: Literal["f", "b"]
@@ -30,7 +30,7 @@ class Channel(NamedTuple):
 
 def plan_order(
     num_stages: int, stage: int, num_micro: int, *, num_chunks: int = 1, mode: str = "1F1B"
-) -> tuple[Action, ...]:
+) -> tuple[MicroStep, ...]:
     """Returns what ``stage`` does in one step.
 
     Args:
@@ -57,10 +57,10 @@ def plan_order(
     if mode == "F-then-B":
         warm_up = len(forwards)
     warm_up = min(warm_up, len(forwards))
-    order = [Action("f", *at) for at in forwards[:warm_up]]
+    order = [MicroStep("f", *at) for at in forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [Action("f", *forward), Action("b", *backward)]
-    order += [Action("b", *at) for at in backwards[len(forwards) - warm_up :]]
+        order += [MicroStep("f", *forward), MicroStep("b", *backward)]
+    order += [MicroStep("b", *at) for at in backwards[len(forwards) - warm_up :]]
     return tuple(order)
 
 
@@ -72,25 +72,25 @@ def _rounds(num_stages: int, num_micro: int) -> Iterator[range]:
         yield range(start, start + num_stages)
 
 
-def as_text(order: Iterable[Action], *, num_chunks: int = 1) -> str:
+def as_text(order: Iterable[MicroStep], *, num_chunks: int = 1) -> str:
     """Returns the order as Fleet's ``get_static_scheduler()`` writes it: ``'f0;f1;b0;'``, ``'f0_vp0;'``."""
     return "".join(f"{a.what}{a.micro}{f'_vp{a.chunk}' if num_chunks > 1 else ''};" for a in order)
 
 
-def channel_in(action: Action, stage: int, num_stages: int, num_chunks: int) -> Channel | None:
+def channel_in(action: MicroStep, stage: int, num_stages: int, num_chunks: int) -> StageStream | None:
     """Returns where the input of ``action`` comes from; ``None`` for data and for the loss."""
     part, parts = action.chunk * num_stages + stage, num_chunks * num_stages
     if action.what == "f":
-        return None if part == 0 else Channel("f", (part - 1) % num_stages, stage)
-    return None if part == parts - 1 else Channel("b", (part + 1) % num_stages, stage)
+        return None if part == 0 else StageStream("f", (part - 1) % num_stages, stage)
+    return None if part == parts - 1 else StageStream("b", (part + 1) % num_stages, stage)
 
 
-def channel_out(action: Action, stage: int, num_stages: int, num_chunks: int) -> Channel | None:
+def channel_out(action: MicroStep, stage: int, num_stages: int, num_chunks: int) -> StageStream | None:
     """Returns where the result of ``action`` goes; ``None`` for outputs and for gradients of the data."""
     part, parts = action.chunk * num_stages + stage, num_chunks * num_stages
     if action.what == "f":
-        return None if part == parts - 1 else Channel("f", stage, (part + 1) % num_stages)
-    return None if part == 0 else Channel("b", stage, (part - 1) % num_stages)
+        return None if part == parts - 1 else StageStream("f", stage, (part + 1) % num_stages)
+    return None if part == 0 else StageStream("b", stage, (part - 1) % num_stages)
 
 
 def plan_in_flight(num_stages: int, num_micro: int, num_chunks: int) -> int:
@@ -102,14 +102,14 @@ def plan_in_flight(num_stages: int, num_micro: int, num_chunks: int) -> int:
     return 1 if num_chunks == 1 else len(next(_rounds(num_stages, num_micro)))
 
 
-def peer_action(action: Action, stage: int, num_stages: int) -> Action:
+def peer_action(action: MicroStep, stage: int, num_stages: int) -> MicroStep:
     """Returns the action of the next stage that takes what ``action`` sends."""
     step = 1 if action.what == "f" else -1
     part = action.chunk * num_stages + stage + step
-    return Action(action.what, part // num_stages, action.micro)
+    return MicroStep(action.what, part // num_stages, action.micro)
 
 
-def most_live(order: Sequence[Action]) -> int:
+def most_live(order: Sequence[MicroStep]) -> int:
     """Returns how many inputs a stage holds at most: those whose backward is still to come."""
     live = most = 0
     for action in order:
@@ -118,7 +118,7 @@ def most_live(order: Sequence[Action]) -> int:
     return most
 
 
-def check_orders(orders: Sequence[Sequence[Action]], *, num_chunks: int = 1) -> None:
+def check_orders(orders: Sequence[Sequence[MicroStep]], *, num_chunks: int = 1) -> None:
     """Raises ConfigError unless the orders of all stages, run together, end.
 
     Each forward and backward must occur once, a backward after its forward. The replay is strict about waiting: a
@@ -138,8 +138,8 @@ def check_orders(orders: Sequence[Sequence[Action]], *, num_chunks: int = 1) -> 
         raise ConfigError(f"The order of {num_stages} stages would wait forever: {where}")
 
 
-def _check_complete(stage: int, order: Sequence[Action], first: Sequence[Action]) -> None:
-    seen: set[Action] = set()
+def _check_complete(stage: int, order: Sequence[MicroStep], first: Sequence[MicroStep]) -> None:
+    seen: set[MicroStep] = set()
     for action in order:
         if action in seen:
             raise ConfigError(f"Stage {stage} runs {as_text([action])} twice.")
@@ -153,11 +153,11 @@ def _check_complete(stage: int, order: Sequence[Action], first: Sequence[Action]
 class _Replay:
     """All stages at once: ``at`` is where each stands in its order."""
 
-    def __init__(self, orders: Sequence[Sequence[Action]], num_chunks: int, in_flight: int) -> None:
+    def __init__(self, orders: Sequence[Sequence[MicroStep]], num_chunks: int, in_flight: int) -> None:
         self.at = [0] * len(orders)
         self._orders, self._num_chunks, self._in_flight = orders, num_chunks, in_flight
-        self._streams: dict[Channel, list[Action]] = {}  # what was sent, as what the receiver does with it
-        self._taken: dict[Channel, int] = {}
+        self._streams: dict[StageStream, list[MicroStep]] = {}  # what was sent, as what the receiver does with it
+        self._taken: dict[StageStream, int] = {}
 
     def advance(self) -> bool:
         """Lets every stage do one action if it can; returns whether one did."""

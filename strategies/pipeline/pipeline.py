@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.split import AUTO, SplitLayers
-from fleet.strategies.pipeline.stage import Streams, make_stage
+from fleet.strategies.pipeline.stage import StreamGroups, make_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ class Pipeline(Strategy):
     def __init__(self, config: Any, session: Workers) -> None:
         """Makes the process groups between stages; every worker does so at the same point."""
         super().__init__(config, session)
-        self._dropped: WeakSet[Tensor] = WeakSet()
-        self._streams = Streams(session.axes, session.device) if self._num_stages > 1 else None
+        self._dropped = WeakTensorKeyDictionary()  # parameters of other stages
+        self._streams = StreamGroups(session.axes, session.device) if self._num_stages > 1 else None
 
     @property
     def _num_stages(self) -> int:
@@ -123,7 +123,7 @@ class Pipeline(Strategy):
         stages, stage = self._num_stages, self.session.axes.rank("pp")
         made = SplitLayers(model, self.config.split if stages > 1 else AUTO, stages, stage, loss_fn)
         kept = set(made.parameters())
-        self._dropped.update(p for p in model.parameters() if p not in kept)
+        self._dropped.update({p: True for p in model.parameters() if p not in kept})
         return made
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:

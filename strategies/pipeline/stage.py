@@ -16,15 +16,15 @@ from fleet.strategies._shared.experts import expert_names, is_expert
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.gradient_exchange import REDUCER
 from fleet.strategies.pipeline.descriptions import StagedLayers
-from fleet.strategies.pipeline.engine import Place, make_links
-from fleet.strategies.pipeline.order import Channel
+from fleet.strategies.pipeline.order import StageStream
 from fleet.strategies.pipeline.reducer import GradientReducer
+from fleet.strategies.pipeline.stage_run import StagePlace, make_links
 from fleet.strategies.pipeline.ties import Ties
 
 _STAGE = "fleet_stage"
 
 
-class Streams:
+class StreamGroups:
     """The process groups in which activations and gradients travel; every worker makes them at the same point.
 
     NCCL runs what a group has to do in the order in which it was asked: each direction, and each way around where two
@@ -41,7 +41,7 @@ class Streams:
             if axes.size("pp") > 2:
                 self._groups[2:] = self._groups[:2]
 
-    def group_of(self, channel: Channel) -> Any:
+    def group_of(self, channel: StageStream) -> Any:
         """Returns the group of a stream."""
         return self._groups[2 * (channel.source > channel.target) + (channel.what == "b")]
 
@@ -67,7 +67,7 @@ class PipelineStage:
     """
 
     layers: StagedLayers
-    place: Place
+    place: StagePlace
     axes: Axes
     device: torch.device
     ties: Ties
@@ -81,11 +81,11 @@ class PipelineStage:
         return self.axes.group("pp")
 
 
-def make_stage(layers: StagedLayers, session: Any, streams: Streams, config: Any) -> PipelineStage:
+def make_stage(layers: StagedLayers, session: Any, streams: StreamGroups, config: Any) -> PipelineStage:
     """Returns the stage of ``layers``, whose parameters are then equal where they must be; every worker calls it."""
     axes, options, ranks = session.axes, session.options, session.axes.ranks("pp")
     settings = options["hybrid_configs"].pp_configs
-    place = Place(layers.num_stages, layers.stage, layers.num_chunks, config.schedule_mode)
+    place = StagePlace(layers.num_stages, layers.stage, layers.num_chunks, config.schedule_mode)
     make_links(place, ranks, streams.group_of, session.device)
     ties = Ties(layers, axes.all_ranks("pp"), axes.global_rank, axes.group("pp"), timeout_s())
     copies = axes.group(*COPY_AXES)

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from fleet.errors import ConfigError
 from fleet.strategies.pipeline.descriptions import StagedLayers
-from fleet.strategies.pipeline.engine import Place, StageRun
 from fleet.strategies.pipeline.hooks import StepHooks
 from fleet.strategies.pipeline.micro_batches import cut_data, described_shapes, different_numbers, plan_weights
-from fleet.strategies.pipeline.order import Action
+from fleet.strategies.pipeline.order import MicroStep
 from fleet.strategies.pipeline.stage import PipelineStage
+from fleet.strategies.pipeline.stage_run import StagePlace, StageRun
 from fleet.strategies.pipeline.wire import dtype_code, dtype_of, number_of
 
 _TRAIN, _EVAL, _OUTPUTS = range(3)
@@ -73,7 +73,7 @@ class PipelineStep:
     def compute(self, data: Any) -> None:
         """Runs forward, and backward where it trains, of all micro-batches; every stage calls it."""
         signature = self._agree(data)
-        place = Place(1, 0) if self.stage is None else self.stage.place
+        place = StagePlace(1, 0) if self.stage is None else self.stage.place
         dynamic = self.stage is not None and self.stage.sends_headers
         run = StageRun(
             place, self, self.num_micro,
@@ -162,7 +162,7 @@ class PipelineStep:
         scaled = chosen if weight == 1 else chosen * weight
         return scaled if self.scale is None else self.scale(scaled)
 
-    def hook(self, location: str, action: Action, **tensors: Any) -> None:
+    def hook(self, location: str, action: MicroStep, **tensors: Any) -> None:
         """Runs the user's hooks."""
         self.hooks.run(location, action, tensors)
 

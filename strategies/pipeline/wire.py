@@ -138,7 +138,7 @@ def number_of(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """One direction between this worker and another one: a group of its own, so that streams cannot cross."""
 
     group: dist.ProcessGroup
@@ -200,7 +200,7 @@ class Outgoing:
         known: headers that the receiver knows, ``None`` to send them; unused for gradients.
     """
 
-    def __init__(self, link: Link, in_flight: int, known: list[Header] | None = None) -> None:
+    def __init__(self, link: StageLink, in_flight: int, known: list[Header] | None = None) -> None:
         self.link, self.known = link, known
         self.sent: list[Header] = []
         self._in_flight = in_flight
@@ -252,7 +252,7 @@ class Incoming:
         known: headers that were received before, ``None`` to receive them; unused for gradients.
     """
 
-    def __init__(self, link: Link, known: list[Header] | None = None) -> None:
+    def __init__(self, link: StageLink, known: list[Header] | None = None) -> None:
         self.link, self.known = link, known
         self.received: list[Header] = []
         self._posted: deque[tuple[list[Tensor], list[Any]]] = deque()

@@ -30,7 +30,7 @@ class ParallelCrossEntropy(nn.Module):
         ignore_index: the label whose rows have loss 0 and no gradient.
 
     Example:
-        >>> loss = ParallelCrossEntropy()(logits, labels).mean()
+        >>> loss = ParallelCrossEntropy()(torch.zeros(3, 4), torch.tensor([0, 1, 3])).mean()
     """
 
     def __init__(self, mp_group: Any = None, name: str | None = None, ignore_index: int = -100) -> None:

@@ -35,7 +35,7 @@ class ScatterOp:
     """Takes this worker's part of a whole sequence; backward gathers.
 
     Example:
-        >>> x = ScatterOp.apply(embedded)
+        >>> x = ScatterOp.apply(x)
     """
 
     @staticmethod
@@ -215,7 +215,7 @@ def mark_as_sequence_parallel_parameter(parameter: Tensor) -> None:
     It serves norms between the layers of this module, and what stands inside divided heads or columns.
 
     Example:
-        >>> for parameter in block.norm.parameters():
+        >>> for parameter in torch.nn.LayerNorm(8).parameters():
         ...     mark_as_sequence_parallel_parameter(parameter)
     """
     setattr(parameter, _MARK, True)

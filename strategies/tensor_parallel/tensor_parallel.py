@@ -16,6 +16,7 @@ from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers,
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
+from fleet.strategies._shared.random_streams import TRACKER
 from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
 from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
 from fleet.strategies.tensor_parallel.plan import ResolvedPlan, apply_plan, read_plan, resolve_plan
@@ -88,9 +89,10 @@ class TensorParallel(Strategy):
             seed_streams(None if config.tensor_init_seed < 0 else config.tensor_init_seed, session.axes, session.device)
 
     def close(self) -> None:
-        """Forgets the workers: layers that are made afterwards are whole."""
+        """Forgets the workers and the streams: layers that are made afterwards are whole."""
         if CurrentJob.axes is self._axes:
             CurrentJob.axes, CurrentJob.recompute_allgather = None, False
+            TRACKER.reset()
 
     @classmethod
     def chosen(cls, options: Values) -> bool:

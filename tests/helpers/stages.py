@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleet.strategies.pipeline.engine import Place, StageRun
-from fleet.strategies.pipeline.order import Action, Channel, channel_in, channel_out
+from fleet.strategies.pipeline.order import MicroStep, StageStream, channel_in, channel_out
+from fleet.strategies.pipeline.stage_run import StagePlace, StageRun
 
 _WAIT_S = 20.0
 
@@ -78,7 +78,7 @@ class StageWork:
         self.losses.append(value.item())
         return value
 
-    def hook(self, location: str, action: Action, **tensors: Any) -> None:
+    def hook(self, location: str, action: MicroStep, **tensors: Any) -> None:
         """Counts micro-batches between their forward and their backward."""
         self.live += {"forward_begin": 1, "backward_end": -1}.get(location, 0)
         self.most_live = max(self.most_live, self.live)
@@ -88,10 +88,10 @@ class StageWork:
         return nullcontext()
 
 
-def make_places(num_stages: int, num_chunks: int = 1, mode: str = "1F1B") -> list[Place]:
+def make_places(num_stages: int, num_chunks: int = 1, mode: str = "1F1B") -> list[StagePlace]:
     """Returns the stages, linked by queues."""
-    wires: dict[Channel, queue.Queue[Tensor]] = defaultdict(queue.Queue)
-    places = [Place(num_stages, stage, num_chunks, mode) for stage in range(num_stages)]
+    wires: dict[StageStream, queue.Queue[Tensor]] = defaultdict(queue.Queue)
+    places = [StagePlace(num_stages, stage, num_chunks, mode) for stage in range(num_stages)]
     for stage, place in enumerate(places):
         for action in place.order(1):
             source = channel_in(action, stage, num_stages, num_chunks)
@@ -104,12 +104,17 @@ def make_places(num_stages: int, num_chunks: int = 1, mode: str = "1F1B") -> lis
 
 
 def run_stages(
-    places: Sequence[Place], works: Sequence[Any], num_micro: int, *, signature: int | None = 1, trains: bool = True
+    places: Sequence[StagePlace],
+    works: Sequence[Any],
+    num_micro: int,
+    *,
+    signature: int | None = 1,
+    trains: bool = True,
 ) -> None:
     """Runs one step of all stages; raises the first error of one."""
     errors: list[BaseException] = []
 
-    def run(place: Place, work: Any) -> None:
+    def run(place: StagePlace, work: Any) -> None:
         try:
             with nullcontext() if trains else torch.no_grad():
                 StageRun(place, work, num_micro, signature=signature, trains=trains).run()

@@ -1,8 +1,8 @@
 """The exchanges between whole and divided activations, under the names that model code of Fleet calls.
 
 Example:
-    >>> hidden = _c_identity(hidden)  # its gradient is the sum over the workers
-    >>> logits = torch.nn.functional.linear(hidden, embedding.weight)  # this worker's part of the vocabulary
+    >>> hidden = _c_identity(x)  # its gradient is the sum over the workers
+    >>> logits = torch.nn.functional.linear(hidden, model.weight)  # this worker's part of the vocabulary
 """
 
 from __future__ import annotations

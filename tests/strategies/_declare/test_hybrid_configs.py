@@ -46,10 +46,10 @@ def test_communicator_settings_are_kept() -> None:
         strategy.hybrid_configs = {"dp_configs": {"nccl_config": {"nchannels": -2}}}
 
 
-def test_schedules_that_torch_lacks_are_refused() -> None:
+def test_schedules_that_are_not_offered_are_refused() -> None:
     """A.2 pp_configs: 0r keys are refused with the reason even while the pipeline is off."""
     strategy = DistributedStrategy()
-    strategy.hybrid_configs = {"pp_configs": {"enable_dynamic_shape": True}}
+    strategy.hybrid_configs = {"pp_configs": {"use_dualpipev": True}}
     found = problems(strategy, 2)
     assert [type(error) for error in found] == [UnsupportedOptionError]
-    assert "same shapes at every step" in str(found[0])
+    assert "two ends of the model" in str(found[0])

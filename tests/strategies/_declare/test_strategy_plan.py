@@ -139,9 +139,9 @@ def test_problems_of_switches() -> None:
     strategy.sharding_configs = {"sharding_degree": 2, "dp_degree": 1, "pp_degree": 2}
     assert any("while 'pipeline' is off" in str(error) for error in problems(strategy, 4))
     strategy = DistributedStrategy()
-    strategy.pipeline = True
-    strategy.gradient_scale_configs = {"scale_strategy": "sum"}
-    assert any("must be 'avg'" in str(error) for error in problems(strategy, 4))
+    both = {"dp_comm_overlap": True, "sharding_comm_overlap": True}
+    strategy.hybrid_configs = {"pp_degree": 2, "pp_configs": both}
+    assert any("Set one of them" in str(error) for error in problems(strategy, 4))
     strategy = DistributedStrategy()
     strategy.use_hierarchical_allreduce = True
     strategy.hierarchical_allreduce_inter_nranks = 3

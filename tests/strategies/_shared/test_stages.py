@@ -8,6 +8,8 @@ from torch import nn
 from fleet.errors import ConfigError
 from fleet.runtime.running import running_session
 from fleet.strategies._shared.stages import on_some_stage
+from fleet.strategies.amp.amp import AmpConfig
+from fleet.strategies.amp.policy import check_stages
 from fleet.strategies.recompute import check_patterns
 from tests.helpers.workers import run_workers
 from tests.strategies._shared.norm_jobs import init
@@ -22,6 +24,11 @@ def patterns(rank: int, world_size: int) -> list[bool]:
     check_patterns(stage, ("block0", "block1"), session)
     with pytest.raises(ConfigError, match="'block2', which names no module"):
         check_patterns(stage, ("block*", "block2"), session)
+    check_stages(
+        stage, AmpConfig(custom_black_list=["block0", "Linear"], custom_black_varnames=["block1.bias"]), session
+    )
+    with pytest.raises(ConfigError, match="'block2', which is on no stage"):
+        check_stages(stage, AmpConfig(custom_white_list=["block2"]), session)
     return on_some_stage([rank == 0, rank == 1, False], session)
 
 

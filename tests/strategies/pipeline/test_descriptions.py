@@ -34,7 +34,7 @@ def staged(num_stages: int, stage: int, num_chunks: int = 1) -> StagedLayers:
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (3, 1), (6, 1), (2, 2), (2, 3)])
 def test_start_and_names_do_not_depend_on_the_mesh(num_stages: int, num_chunks: int) -> None:
-    """Sections 6, 13: names hold the place in the whole list, interleaved too; every layer on one stage; equal values."""
+    """Sections 6, 13: names hold the place in the whole list, interleaved too; every layer on one stage."""
     whole = staged(1, 0)
     after = torch.rand(1)
     expected = whole.state_dict()
@@ -60,7 +60,7 @@ def test_start_and_names_do_not_depend_on_the_mesh(num_stages: int, num_chunks: 
 
 
 def test_stages_together_compute_what_the_list_does() -> None:
-    """Section 6: forward(input, chunk_id) runs the local layers; get_model_chunks; recomputed segments are bit-equal."""
+    """Section 6: forward(input, chunk_id) runs the local layers; get_model_chunks; recomputed is bit-equal."""
     whole = staged(1, 0)
     ids = torch.tensor([0, 3])
     expected = whole(ids)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.strategies.pipeline.order import Action, as_text, check_orders, most_live, plan_order
+from fleet.strategies.pipeline.order import MicroStep, as_text, check_orders, most_live, plan_order
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "pipeline_orders.json").read_text())
 
@@ -44,4 +44,4 @@ def test_wrong_orders_are_found() -> None:
     with pytest.raises(ValueError, match="does not run each"):
         check_orders([orders[0], orders[1][:2]])
     with pytest.raises(ValueError, match="does not run each"):
-        check_orders([(Action("f", 0, 0),), (Action("f", 0, 0),)])
+        check_orders([(MicroStep("f", 0, 0),), (MicroStep("f", 0, 0),)])

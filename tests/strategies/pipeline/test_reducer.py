@@ -37,6 +37,11 @@ def exchanges(rank: int, world_size: int) -> None:
             torch.testing.assert_close(grad, p.grad)  # two passes of each worker, divided by two
             p.grad = None
 
+    earlier_steps_and_unused(rank, layers)
+
+
+def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
+    group = dist.group.WORLD
     # Gradients of an earlier step stay as they were and are added once.
     reducer = GradientReducer([list(layers.parameters())], group, divisor=1)
     weight = layers[0].weight

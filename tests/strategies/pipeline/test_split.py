@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fleet import fleet
 from fleet.options import DistributedStrategy
 from fleet.strategies.pipeline.split import AUTO, SplitLayers
+from tests.helpers.staged_training import CE, Case, close, start
+from tests.helpers.workers import run_workers
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rate: float) -> None:
         super().__init__()
-        self.norm, self.up, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(0.5)
+        self.norm, self.up, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(rate)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         moved: Tensor = self.drop(self.up(self.norm(x)))
@@ -25,10 +28,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Positions by torch.arange, a mask that every block takes, blocks in a list of an inner module, tied weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
+        self.rate = rate
         self.body = nn.ModuleDict({"wte": nn.Embedding(11, 4), "wpe": nn.Embedding(8, 4)})
-        self.body["h"] = nn.ModuleList(Block(4) for _ in range(3))
+        self.body["h"] = nn.ModuleList(Block(4, rate) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(4))
         self.head = nn.Linear(4, 11, bias=False)
         self.head.weight = self.body["wte"].weight
@@ -39,7 +43,7 @@ class Gpt(nn.Module):
         x = self.body["wte"](ids) + self.body["wpe"](torch.arange(length, device=ids.device))
         for block in self.body["h"]:
             x = block(x, mask)
-        x = nn.functional.dropout(x, 0.5, self.training)
+        x = nn.functional.dropout(x, self.rate, self.training)
         out: Tensor = self.head(x * self.scale)
         return out
 
@@ -110,3 +114,36 @@ def test_auto_may_be_written_without_a_list() -> None:
     strategy = DistributedStrategy()
     strategy.pipeline_configs = {"split": "auto"}
     assert strategy.pipeline_configs["split"] == ["auto"]
+
+
+def flat_loss(out: Tensor, labels: Tensor) -> Tensor:
+    return CE(out.flatten(0, 1), labels.flatten())
+
+
+def trains_split(rank: int, world_size: int) -> None:
+    for split in ("auto", ["body.h.2"]):
+        start(Case({"pp_degree": 2, "dp_degree": 1}, pipeline={"split": split}))
+        torch.manual_seed(0)
+        model = Gpt(rate=0.0)
+        whole, names = copy.deepcopy(model), set(model.state_dict())
+        optimizer = torch.optim.SGD([{"params": model.parameters()}], lr=0.5)
+        staged = fleet.distributed_model(model, loss_fn=flat_loss)
+        assert set(staged.state_dict()) < names
+        wrapped = fleet.distributed_optimizer(optimizer)
+        assert {id(p) for p in wrapped.parameters()} == {id(p) for p in staged.parameters()}
+        plain = torch.optim.SGD(whole.parameters(), lr=0.5)
+        for step in range(3):
+            ids = torch.randint(0, 11, (8, 5))
+            loss = staged.train_batch([ids, ids], wrapped)
+            expected = flat_loss(whole(ids), ids)
+            expected.backward()
+            plain.step()
+            plain.zero_grad()
+            close(loss, expected.detach(), f"loss {step}", 1e-5)
+        for name, value in staged.state_dict().items():
+            close(value, whole.state_dict()[name], name, 1e-5)
+
+
+def test_split_models_train() -> None:
+    """Issue 12, 1: the loop stays train_batch; an optimizer made before keeps the parameters of this stage."""
+    run_workers(trains_split, 2, backend=None, timeout_s=100)

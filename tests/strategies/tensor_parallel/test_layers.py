@@ -23,6 +23,11 @@ from fleet.strategies.tensor_parallel.layers import (
 from fleet.strategies.tensor_parallel.place import LayerPlace
 
 
+@pytest.fixture(autouse=True)
+def _no_streams() -> None:
+    TRACKER.reset()
+
+
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_one_worker_has_the_plain_layer(kind: Any) -> None:
     """Surface section 3: with m = 1 each is the plain layer; its bias starts at zero."""

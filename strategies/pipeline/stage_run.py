@@ -1,4 +1,4 @@
-"""Engine: runs the order of one stage: micro-batches in, losses and gradients out.
+"""StageRun: the order of one stage, run: micro-batches in, losses and gradients out.
 
 [Note: What is kept]
 Between the forward and the backward of a micro-batch a stage keeps the tensors that came in, and of those that went out
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from fleet.strategies.pipeline.order import Action, Channel, channel_in, channel_out, plan_in_flight, plan_order
-from fleet.strategies.pipeline.wire import Incoming, Known, Link, Outgoing, Spec
+from fleet.strategies.pipeline.order import MicroStep, StageStream, channel_in, channel_out, plan_in_flight, plan_order
+from fleet.strategies.pipeline.wire import Incoming, Known, Outgoing, Spec, StageLink
 
 
 class Work(Protocol):
@@ -34,7 +34,7 @@ class Work(Protocol):
     def loss(self, micro: int, output: Any) -> Tensor | None:
         """Takes the output of the model; returns where backward begins, ``None`` without backward."""
 
-    def hook(self, location: str, action: Action, **tensors: Any) -> None:
+    def hook(self, location: str, action: MicroStep, **tensors: Any) -> None:
         """Called at the begin and the end of each forward and backward."""
 
     def last_backward(self, chunk: int) -> Any:
@@ -42,25 +42,25 @@ class Work(Protocol):
 
 
 @dataclass
-class Place:
+class StagePlace:
     """Where a stage stands in its pipeline, and its links."""
 
     num_stages: int
     stage: int
     num_chunks: int = 1
     mode: str = "1F1B"
-    links_in: dict[Channel, Link] = field(default_factory=dict)
-    links_out: dict[Channel, Link] = field(default_factory=dict)
-    known_in: dict[Channel, Known] = field(default_factory=dict)
-    known_out: dict[Channel, Known] = field(default_factory=dict)
+    links_in: dict[StageStream, StageLink] = field(default_factory=dict)
+    links_out: dict[StageStream, StageLink] = field(default_factory=dict)
+    known_in: dict[StageStream, Known] = field(default_factory=dict)
+    known_out: dict[StageStream, Known] = field(default_factory=dict)
 
-    def order(self, num_micro: int) -> tuple[Action, ...]:
+    def order(self, num_micro: int) -> tuple[MicroStep, ...]:
         """Returns what this stage does in a step."""
         return plan_order(self.num_stages, self.stage, num_micro, num_chunks=self.num_chunks, mode=self.mode)
 
 
 @dataclass
-class Held:
+class Pending:
     """What is kept of a micro-batch in a chunk until its backward; see [Note: What is kept]."""
 
     inputs: list[Tensor]
@@ -85,7 +85,7 @@ class StageRun:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         work: Work,
         num_micro: int,
         *,
@@ -98,10 +98,10 @@ class StageRun:
         order = place.order(num_micro)
         self._order = order if trains else [action for action in order if action.what == "f"]
         self._trains = trains
-        self._held: dict[tuple[int, int], Held] = {}
-        self._in: dict[Channel, Incoming] = {}
-        self._out: dict[Channel, Outgoing] = {}
-        self._expected: dict[Channel, list[Action]] = {}
+        self._held: dict[tuple[int, int], Pending] = {}
+        self._in: dict[StageStream, Incoming] = {}
+        self._out: dict[StageStream, Outgoing] = {}
+        self._expected: dict[StageStream, list[MicroStep]] = {}
         self._open()
 
     def run(self) -> None:
@@ -135,7 +135,7 @@ class StageRun:
                 known = self._headers(place.known_out, target)
                 self._out[target] = Outgoing(place.links_out[target], in_flight, known)
 
-    def _headers(self, known: dict[Channel, Known], channel: Channel) -> Any:
+    def _headers(self, known: dict[StageStream, Known], channel: StageStream) -> Any:
         if channel.what == "b" or self._signature is None:
             return None
         return known.setdefault(channel, Known()).of(self._signature, caches=True)
@@ -163,7 +163,7 @@ class StageRun:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: MicroStep) -> None:
         place, work = self._place, self._work
         source = channel_in(action, place.stage, place.num_stages, place.num_chunks)
         target = channel_out(action, place.stage, place.num_stages, place.num_chunks)
@@ -176,7 +176,7 @@ class StageRun:
         output = work.run(action.chunk, action.micro, value)
         work.hook("forward_end", action, input_tensor=value, output_tensor=output)
         inputs = [] if source is None else [leaf for leaf in tree_leaves(value) if _takes_gradient(leaf)]
-        held = Held(inputs, [], [])
+        held = Pending(inputs, [], [])
         if self._keeps_values:
             held.input, held.output = value, output
         if target is None:
@@ -192,7 +192,7 @@ class StageRun:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: MicroStep) -> None:
         place, work = self._place, self._work
         source = channel_in(action, place.stage, place.num_stages, place.num_chunks)
         target = channel_out(action, place.stage, place.num_stages, place.num_chunks)
@@ -222,7 +222,7 @@ class StageRun:
             ]
             self._out[target].send(whole, f"the gradient of micro-batch {action.micro}")
 
-    def _gradients(self, action: Action, source: Channel, held: Held) -> list[Tensor]:
+    def _gradients(self, action: MicroStep, source: StageStream, held: Pending) -> list[Tensor]:
         stream = self._in[source]
         self._expected[source].pop(0)
         if not held.specs:
@@ -231,7 +231,7 @@ class StageRun:
             stream.post(held.specs)
         return stream.take(f"the gradient of micro-batch {action.micro}")
 
-    def _described(self, action: Action) -> str:
+    def _described(self, action: MicroStep) -> str:
         chunk = f" of chunk {action.chunk}" if self._place.num_chunks > 1 else ""
         return f"was in the {_NAMES[action.what]} of micro-batch {action.micro}{chunk}"
 
@@ -244,9 +244,9 @@ def _takes_gradient(leaf: Any) -> bool:
 
 
 def make_links(
-    place: Place,
+    place: StagePlace,
     ranks: Sequence[int],
-    group_of: Callable[[Channel], Any],
+    group_of: Callable[[StageStream], Any],
     device: torch.device,
 ) -> None:
     """Gives ``place`` a link for each stream of its stage; ``ranks`` are the global ranks of the stages."""
@@ -257,4 +257,4 @@ def make_links(
                 continue
             stage = channel.target if is_out else channel.source
             described = f"stage {stage} (worker {ranks[stage]})"
-            links[channel] = Link(group_of(channel), ranks[stage], int(channel.what == "b"), device, described)
+            links[channel] = StageLink(group_of(channel), ranks[stage], int(channel.what == "b"), device, described)
