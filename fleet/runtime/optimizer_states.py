@@ -29,7 +29,7 @@ from fleet.strategies._shared.parts import (
     place_of,
     whole_state,
 )
-from fleet.strategies._shared.whole_states import Entry, WholeStates, cut, described, layouts_of
+from fleet.strategies._shared.whole_states import WholeEntry, WholeStates, cut, described, layouts_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _NO_STATE = {"rank": 0, "degree": 1}
@@ -198,11 +198,11 @@ class OptimizerStates:
         said = self._whole.said({"groups": self._own_groups(), "rows": named})
         groups = self._groups([stage["groups"] for stage in said])
         places = {name: at for at, name in enumerate(name for names in groups for name in names)}
-        union: dict[tuple[int, str], Entry] = {}
+        union: dict[tuple[int, str], WholeEntry] = {}
         for stage, other in enumerate(said):
             for name, key, kind, shape in other["rows"]:
                 is_value = kind == "value"
-                entry = Entry(name, stage, kind, () if is_value else tuple(shape), shape if is_value else None)
+                entry = WholeEntry(name, stage, kind, () if is_value else tuple(shape), shape if is_value else None)
                 union.setdefault((places[name], key), entry)
         mine = {(places[self._name(row[1])], row[2]): row for row in rows}
         order = sorted(union, key=lambda found: found[0])
