@@ -29,6 +29,7 @@ from fleet import elastic as elastic
 from fleet import env as env
 from fleet import errors as errors
 from fleet import launch as launch
+from fleet import layers as layers
 from fleet import meta_parallel as meta_parallel
 from fleet import metrics as metrics
 from fleet import optimizer as optimizer
@@ -52,6 +53,7 @@ from fleet.dataset._training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
 from fleet.facade import Path
+from fleet.layers.mpu.mp_ops import split as split
 from fleet.options import BuildStrategy as BuildStrategy
 from fleet.options import DistributedStrategy as DistributedStrategy
 from fleet.options import ExecutionStrategy as ExecutionStrategy
@@ -150,6 +152,7 @@ __all__ = [
     "is_server",
     "is_worker",
     "launch",
+    "layers",
     "load",
     "load_model",
     "load_one_table",
@@ -187,6 +190,7 @@ __all__ = [
     "set_state_dict",
     "shrink",
     "spawn",
+    "split",
     "split_files",
     "state_dict",
     "step",
@@ -229,17 +233,22 @@ def data_rank() -> int:
     rows. Without such axes it is :meth:`worker_index`.
 
     Example:
-        >>> sampler = DistributedSampler(data, num_replicas=fleet.data_replicas(), rank=fleet.data_rank())
+        >>> fleet.data_rank(), fleet.data_replicas()  # mp 2 on workers 0 and 1: one replica
+        (0, 1)
     """
 
 def data_replicas() -> int:
     """Returns how many workers, or groups of workers that hold one copy of the model, train on different rows."""
 
-def distributed_model(model: nn.Module) -> FleetModel:
+def distributed_model(model: nn.Module, loss_fn: Any = None) -> FleetModel:
     """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.
 
     Calls run the wrapped module; everything else (attributes, methods, ``state_dict`` names) is the user's. In
     a single process the result behaves like the plain module.
+
+    Args:
+        model: your module.
+        loss_fn: the loss of ``train_batch``, where pipeline_configs['split'] cuts a plain module into stages.
 
     Raises:
         NotInitializedError: before ``fleet.init``.

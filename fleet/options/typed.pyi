@@ -408,12 +408,17 @@ class PipelineConfigDict(TypedDict, total=False):
     One of '1F1B', 'F-then-B'. Default: '1F1B'.
     """
     p2p_cache_shape: bool
-    """Exchange the shapes of activations once. Refused: torch's pipeline schedules need the same shapes at every
-    step; leave it True. Default: True.
+    """Send the shapes of activations once for each shape of the data; False sends them with every activation.
+    Default: True.
     """
     enable_partial_send_recv: bool
     """With tensor parallelism, send a part of each activation and gather it on the other side. Accepted with one
-    warning: torch sends whole activations; only bandwidth differs. Default: True.
+    warning: activations are sent whole: only bandwidth differs, and parts are right for equal activations only.
+    Default: True.
+    """
+    split: list[str] | tuple[str, ...]
+    """Cuts a plain model, whose forward calls one layer after the other: the names of the first layer of each stage
+    but the first, or 'auto' for stages with about as many parameters. Default: [].
     """
 
 class PipelineConfigView(ConfigView):
@@ -424,6 +429,10 @@ class PipelineConfigView(ConfigView):
     schedule_mode: str
     p2p_cache_shape: bool
     enable_partial_send_recv: bool
+    @property
+    def split(self) -> list[str]: ...
+    @split.setter
+    def split(self, value: list[str] | tuple[str, ...]) -> None: ...
     @overload
     def __getitem__(self, key: Literal["micro_batch_size", "accumulate_steps"], /) -> int: ...
     @overload
@@ -431,11 +440,15 @@ class PipelineConfigView(ConfigView):
     @overload
     def __getitem__(self, key: Literal["p2p_cache_shape", "enable_partial_send_recv"], /) -> bool: ...
     @overload
+    def __getitem__(self, key: Literal["split"], /) -> list[str]: ...
+    @overload
     def __setitem__(self, key: Literal["micro_batch_size", "accumulate_steps"], value: int, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["schedule_mode"], value: str, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["p2p_cache_shape", "enable_partial_send_recv"], value: bool, /) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["split"], value: list[str] | tuple[str, ...], /) -> None: ...
 
 class QatConfigDict(TypedDict, total=False):
     """The keys of qat_configs."""
@@ -1182,7 +1195,9 @@ class HybridMpConfigDict(TypedDict, total=False):
     sync_param_name: list[str] | tuple[str, ...]
     """As the top-level option of that name; [] means its value. Default: []."""
     need_broadcast_data: bool
-    """Copy the inputs of forward from the first worker of the axis. Default: True."""
+    """Copy the inputs of forward from the first worker of the axis, and warn where they differed; False raises
+    then. Default: True.
+    """
     mp_async_allreduce: bool
     """Overlap gradient all-reduce and product. Accepted with one warning: torch overlaps such pairs by itself when
     the model is compiled. Default: False.
@@ -1200,7 +1215,7 @@ class HybridMpConfigDict(TypedDict, total=False):
     Default: False.
     """
     recompute_allgather: bool
-    """Gather a sequence-parallel input again in backward in place of keeping it. Not yet: refused. Default: False."""
+    """Gather the input of ColumnSequenceParallelLinear again in backward in place of keeping it. Default: False."""
 
 class HybridMpConfigView(ConfigView):
     """The settings of hybrid_configs['mp_configs']; see HybridMpConfigDict."""
@@ -1328,11 +1343,11 @@ class HybridPpConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs['pp_configs']."""
 
     dp_comm_overlap: bool
-    """Average over copies during the last micro-batch. Not yet: refused. Default: False."""
+    """Average over copies during the last micro-batch, not after it. Default: False."""
     sharding_comm_overlap: bool
-    """Reduce to the owners during the last micro-batch. Not yet: refused. Default: False."""
+    """The same, for copies along the sharding axis. Default: False."""
     delay_scale_loss: bool
-    """Divide the gradients once per step and not the losses. Not yet: refused. Default: False."""
+    """Divide the gradients once per step and not the losses. Default: False."""
     enable_timer: bool
     """Measure the phases of a step. Accepted with one warning: torch.profiler shows the same; nothing here measures
     by itself. Default: False.
@@ -1342,33 +1357,39 @@ class HybridPpConfigDict(TypedDict, total=False):
     measures by itself. Default: False.
     """
     release_gradients: bool
-    """Free the gradients between steps. Not yet: refused. Default: False."""
+    """Free the gradients between steps. Accepted with one warning: train_batch() frees them after each step
+    already. Default: False.
+    """
     overlap_p2p_comm: bool
-    """Send and receive while computing. Accepted with one warning: torch's schedules post transfers early by
-    themselves. Default: False.
+    """Send and receive while computing. Accepted with one warning: every transfer runs beside the computation
+    already. Default: False.
     """
     clear_every_step_cache: bool
-    """Give cached device memory back after each step. Not yet: refused. Default: False."""
+    """Give cached device memory back after each step. Default: False."""
     use_batch_p2p_comm: bool
-    """Send and receive in one batch of operations. Accepted with one warning: torch's schedules always do. Default:
-    True.
+    """Send and receive in one batch of operations. Accepted with one warning: each direction has a stream of its
+    own, so transfers need no batch that keeps them apart. Default: True.
     """
     best_unbalanced_scheduler: bool
-    """Schedule unequal stages. Refused: torch has no schedule for unequal numbers of stages per worker. Default:
-    False.
+    """Schedule unequal stages. Refused: with few micro-batches it saves memory of an interleaved order that runs
+    all forwards first here; cut unequal layers with seg_method or pipeline_configs['split']. Default: False.
     """
     forward_backward_overlap_scheduler: bool
-    """Run the forward of one micro-batch inside the backward of another. Refused: torch has no such schedule; its
-    interleaved schedules keep forward and backward apart. Default: False.
+    """Run the forward of one micro-batch inside the backward of another. Refused: a layer would have to be written
+    as a list of parts that take turns, and torch's layers are not. Default: False.
     """
     enable_offload_queue: bool
-    """Keep activations in host memory. Not yet: refused. Default: False."""
+    """Keep activations in host memory. Refused: activations belong to autograd; recompute_ctx={'offload': True}
+    keeps inputs of layers in host memory. Default: False.
+    """
     enable_dynamic_shape: bool
-    """Exchange the shapes of activations at every step. Refused: torch's pipeline schedules need the same shapes at
-    every step. Default: False.
+    """Send the shape with every activation, for shapes that depend on values and not on those of the data. Default:
+    False.
     """
     use_dualpipev: bool
-    """Use the DualPipeV schedule. Not yet: refused. Default: False."""
+    """Use the DualPipeV schedule. Refused: its stages hold two ends of the model; use 1F1B or chunks. Default:
+    False.
+    """
     coll_nccl_config: NcclConfigDict | NcclConfigView
     """NCCL settings of collectives."""
     p2p_nccl_config: NcclConfigDict | NcclConfigView
@@ -1376,9 +1397,9 @@ class HybridPpConfigDict(TypedDict, total=False):
     shared_nccl_config: NcclConfigDict | NcclConfigView
     """NCCL settings of shared parameters."""
     sync_param: bool
-    """After each step make equal the parameters that stages share. Not yet: refused. Default: False."""
+    """After each step make equal the parameters that stages share. Default: False."""
     sync_moment: bool
-    """After each step make their optimizer state equal. Not yet: refused. Default: False."""
+    """After each step make their optimizer state equal. Default: False."""
     sync_mode: str
     """'broadcast' copies from the first worker of the axis; 'average' takes the mean. One of 'broadcast',
     'average'. Default: 'broadcast'.
@@ -2108,8 +2129,9 @@ class TypedOptions:
     """
     @property
     def sync_param_name(self) -> list[str]:
-        """Parameters whose names contain one of these are kept equal when hybrid_configs['mp_configs'] asks for it.
-        Default: ['embedding', 'layer_norm', '.b_'].
+        """Undivided parameters whose names, as in model.named_parameters(), contain one of these are kept equal as
+        hybrid_configs['mp_configs'] asks; the default stands for all of them. Default: ['embedding',
+        'layer_norm', '.b_'].
         """
     @sync_param_name.setter
     def sync_param_name(self, value: list[str] | tuple[str, ...]) -> None: ...
