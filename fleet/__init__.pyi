@@ -237,7 +237,8 @@ def data_rank() -> int:
     rows. Without such axes it is :meth:`worker_index`.
 
     Example:
-        >>> sampler = DistributedSampler(data, num_replicas=fleet.data_replicas(), rank=fleet.data_rank())
+        >>> fleet.data_rank(), fleet.data_replicas()  # mp 2 on workers 0 and 1: one replica
+        (0, 1)
     """
 
 def data_replicas() -> int:

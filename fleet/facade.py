@@ -148,7 +148,8 @@ class Fleet:
         rows. Without such axes it is :meth:`worker_index`.
 
         Example:
-            >>> sampler = DistributedSampler(data, num_replicas=fleet.data_replicas(), rank=fleet.data_rank())
+            >>> fleet.data_rank(), fleet.data_replicas()  # mp 2 on workers 0 and 1: one replica
+            (0, 1)
         """
         return self._need("data_rank").data_rank
 

@@ -13,7 +13,7 @@ from fleet.checks.comparison import checksums, digest
 from fleet.checks.whereabouts import named
 from fleet.errors import ConfigError
 from fleet.strategies._shared.axes import MODEL_AXES, Axes
-from fleet.strategies._shared.texts import gather_texts
+from fleet.strategies._shared.exchanged_texts import gather_texts
 
 _BATCHES = 3  # a sampler with the wrong rank is wrong from the first batch
 

@@ -36,12 +36,16 @@ from fleet.elastic._state import (
     put_optimizer,
     put_random,
     states_of,
+    tensor_rows,
     windows,
+    without_tensors,
     without_windows,
 )
 from fleet.errors import CheckpointError, OptionWarning
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.strategies._shared.exchanged_texts import broadcast_bits
 from fleet.strategies._shared.parts import PART
+from fleet.strategies._shared.whole_states import cut
 
 if TYPE_CHECKING:
     from fleet.runtime.session import Session
@@ -188,8 +192,32 @@ class Restore:
 
     def _load_whole(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._put_model(model, found.model)
+        if isinstance(optimizer, FleetOptimizer) and optimizer.is_part and self._session.host_group is not None:
+            self._put_optimizer(optimizer, self._own_share(found, optimizer))
+            return
         data = self._broadcast(found.optimizer)
         self._put_optimizer(optimizer, parse_part(io.BytesIO(data), f"{found.name}: optimizer.pt"))
+
+    def _own_share(self, found: Found, optimizer: FleetOptimizer) -> Any:
+        """Returns what this worker needs of the whole optimizer state that worker 0 has read; one tensor at a time."""
+        state = parse_part(io.BytesIO(found.optimizer), f"{found.name}: optimizer.pt") if self._is_first else None
+        buffer = io.BytesIO()
+        if self._is_first:
+            torch.save(None if state is None else without_tensors(state), buffer)
+        share = parse_part(io.BytesIO(self._broadcast(buffer.getvalue())), f"{found.name}: optimizer.pt")
+        if share is None:
+            return None
+        rows = json.loads(self._broadcast(json.dumps(tensor_rows(state or {})).encode()))
+        held = optimizer.held(share)
+        for place, key, kind, shape in rows:
+            if state is not None:
+                whole = state["state"][place].pop(key).contiguous()
+            else:
+                whole = torch.empty(shape, dtype=getattr(torch, kind))
+            broadcast_bits(whole, 0, self._session.host_group)
+            if place in held:
+                share["state"].setdefault(place, {})[key] = cut(whole, held[place])
+        return share
 
     def _load_merged(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Makes a different number of workers continue from the mean of the models, with worker 0's optimizer."""

@@ -155,6 +155,25 @@ def host_copy(state: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
+def tensor_rows(state: Mapping[str, Any]) -> list[list[Any]]:
+    """Returns place, key, type and shape of every tensor that an optimizer's whole ``state`` has for a parameter."""
+    return [
+        [place, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for place, entry in state.get("state", {}).items()
+        for key, value in entry.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's whole ``state`` without what :func:`tensor_rows` lists."""
+    entries = {
+        place: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
+        for place, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
 def take_random() -> dict[str, Any]:
     """Returns the states of the random generators of this process: torch, the GPU, Python, numpy, streams by name."""
     version, words, gauss = random.getstate()

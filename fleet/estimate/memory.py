@@ -28,7 +28,7 @@ from fleet.estimate.divided_layers import divided_layers
 from fleet.estimate.fake_training import Fakes, mean_of_outputs
 from fleet.estimate.memory_estimate import MemoryEstimate
 from fleet.estimate.modelled_strategies import Application, apply_strategies
-from fleet.estimate.staged_training import Stage, make_stage, one_argument
+from fleet.estimate.staged_training import StageOnFakes, make_stage, one_argument
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
@@ -142,11 +142,11 @@ def _estimate(asked: _Asked, stage: int, stages: int) -> MemoryEstimate:
     return _record(tracker, device, asked.world_size, remarks)
 
 
-def _stage_job(asked: _Asked, stage: int, stages: int, before: list[nn.Module]) -> Stage | None:
+def _stage_job(asked: _Asked, stage: int, stages: int, before: list[nn.Module]) -> StageOnFakes | None:
     if stages == 1:
         return None
     config = asked.options["pipeline_configs"]
-    return Stage(stages, stage, config.accumulate_steps, config.schedule_mode, before, asked.loss)
+    return StageOnFakes(stages, stage, config.accumulate_steps, config.schedule_mode, before, asked.loss)
 
 
 def _remarks(model: nn.Module, asked: _Asked, stage: int, stages: int) -> list[str]:
@@ -168,7 +168,7 @@ def _remarks(model: nn.Module, asked: _Asked, stage: int, stages: int) -> list[s
 def _run_stage(
     applied: Application,
     model: nn.Module,
-    job: Stage,
+    job: StageOnFakes,
     make_batch: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
     like: Any,
     tracker: StorageTracker,

@@ -56,7 +56,7 @@ def make_stage(model: Any, stages: int, stage: int) -> StagedLayers:
         )
 
 
-class Stage:
+class StageOnFakes:
     """Trains one stage as the engine of pipelines does.
 
     Args:

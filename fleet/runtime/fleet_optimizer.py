@@ -17,6 +17,7 @@ from fleet.runtime.model_states import warn_of_stage_or_part
 from fleet.runtime.optimizer_states import OptimizerStates
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parameter_layout import Layout
 from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
 from fleet.strategies._shared.passes import forwards_behind
 from fleet.strategies._shared.whole_states import WholeStates
@@ -253,6 +254,10 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def is_part(self) -> bool:
         """Whether it updates only this worker's part of the model, apart from what sharding divides."""
         return self._states.is_part
+
+    def held(self, state: Mapping[str, Any]) -> dict[Any, Layout | None]:
+        """Returns the places in the whole ``state`` of what it updates, and how these are divided; collective."""
+        return self._states.held(state)
 
     @property
     def _states(self) -> OptimizerStates:

@@ -30,7 +30,7 @@ from fleet.strategies._shared.parts import (
     place_of,
     whole_state,
 )
-from fleet.strategies._shared.whole_states import Entry, WholeStates, cut, described, interleaved, layouts_of
+from fleet.strategies._shared.whole_states import WholeEntry, WholeStates, cut, described, interleaved, layouts_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _NO_STATE = {"rank": 0, "degree": 1}
@@ -92,27 +92,41 @@ class OptimizerStates:
             return self._own_part(state)
         if not self.is_part:
             return dict(state)
+        entries = {}
+        for place, saved in self._saved_places(state).items():
+            entry = state["state"].get(saved)
+            if entry is not None:
+                layout = self._layouts.get(self._parameters[place])
+                entries[place] = {k: cut(v, layout) if isinstance(v, Tensor) else v for k, v in entry.items()}
+        groups = zip(state["param_groups"], self._places(), strict=True)
+        kept = [{**group, "params": own["params"]} for group, own in groups]
+        return {**state, "state": entries, "param_groups": kept}
+
+    def held(self, state: Mapping[str, Any]) -> dict[Any, Layout | None]:
+        """Returns the places in the whole ``state`` of what this worker updates; with a pipeline a collective call."""
+        found = self._saved_places(state)
+        return {saved: self._layouts.get(self._parameters[place]) for place, saved in found.items()}
+
+    def _saved_places(self, state: Mapping[str, Any]) -> dict[int, Any]:
+        """Returns for each place in this optimizer that in ``state``; with a pipeline a collective call."""
         saved = [list(group["params"]) for group in state["param_groups"]]
         mine = [list(group["params"]) for group in self._places()]
-        groups = self._groups() if self._whole.has_stages else [list(places) for places in mine]
+        own = [[self._name(place) for place in places] for places in mine]
+        groups = self._groups() if self._whole.has_stages else own
         lengths = [len(places) for places in saved]
-        if self._whole.has_stages and lengths == [len(places) for places in mine] != [len(names) for names in groups]:
-            groups = [[self._name(place) for place in places] for places in mine]  # its own part, without a mark
+        if lengths == [len(places) for places in mine] != [len(names) for names in groups]:
+            groups = own  # its own part, without a mark
         if lengths != [len(names) for names in groups]:
             raise CheckpointError(
                 f"load_state_dict(): the state has {lengths} parameters in its groups, and this optimizer, over all "
                 f"stages, {[len(names) for names in groups]}. It was saved from another model."
             )
-        found = {key: place for names, places in zip(groups, saved, strict=True)
-                 for key, place in zip(names, places, strict=True)}  # fmt: skip
-        entries = {}
-        for place, parameter in enumerate(self._parameters):
-            entry = state["state"].get(found[self._name(place) if self._whole.has_stages else place])
-            if entry is not None:
-                layout = self._layouts.get(parameter)
-                entries[place] = {k: cut(v, layout) if isinstance(v, Tensor) else v for k, v in entry.items()}
-        kept = [{**group, "params": places} for group, places in zip(state["param_groups"], mine, strict=True)]
-        return {**state, "state": entries, "param_groups": kept}
+        found = {
+            name: place
+            for names, places in zip(groups, saved, strict=True)
+            for name, place in zip(names, places, strict=True)
+        }
+        return {place: found[self._name(place)] for place in range(len(self._parameters))}
 
     def whole(self, state: dict[str, Any], keep: bool) -> dict[str, Any]:
         """Returns the whole state that the optimizer's own ``state`` is a part of; a collective call."""
@@ -196,11 +210,11 @@ class OptimizerStates:
         said = self._whole.said({"groups": self._own_groups(), "rows": named})
         groups = self._groups([stage["groups"] for stage in said])
         places = {name: at for at, name in enumerate(name for names in groups for name in names)}
-        union: dict[tuple[int, str], Entry] = {}
+        union: dict[tuple[int, str], WholeEntry] = {}
         for stage, other in enumerate(said):
             for name, key, kind, shape in other["rows"]:
                 is_value = kind == "value"
-                entry = Entry(name, stage, kind, () if is_value else tuple(shape), shape if is_value else None)
+                entry = WholeEntry(name, stage, kind, () if is_value else tuple(shape), shape if is_value else None)
                 union.setdefault((places[name], key), entry)
         mine = {(places[self._name(row[1])], row[2]): row for row in rows}
         order = sorted(union, key=lambda found: found[0])
@@ -221,7 +235,7 @@ class OptimizerStates:
             entries.setdefault(at[0], {})[at[1]] = value
         return self._whole_groups(state, groups, places), entries
 
-    def _takes(self, entry: Entry, parameter: Tensor) -> bool:
+    def _takes(self, entry: WholeEntry, parameter: Tensor) -> bool:
         """Returns whether this worker takes part in gathering an entry of one of its parameters."""
         shares = self._partitioned is not None and self._whole.has_experts and not is_expert(parameter)
         return shares or self._whole.joins(entry, True, self._layouts.get(parameter))

@@ -28,16 +28,16 @@ from torch import Tensor, nn
 
 from fleet.errors import CheckpointError
 from fleet.strategies._shared.axes import MODEL_AXES, Axes
+from fleet.strategies._shared.exchanged_texts import broadcast_bits, gather_texts
 from fleet.strategies._shared.parameter_layout import Layout, layouts_in
 from fleet.strategies._shared.parts import is_part, local
-from fleet.strategies._shared.texts import broadcast_bits, gather_texts
 
 _NUMBER = "value"  # the kind of an entry that is no tensor
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class WholeEntry:
     """One entry of a whole state.
 
     Attributes:
@@ -133,14 +133,14 @@ class WholeStates:
                 )
         return [json.loads(found[stage]) for stage in sorted(found)]
 
-    def entries(self, state: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[Entry]:
+    def entries(self, state: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[WholeEntry]:
         """Returns the entries of the whole state that ``state`` is a part of, in order; a collective call."""
         own = [described(name, value, layouts.get(name), self.has_stages) for name, value in state.items()]
-        found: dict[str, Entry] = {}
+        found: dict[str, WholeEntry] = {}
         said = self.said(own)
         for stage, rows in enumerate(said):
             for name, kind, shape, value in rows:
-                found.setdefault(name, Entry(name, stage, kind, tuple(shape), value))
+                found.setdefault(name, WholeEntry(name, stage, kind, tuple(shape), value))
         return [found[name] for name in self.in_order(interleaved([[row[0] for row in rows] for rows in said]))]
 
     def in_order(self, names: Iterable[str]) -> list[str]:
@@ -156,7 +156,7 @@ class WholeStates:
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
-    def gathered(self, own: Tensor | None, entry: Entry, layout: Layout | None, keep: bool) -> Tensor | None:
+    def gathered(self, own: Tensor | None, entry: WholeEntry, layout: Layout | None, keep: bool) -> Tensor | None:
         """Returns the whole tensor of ``entry`` on the host, ``None`` without ``keep``; a collective call.
 
         Args:
@@ -177,7 +177,7 @@ class WholeStates:
             broadcast_bits(whole, self._axes.ranks(*self._along)[entry.stage], group)
         return whole.to("cpu", copy=True) if keep and whole is not None else None
 
-    def joins(self, entry: Entry, is_held: bool, layout: Layout | None) -> bool:
+    def joins(self, entry: WholeEntry, is_held: bool, layout: Layout | None) -> bool:
         """Returns whether this worker's part of ``entry`` is needed: it is its stage's, or other workers join it."""
         return entry.stage == self.stage or (bool(self._axes.experts) and is_held and layout is not None)
 
@@ -209,7 +209,7 @@ class WholeStates:
             found[entry.name] = self.gathered(own, entry, layout, keep)
         return found if keep else {}
 
-    def misfit(self, state: Mapping[str, Any], entries: Sequence[Entry]) -> str:
+    def misfit(self, state: Mapping[str, Any], entries: Sequence[WholeEntry]) -> str:
         """Returns why ``state`` is not a whole state with these ``entries``, or an empty string."""
         wanted = {entry.name: entry.shape for entry in entries if entry.kind != _NUMBER}
         missing = [name for name in wanted if not isinstance(state.get(name), Tensor)]
@@ -224,7 +224,7 @@ class WholeStates:
 
     def parts_from(
         self, source: int, group: Any, state: Mapping[str, Any], own: Mapping[str, Any], layouts: Mapping[str, Layout],
-        entries: Sequence[Entry],
+        entries: Sequence[WholeEntry],
     ) -> Iterator[dict[str, Tensor]]:  # fmt: skip
         """Yields this worker's parts of the whole ``state`` of the rank ``source``, some at a time; a collective call.
 

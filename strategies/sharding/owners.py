@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
 from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.exchanged_texts import gather_texts
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
 from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place
-from fleet.strategies._shared.texts import gather_texts
 from fleet.strategies.sharding.units import check_apart
 
 _Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups

@@ -12,34 +12,33 @@ import torch
 from torch import Tensor, nn
 
 import fleet
+from fleet.meta_parallel import (
+    ColumnParallelLinear,
+    LayerDesc,
+    PipelineLayer,
+    RowParallelLinear,
+    SharedLayerDesc,
+    VocabParallelEmbedding,
+)
 from fleet.runtime.running import running_session
 from fleet.strategies._shared.random_streams import TRACKER
-from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 SHARED = "embed"
 
 
-class Staged(nn.Module):
-    """The layers of stage ``stage`` of ``stages``, under the names of the whole model."""
+def same(x: Tensor) -> Tensor:
+    """Returns ``x``: an entry of the list without parameters."""
+    return x
 
-    def __init__(self, stage: int = 0, stages: int = 1) -> None:
-        super().__init__()
-        made = {
-            1: lambda: ColumnParallelLinear(4, 8, has_bias=True),
-            2: lambda: nn.BatchNorm1d(8),
-            3: lambda: RowParallelLinear(8, 4),
-            10: lambda: nn.LayerNorm(4),
-        }
-        self.shared_layers = nn.ModuleDict()
-        if stage in (0, stages - 1):
-            self.shared_layers[SHARED] = VocabParallelEmbedding(8, 4)
-        for place, at in enumerate(made):
-            if place * stages // len(made) == stage:
-                self.add_module(str(at), made[at]())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Is not called: gradients are made by :func:`step`."""
-        raise NotImplementedError
+def staged() -> PipelineLayer:
+    """Returns the layers of this worker's stage, under the names of the whole model."""
+    ends = SharedLayerDesc(SHARED, VocabParallelEmbedding, None, "weight", 8, 4)
+    columns, rows = LayerDesc(ColumnParallelLinear, 4, 8, has_bias=True), LayerDesc(RowParallelLinear, 8, 4)
+    return PipelineLayer(
+        [ends, columns, LayerDesc(nn.BatchNorm1d, 8), rows, *[same] * 8, LayerDesc(nn.LayerNorm, 4), ends],
+        loss_fn=nn.functional.mse_loss,
+    )
 
 
 def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
@@ -53,7 +52,7 @@ def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
     assert session is not None
     session.checks.close()
     torch.manual_seed(session.axes.data_rank + 7)
-    net = Staged(session.axes.rank("pp"), session.axes.size("pp"))
+    net = staged()
     model: Any = fleet.distributed_model(net)
     named = [(p, p.dim() > 1) for p in model.parameters()]
     groups = [
@@ -80,12 +79,12 @@ def step(model: Any, optimizer: Any, count: int) -> None:
 def whole_start() -> dict[str, Tensor]:
     """Returns the whole state that every mesh begins with; made without a job."""
     torch.manual_seed(3)
-    return {name: torch.randn_like(t) if t.is_floating_point() else t for name, t in Staged().state_dict().items()}
+    return {name: torch.randn_like(t) if t.is_floating_point() else t for name, t in staged().state_dict().items()}
 
 
 def reference(steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns model and optimizer state of one process after ``steps`` steps, with plain torch."""
-    net = Staged()
+    net = staged()
     net.load_state_dict(whole_start())
     groups = [
         {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import fleet
@@ -120,3 +122,49 @@ def test_a_group_of_the_users_own_is_used() -> None:
 def test_the_package_itself_stands_for_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(fleet), "_fleet", facade(world_size=1))
     assert isinstance(worker_group_of(fleet, "global_shuffle"), OneWorker)
+
+
+def _on_a_mesh(rank: int, world_size: int, files: list[str]) -> dict[str, Any]:
+    """Reads, shuffles and counts on dp 2 x mp 2, and on dp 2 x pp 2."""
+    found: dict[str, Any] = {}
+    for axis in ("mp", "pp"):
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {f"{axis}_degree": 2}
+        fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+        torch.manual_seed(rank)  # even where the workers have drawn different numbers
+        dataset = made(fleet.util.get_file_shard(files), batch_size=4)
+        dataset.global_shuffle(fleet)
+        found[axis] = {
+            "place": [fleet.data_rank(), fleet.data_replicas(), fleet.worker_index(), fleet.worker_num()],
+            "files": fleet.util.get_file_shard(files),
+            "rows": written(dataset),
+            "count": dataset.get_memory_data_size(fleet),
+            "sum": fleet.metrics.sum(np.array([fleet.data_rank() + 1])).tolist(),
+            "min": float(fleet.metrics.min(5.0 + fleet.data_rank())),
+            "max": int(fleet.metrics.max(np.int64(-5 - fleet.data_rank()))),
+            "acc": fleet.metrics.acc(*((1, 2) if axis == "mp" else (rank % 2, rank))),
+        }
+    return found
+
+
+def test_copies_of_a_model_read_the_same(tmp_path: Path) -> None:
+    """Files, shuffled samples and sizes go by data rank; a metric counts a model copy once, on the last stage."""
+    files = write_files(tmp_path, [5, 4, 3, 6])
+    found = run_workers(_on_a_mesh, 4, files, backend=None)
+    peers = [(0, 1), (2, 3)]
+    for axis in ("mp", "pp"):
+        said = [worker[axis] for worker in found]
+        assert [worker["place"] for worker in said] == [
+            [next(at for at, group in enumerate(peers) if rank in group), 2, rank, 4] for rank in range(4)
+        ]
+        assert [said[group[0]]["files"] for group in peers] == [files[:2], files[2:]]
+        for one, other in peers:
+            assert said[one]["rows"] == said[other]["rows"]
+        rows = sorted(row for group in peers for row in said[group[0]]["rows"])
+        assert rows == sorted("".join(Path(file).read_text() for file in files).splitlines(keepends=True))
+        for worker in said:
+            assert worker["count"] == 18
+            assert worker["sum"] == [3]
+            assert (worker["min"], worker["max"]) == (5.0, -5)
+    assert all(worker["mp"]["acc"] == 0.5 for worker in found)
+    assert all(worker["pp"]["acc"] == pytest.approx(2 / 4) for worker in found)  # of stage 1: ranks 1 and 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fleet.strategies._shared.texts import broadcast_bits, gather_texts
+from fleet.strategies._shared.exchanged_texts import broadcast_bits, gather_texts
 from tests.helpers.workers import run_workers
 
 
