@@ -75,6 +75,21 @@ class PipelineLayer(StagedLayers):
         )
         self.__dict__["_topo"] = topology
 
+    def save_state_dict(self, path: str) -> None:
+        """Refused: one file per layer and worker would load wrongly where the mesh is another one."""
+        raise UnsupportedOptionError(_one_state("save_state_dict", path))
+
+    def set_state_dir(self, path: str) -> None:
+        """Refused, as :meth:`save_state_dict`."""
+        raise UnsupportedOptionError(_one_state("set_state_dir", path))
+
+
+def _one_state(call: str, path: str) -> str:
+    return (
+        f"PipelineLayer.{call}({path!r}): a file per layer and worker fits one mesh, and another one would take parts "
+        "for whole weights. Use fleet.elastic.Checkpoint, or model.full_state_dict() and load_full_state_dict()."
+    )
+
 
 def _check_offered(cudagraph: bool, dualpipev: bool, interval: int, context: Mapping[str, Any] | None) -> None:
     if dualpipev:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fleet.checks.same_rows import SameRows
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies.pipeline.descriptions import StagedLayers
@@ -139,6 +139,13 @@ class PipelineModel(FleetModel):
     def register_backward_pipeline_parallel_hook(self, location: int, hook: Hook) -> None:
         """Runs ``hook(location)`` after the backward of that number in each step, counted from 0."""
         self._hooks.add_after("b", location, hook)
+
+    def register_bubble_pipeline_parallel_hook(self, location: int, hook: Hook) -> None:
+        """Refused: the engine does not stop where a stage waits."""
+        raise UnsupportedOptionError(
+            f"register_bubble_pipeline_parallel_hook({location!r}, ...): a stage waits inside a receive, and nothing "
+            "runs then. Use register_forward_pipeline_parallel_hook or register_backward_pipeline_parallel_hook."
+        )
 
     def get_static_scheduler(self) -> str:
         """Returns what this stage does in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fleet import fleet
+from fleet.errors import UnsupportedOptionError
 from fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor, PipelineLayer
 from fleet.runtime.running import running_session
 from fleet.strategies.pipeline.hooks import PipelineParallelMicroStepLocations as Places
@@ -102,6 +103,13 @@ def refusals(model: Any, optimizer: Any, x: Any, y: Any) -> None:
         calls[model.is_pipeline_first_stage()]()
     with pytest.raises(ValueError, match="PipelineLayer"):
         fleet.distributed_model(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedOptionError, match="nothing runs then"):
+        model.register_bubble_pipeline_parallel_hook(0, print)
+    with pytest.raises(UnsupportedOptionError, match="full_state_dict"):
+        model.save_state_dict("here")
+    for wrong in ({"use_dualpipev": True}, {"use_cudagraph": True}, {"recompute_ctx": {"partition": True}}):
+        with pytest.raises(UnsupportedOptionError):
+            PipelineLayer(layers_of("plain"), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="asks for 3 stages, and the job has 2"):
         PipelineLayer(layers_of("plain"), num_stages=3)
 
