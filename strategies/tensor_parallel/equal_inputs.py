@@ -112,7 +112,11 @@ class EqualGradients:
 
 
 def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Returns, alike on every worker of ``group``, whether all have the same ``tensor``; its size is the same."""
+    """Returns, alike on every worker of ``group``, whether all have the same ``tensor``."""
+    sizes = torch.tensor([tensor.numel(), -tensor.numel()], device=tensor.device)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    if int(sizes.sum()):
+        return False  # the largest is not the smallest
     _, differed = first_workers(tensor.detach(), group, compares=True, copies=False)
     return not _on_any(differed, group)
 
@@ -131,8 +135,7 @@ def _check_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
 
 def check_labels(label: Tensor, group: dist.ProcessGroup) -> None:
     """Raises ConfigError on every worker of ``group`` unless all have the same labels."""
-    _, differed = first_workers(label, group, compares=True, copies=False)
-    if _on_any(differed, group):
+    if not _is_equal(label, group):
         raise ConfigError(
             f"ParallelCrossEntropy: the labels differ between the workers {dist.get_process_group_ranks(group)}. "
             f"{_ADVICE}."

@@ -188,6 +188,8 @@ def other_rows(rank: int, world_size: int) -> None:
         (model(same) * own).sum().backward()  # as labels of other rows would
     with pytest.raises(ConfigError, match=r"the labels differ between the workers \[0, 1"):
         ParallelCrossEntropy()(torch.randn(3, 4), torch.full((3,), rank))
+    with pytest.raises(ConfigError, match=r"the labels differ between the workers \[0, 1"):
+        ParallelCrossEntropy()(torch.randn(3 + rank, 4), torch.zeros(3 + rank, dtype=torch.long))
 
     training.start(with_mp(world_size))  # dropout of a whole activation from the wrong stream
     model, optimizer = prepared(nn.Sequential(Pair(), Wrong(), nn.Linear(4, 4)))
