@@ -140,3 +140,11 @@ def test_groups_have_the_attributes_of_paddle() -> None:
         for found, ranks in ((data, [rank % 2, rank % 2 + 2]), (sharding, [rank // 2 * 2, rank // 2 * 2 + 1])):
             own = (2, 2, ranks.index(rank), ranks, ranks.index(rank))
             assert found == (own, True, True, sum(ranks), ranks[0], ranks, 1.0)
+
+
+def test_every_getter_of_an_axis_is_declared_for_type_checkers() -> None:
+    made = {
+        name for name in vars(fleet.HybridCommunicateGroup) if any(f"get_{axis}_parallel" in name for axis in NAMES)
+    }
+    assert len(made) == 24
+    assert set(fleet.HybridCommunicateGroup.__annotations__) == made
