@@ -158,6 +158,11 @@ class CommunicateGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "process_group" not in self.__dict__:
             raise AttributeError(name)
+        if self.process_group is None:
+            raise AttributeError(
+                f"CommunicateGroup has no {name!r}: a single process has no process group, and nothing to exchange. "
+                "Call torch.distributed where group.nranks > 1."
+            )
         return getattr(self.process_group, name)
 
     def __eq__(self, other: object) -> bool:

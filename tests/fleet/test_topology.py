@@ -148,3 +148,11 @@ def test_every_getter_of_an_axis_is_declared_for_type_checkers() -> None:
     }
     assert len(made) == 24
     assert set(fleet.HybridCommunicateGroup.__annotations__) == made
+
+
+def test_an_operation_on_a_group_of_one_process_says_that_there_is_no_process_group() -> None:
+    fleet.init(is_collective=True)
+    group: Any = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
+    with pytest.raises(AttributeError, match=r"single process.*nranks > 1"):
+        dist.all_reduce(torch.ones(1), group=group)
+    assert not hasattr(group, "allreduce")
