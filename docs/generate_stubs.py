@@ -75,7 +75,7 @@ def package_stub() -> str:
     package: Any = import_module("fleet")
     source = ast.parse((ROOT / "fleet/facade.py").read_text(encoding="utf-8"))
     (facade,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "Fleet")
-    calls = {name: "\n".join(_call(name, node)) for name, node in _methods(facade).items() if name in package._CALLS}
+    calls = {name: "\n".join(_call(name, nodes)) for name, nodes in _methods(facade).items() if name in package._CALLS}
     lines = [f'"""{package.__doc__}"""', "import fleet as fleet"]
     lines += [f"from {home} import {name} as {name}" for name, home in package._HOMES.items()]
     lines += [f"from fleet import {name} as {name}" for name in package._MODULES]
@@ -85,25 +85,31 @@ def package_stub() -> str:
     return "\n".join([*lines, *(calls[name] for name in package._CALLS)]) + "\n"
 
 
-def _methods(facade: ast.ClassDef) -> dict[str, ast.FunctionDef]:
-    """Returns the public methods and properties of a class by name; a second name has the same definition."""
-    found: dict[str, ast.FunctionDef] = {}
+def _methods(facade: ast.ClassDef) -> dict[str, list[ast.FunctionDef]]:
+    """Returns the definitions of public methods and properties by name; a second name has the same definitions."""
+    found: dict[str, list[ast.FunctionDef]] = {}
     for node in facade.body:
         if isinstance(node, ast.FunctionDef):
-            found.setdefault(node.name, node)  # the setter of a property comes after its getter
+            found.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
             found.update({target.id: found[node.value.id] for target in node.targets if isinstance(target, ast.Name)})
     return found
 
 
-def _call(name: str, node: ast.FunctionDef) -> Iterator[str]:
-    assert node.returns is not None
-    returns, words = ast.unparse(node.returns), _docstring(ast.get_docstring(node) or "")
-    if node.decorator_list:  # a property
-        yield from (f"{name}: {returns}", textwrap.dedent(words))
-        return
-    node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
-    yield from (f"def {name}({ast.unparse(node.args)}) -> {returns}:", words)
+def _call(name: str, nodes: list[ast.FunctionDef]) -> Iterator[str]:
+    overloads = [
+        node for node in nodes if [ast.unparse(decorator) for decorator in node.decorator_list] == ["overload"]
+    ]
+    words = _docstring(next(filter(None, map(ast.get_docstring, nodes)), ""))
+    for node in overloads or nodes[:1]:  # the setter of a property comes after its getter
+        assert node.returns is not None
+        returns = ast.unparse(node.returns)
+        if node.decorator_list and not overloads:  # a property
+            yield from (f"{name}: {returns}", textwrap.dedent(words))
+            continue
+        node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
+        yield from ["@overload"] if overloads else []
+        yield from (f"def {name}({ast.unparse(node.args)}) -> {returns}:", words)
 
 
 def _imports(source: ast.Module, names: set[str]) -> Iterator[str]:
@@ -125,7 +131,9 @@ OPTIONS = '''# mypy: disable-error-code="override"
 # The keys of a view are fixed; those of a dict are any text.
 """The options of DistributedStrategy as type checkers and editors see them."""
 
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, TypeAlias, TypedDict, overload
+
+from typing_extensions import Unpack
 
 from fleet.options import BuildStrategy, ExecutionStrategy
 from fleet.options.views import ConfigView
@@ -203,8 +211,9 @@ def _keys(name: str, kind: type[Config]) -> Iterator[str]:
 
 def _view(name: str, kind: type[Config]) -> Iterator[str]:
     """Yields what reading the option gives: every key has a value, as an item and as an attribute."""
-    yield from (f"class {name}View(ConfigView):", _docstring(f"The settings of {kind.option}; see {name}Dict."))
     types = value_types(kind)
+    yield f"{name}Key: TypeAlias = Literal[{', '.join(map(repr, types))}]"
+    yield from (f"class {name}View(ConfigView):", _docstring(f"The settings of {kind.option}; see {name}Dict."))
     for key, inner in types.items():
         yield from _attribute(key, inner)
     groups: dict[tuple[str, str], list[str]] = {}
@@ -216,3 +225,7 @@ def _view(name: str, kind: type[Config]) -> Iterator[str]:
             yield from ["    @overload"] if len(groups) > 1 else []
             words = f"key: Literal[{', '.join(keys)}]{value.format(*kinds)}, /"
             yield f"    def {method}(self, {words}) -> {returns}: ..."
+    yield f"    def __delitem__(self, key: {name}Key, /) -> None: ..."
+    yield f"    def pop(self, key: {name}Key, /, *default: Any) -> Any: ..."
+    yield f"    def setdefault(self, key: {name}Key, default: Any = None, /) -> Any: ..."
+    yield f"    def update(self, changes: {name}Dict | {name}View = ..., /, **keys: Unpack[{name}Dict]) -> None: ..."

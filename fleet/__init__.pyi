@@ -14,7 +14,7 @@ Example:
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -545,7 +545,16 @@ def save_persistables(
         text: writes rows as lines of text, which other programs and ``load_model`` can read; mode 0 only.
     """
 
-def server_endpoints(to_string: bool = False) -> list[str] | str:
+@overload
+def server_endpoints(to_string: Literal[False] = False) -> list[str]:
+    """Returns the address of every parameter server, as a list or joined by commas."""
+
+@overload
+def server_endpoints(to_string: Literal[True]) -> str:
+    """Returns the address of every parameter server, as a list or joined by commas."""
+
+@overload
+def server_endpoints(to_string: bool) -> list[str] | str:
     """Returns the address of every parameter server, as a list or joined by commas."""
 
 def server_index() -> int:
@@ -602,7 +611,16 @@ def stop_worker() -> None:
 util: UtilBase
 """Collective operations on host arrays, file shards, printing on one rank; a script may assign its own."""
 
-def worker_endpoints(to_string: bool = False) -> list[str] | str:
+@overload
+def worker_endpoints(to_string: Literal[False] = False) -> list[str]:
+    """Returns the address of every worker, as a list or joined by commas."""
+
+@overload
+def worker_endpoints(to_string: Literal[True]) -> str:
+    """Returns the address of every worker, as a list or joined by commas."""
+
+@overload
+def worker_endpoints(to_string: bool) -> list[str] | str:
     """Returns the address of every worker, as a list or joined by commas."""
 
 def worker_index() -> int:

@@ -46,7 +46,7 @@ class DataGenerator:
             raise ConfigError(f"set_batch({batch_size!r}) takes an integer of at least 1.")
         self.batch_size_ = batch_size
 
-    def generate_sample(self, line: str | None) -> Callable[[], Iterable[Sample]]:
+    def generate_sample(self, line: Any) -> Callable[[], Iterable[Sample]]:
         """Returns a function that yields the samples of a line; the user's class overrides it.
 
         A sample is a list of (name, values), one for each slot. ``None`` is skipped. ``line`` keeps its newline; it

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -186,10 +186,28 @@ class Fleet:
         self._need("is_coordinator")
         return False
 
+    @overload
+    def worker_endpoints(self, to_string: Literal[False] = False) -> list[str]: ...
+
+    @overload
+    def worker_endpoints(self, to_string: Literal[True]) -> str: ...
+
+    @overload
+    def worker_endpoints(self, to_string: bool) -> list[str] | str: ...
+
     def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
         """Returns the address of every worker, as a list or joined by commas."""
         endpoints = list(self._need("worker_endpoints").record.worker_endpoints)
         return ",".join(endpoints) if to_string else endpoints
+
+    @overload
+    def server_endpoints(self, to_string: Literal[False] = False) -> list[str]: ...
+
+    @overload
+    def server_endpoints(self, to_string: Literal[True]) -> str: ...
+
+    @overload
+    def server_endpoints(self, to_string: bool) -> list[str] | str: ...
 
     def server_endpoints(self, to_string: bool = False) -> list[str] | str:
         """Returns the address of every parameter server, as a list or joined by commas."""

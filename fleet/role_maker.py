@@ -188,6 +188,14 @@ class RoleMakerBase:
         """Returns when every worker and server has called it."""
         self.barrier("all")
 
+    def get_rank(self) -> int:
+        """Returns what ``role_id`` returns."""
+        return self.role_id()
+
+    def get_size(self) -> int:
+        """Returns what ``worker_num`` returns."""
+        return self.worker_num()
+
     def _need_util(self) -> UtilBase:
         if self._util is None:
             raise NotInitializedError("The role maker can exchange data only after fleet.init(role_maker).")
@@ -204,7 +212,6 @@ def _add_private_names() -> None:
     ]  # fmt: skip
     aliases = {f"_{name}": name for name in names}
     aliases |= {"_get_node_num": "node_num", "_get_local_rank": "local_rank", "_get_rank": "role_id"}
-    aliases |= {"get_rank": "role_id", "get_size": "worker_num"}
     for alias, name in aliases.items():
         setattr(RoleMakerBase, alias, _forwarder(alias, name))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -158,6 +158,11 @@ class CommunicateGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "process_group" not in self.__dict__:
             raise AttributeError(name)
+        if self.process_group is None:
+            raise AttributeError(
+                f"CommunicateGroup has no {name!r}: a single process has no process group, and nothing to exchange. "
+                "Call torch.distributed where group.nranks > 1."
+            )
         return getattr(self.process_group, name)
 
     def __eq__(self, other: object) -> bool:
@@ -210,6 +215,32 @@ class HybridCommunicateGroup:
         >>> group = fleet.get_hybrid_communicate_group()
         >>> dist.all_reduce(tensor, group=group.get_sharding_parallel_group())
     """
+
+    # The getters of each axis, which _add_getters makes.
+    get_data_parallel_rank: Callable[[], int]
+    get_data_parallel_world_size: Callable[[], int]
+    get_data_parallel_group: Callable[[], CommunicateGroup]
+    get_data_parallel_group_src_rank: Callable[[], int]
+    get_pipe_parallel_rank: Callable[[], int]
+    get_pipe_parallel_world_size: Callable[[], int]
+    get_pipe_parallel_group: Callable[[], CommunicateGroup]
+    get_pipe_parallel_group_src_rank: Callable[[], int]
+    get_sharding_parallel_rank: Callable[[], int]
+    get_sharding_parallel_world_size: Callable[[], int]
+    get_sharding_parallel_group: Callable[[], CommunicateGroup]
+    get_sharding_parallel_group_src_rank: Callable[[], int]
+    get_sep_parallel_rank: Callable[[], int]
+    get_sep_parallel_world_size: Callable[[], int]
+    get_sep_parallel_group: Callable[[], CommunicateGroup]
+    get_sep_parallel_group_src_rank: Callable[[], int]
+    get_context_parallel_rank: Callable[[], int]
+    get_context_parallel_world_size: Callable[[], int]
+    get_context_parallel_group: Callable[[], CommunicateGroup]
+    get_context_parallel_group_src_rank: Callable[[], int]
+    get_model_parallel_rank: Callable[[], int]
+    get_model_parallel_world_size: Callable[[], int]
+    get_model_parallel_group: Callable[[], CommunicateGroup]
+    get_model_parallel_group_src_rank: Callable[[], int]
 
     def __init__(self, topology: CommunicateTopology, session: Session) -> None:
         self._topology, self._session = topology, session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import subprocess
@@ -176,3 +177,9 @@ def test_classes_of_1x_name_what_replaced_them(name: str, instead: str) -> None:
     """B.13: scripts of Fleet 1.x import these."""
     with pytest.raises(AttributeError, match=instead):
         getattr(fleet, name)
+
+
+@pytest.mark.parametrize("name", ["fleet", "fleet.base", "fleet.dataset", "fleet.elastic", "fleet.ps", "fleet.utils"])
+def test_names_that_are_resolved_at_first_use_are_listed(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(module.__all__) <= set(dir(module))

@@ -314,6 +314,24 @@ def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     assert "'clip_gradients' and 'sharding' cannot both be on" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [("raise ValueError('an old numpy')", "ValueError: an old numpy"), (None, "ModuleNotFoundError: No module")],
+)
+def test_a_package_whose_option_cannot_be_loaded_is_named(text: str | None, cause: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "extra_option.py").write_text(text)
+    info = tmp_path / "extra_option-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra-option\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[fleet.strategies]\nextra = extra_option:Extra\n")
+    done = run("from fleet import fleet\nfleet.DistributedStrategy()", tmp_path)
+    assert done.returncode == 1
+    assert re.search(
+        rf"ConfigError: extra-option 1\.2 .*'extra = extra_option:Extra' .*\({cause}.*\)\. .*uninstall", done.stderr
+    )
+
+
 def test_the_strategy_of_the_guide_is_in_style(tmp_path: Path) -> None:
     file = tmp_path / "clip_gradients.py"
     file.write_text(example("CONTRIBUTING.md", "strategies/clip_gradients.py"))

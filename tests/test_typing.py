@@ -25,6 +25,9 @@ strategy.amp = "yes"  # mistake
 strategy.fuse_grad_size_in_MB = "16"  # mistake
 strategy.amp_configs = {"init_loss_scalin": 1024.0}  # mistake
 strategy.sharding_configs["stages"] = 2  # mistake
+del strategy.sharding_configs["stages"]  # mistake
+strategy.sharding_configs.pop("stages")  # mistake
+strategy.sharding_configs.update(stages=2)  # mistake
 fleet.init(is_colective=True)  # mistake
 whole.innit()  # mistake
 fleet.distributed_model(3)  # mistake
@@ -32,6 +35,9 @@ fleet.distributed_optimizer(torch.nn.Linear(1, 1))  # mistake
 fleet.elastic.Checkpiont  # mistake
 """
 RIGHT = """\
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 
 import fleet
@@ -49,11 +55,15 @@ strategy.recompute_configs["checkpoints"].append("layer1")
 strategy.hybrid_configs = {"dp_degree": 2, "pp_configs": {"sync_mode": "average"}}
 strategy.hybrid_configs.sharding_configs.accumulate_steps = 2
 strategy.localsgd_configs = strategy.localsgd_configs
+strategy.amp_configs.update({"incr_ratio": 3.0}, decr_ratio=0.5)
+strategy.amp_configs.pop("incr_ratio")
+del strategy.amp_configs["decr_ratio"]
 build = fleet.BuildStrategy()
 build.reduce_strategy = fleet.BuildStrategy.ReduceStrategy.Reduce
 strategy.build_strategy = build
 strategy.execution_strategy = {"num_threads": 2}
-fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True), strategy=strategy)
+role = role_maker.PaddleCloudRoleMaker(is_collective=True)
+fleet.init(role, strategy=strategy)
 
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,7 +73,21 @@ checkpoint = Checkpoint("checkpoints", model, optimizer)
 optimizer.minimize(model(torch.ones(1, 1)).sum())
 optimizer.clear_grad()
 total: float = fleet.util.all_reduce(1.0)
-place: int = get_rank() + same.worker_index()
+place: int = get_rank() + same.worker_index() + role.get_rank() + role.get_size()
+mesh = fleet.get_hybrid_communicate_group()
+place += mesh.get_data_parallel_rank() + mesh.get_sharding_parallel_group().nranks
+addresses = ",".join(fleet.worker_endpoints()).split(",") + fleet.server_endpoints(to_string=True).split(",")
+
+class Words(fleet.MultiSlotDataGenerator):
+    def generate_sample(self, line: str) -> Callable[[], Iterator[Any]]:
+        return lambda: iter([[("words", [int(word) for word in line.split()])]])
+
+def step(batch: fleet.dataset.Batch) -> dict[str, torch.Tensor]:
+    values, offsets = batch["words"]
+    return {"loss": values.sum() + offsets.sum() + batch["label"].float().sum()}
+
+for batch in fleet.InMemoryDataset():
+    print(batch["label"].tolist())
 """
 # A class of the user's, and what the guides' snippets leave out.
 BEFORE = """\
@@ -123,7 +147,7 @@ def test_mistakes_that_need_no_torch_are_errors(tmp_path: Path) -> None:
     file = written(tmp_path / "wrong.py", "\n".join(lines) + "\n")
     wrong = [number for number, line in enumerate(lines, 1) if line.endswith("# mistake")]
     assert mypy_errors(file, settings=str(written(tmp_path / "mypy.ini", settings))) == [("wrong.py", n) for n in wrong]
-    assert len(wrong) == 8
+    assert len(wrong) == 11
 
 
 @pytest.mark.slow
@@ -132,7 +156,7 @@ def test_each_mistake_is_an_error(errors_of: Check, tmp_path: Path) -> None:
     wrong = [number for number, line in enumerate(MISTAKES.splitlines(), 1) if line.endswith("# mistake")]
     files = written(tmp_path / "wrong.py", MISTAKES), written(tmp_path / "right.py", RIGHT)
     assert errors_of(*files) == [("wrong.py", line) for line in wrong]
-    assert len(wrong) == 10
+    assert len(wrong) == 13
 
 
 @pytest.mark.slow

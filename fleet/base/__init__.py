@@ -12,3 +12,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return import_module(f"fleet.base.{name}")
     raise AttributeError(f"fleet.base has no {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

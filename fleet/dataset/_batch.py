@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from fleet.dataset._text import TextForm
 SlotTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
-class Batch(dict[str, SlotTensors]):
+# The slot's kind, which the caller knows and a type checker does not, says whether a value is a tensor or a pair.
+class Batch(dict[str, Any]):
     """Tensors by slot name, on the host.
 
     A dense slot is one tensor ``[batch, *shape[1:]]``. A sparse slot is a pair: 1-D values of all samples in sequence,

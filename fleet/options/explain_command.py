@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers, such as 2")
+    if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} workers; a job has at least 1")
-    return number
+    return int(text)

@@ -111,6 +111,8 @@ def read_yaml(path: PathLike) -> Entries:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{source}, line {line}: this is not YAML: {error.problem}.") from error
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: from a value with the wrong tag
         raise ConfigError(f"{source} is not YAML: {error}.") from error
     finally:

@@ -3,7 +3,9 @@
 # The keys of a view are fixed; those of a dict are any text.
 """The options of DistributedStrategy as type checkers and editors see them."""
 
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, TypeAlias, TypedDict, overload
+
+from typing_extensions import Unpack
 
 from fleet.options import BuildStrategy, ExecutionStrategy
 from fleet.options.views import ConfigView
@@ -55,6 +57,23 @@ class ASyncConfigDict(TypedDict, total=False):
     GPU workers that average dense gradients among themselves set hybrid_configs['dp_degree'] to the number of
     workers. One of 0, 1. Default: 0.
     """
+
+ASyncConfigKey: TypeAlias = Literal[
+    "k_steps",
+    "max_merge_var_num",
+    "send_queue_size",
+    "independent_recv_thread",
+    "min_send_grad_num_before_recv",
+    "thread_pool_size",
+    "send_wait_times",
+    "max_staleness",
+    "runtime_split_send_recv",
+    "launch_barrier",
+    "heter_worker_device_guard",
+    "lr_decay_steps",
+    "use_ps_gpu",
+    "use_gpu_graph",
+]
 
 class ASyncConfigView(ConfigView):
     """The settings of a_sync_configs; see ASyncConfigDict."""
@@ -120,6 +139,10 @@ class ASyncConfigView(ConfigView):
     ) -> None: ...
     @overload
     def __setitem__(self, key: Literal["heter_worker_device_guard"], value: str, /) -> None: ...
+    def __delitem__(self, key: ASyncConfigKey, /) -> None: ...
+    def pop(self, key: ASyncConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: ASyncConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: ASyncConfigDict | ASyncConfigView = ..., /, **keys: Unpack[ASyncConfigDict]) -> None: ...
 
 class AdaptiveLocalsgdConfigDict(TypedDict, total=False):
     """The keys of adaptive_localsgd_configs."""
@@ -129,6 +152,8 @@ class AdaptiveLocalsgdConfigDict(TypedDict, total=False):
     begin_step: int
     """Last step of the start, in which every step averages. Default: 1."""
 
+AdaptiveLocalsgdConfigKey: TypeAlias = Literal["init_k_steps", "begin_step"]
+
 class AdaptiveLocalsgdConfigView(ConfigView):
     """The settings of adaptive_localsgd_configs; see AdaptiveLocalsgdConfigDict."""
 
@@ -136,6 +161,15 @@ class AdaptiveLocalsgdConfigView(ConfigView):
     begin_step: int
     def __getitem__(self, key: Literal["init_k_steps", "begin_step"], /) -> int: ...
     def __setitem__(self, key: Literal["init_k_steps", "begin_step"], value: int, /) -> None: ...
+    def __delitem__(self, key: AdaptiveLocalsgdConfigKey, /) -> None: ...
+    def pop(self, key: AdaptiveLocalsgdConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: AdaptiveLocalsgdConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: AdaptiveLocalsgdConfigDict | AdaptiveLocalsgdConfigView = ...,
+        /,
+        **keys: Unpack[AdaptiveLocalsgdConfigDict],
+    ) -> None: ...
 
 class AmpConfigDict(TypedDict, total=False):
     """The keys of amp_configs."""
@@ -176,6 +210,23 @@ class AmpConfigDict(TypedDict, total=False):
     """The 16-bit type without use_pure_fp16 and use_pure_bf16; 'auto' is float16 on a GPU and bfloat16 on the CPU.
     One of 'auto', 'float16', 'bfloat16'. Default: 'auto'.
     """
+
+AmpConfigKey: TypeAlias = Literal[
+    "init_loss_scaling",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "incr_ratio",
+    "decr_ratio",
+    "use_dynamic_loss_scaling",
+    "custom_white_list",
+    "custom_black_list",
+    "custom_black_varnames",
+    "use_pure_fp16",
+    "use_pure_bf16",
+    "use_fp16_guard",
+    "use_optimizer_fp16",
+    "dtype",
+]
 
 class AmpConfigView(ConfigView):
     """The settings of amp_configs; see AmpConfigDict."""
@@ -243,12 +294,18 @@ class AmpConfigView(ConfigView):
     ) -> None: ...
     @overload
     def __setitem__(self, key: Literal["dtype"], value: str, /) -> None: ...
+    def __delitem__(self, key: AmpConfigKey, /) -> None: ...
+    def pop(self, key: AmpConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: AmpConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: AmpConfigDict | AmpConfigView = ..., /, **keys: Unpack[AmpConfigDict]) -> None: ...
 
 class AspConfigDict(TypedDict, total=False):
     """The keys of asp_configs."""
 
     excluded_layers: list[str] | tuple[str, ...]
     """Modules that stay dense, with everything in them: qualified names, or patterns such as 'head*'. Default: []."""
+
+AspConfigKey: TypeAlias = Literal["excluded_layers"]
 
 class AspConfigView(ConfigView):
     """The settings of asp_configs; see AspConfigDict."""
@@ -258,6 +315,10 @@ class AspConfigView(ConfigView):
     def excluded_layers(self, value: list[str] | tuple[str, ...]) -> None: ...
     def __getitem__(self, key: Literal["excluded_layers"], /) -> list[str]: ...
     def __setitem__(self, key: Literal["excluded_layers"], value: list[str] | tuple[str, ...], /) -> None: ...
+    def __delitem__(self, key: AspConfigKey, /) -> None: ...
+    def pop(self, key: AspConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: AspConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: AspConfigDict | AspConfigView = ..., /, **keys: Unpack[AspConfigDict]) -> None: ...
 
 class DgcConfigDict(TypedDict, total=False):
     """The keys of dgc_configs."""
@@ -268,6 +329,8 @@ class DgcConfigDict(TypedDict, total=False):
     """Steps over which the list of sparsities is walked through. Default: 1."""
     sparsity: list[float] | tuple[float, ...]
     """Shares of entries that are not sent, one after the other; [] means [0.999]. Default: []."""
+
+DgcConfigKey: TypeAlias = Literal["rampup_begin_step", "rampup_step", "sparsity"]
 
 class DgcConfigView(ConfigView):
     """The settings of dgc_configs; see DgcConfigDict."""
@@ -286,6 +349,10 @@ class DgcConfigView(ConfigView):
     def __setitem__(self, key: Literal["rampup_begin_step", "rampup_step"], value: int, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["sparsity"], value: list[float] | tuple[float, ...], /) -> None: ...
+    def __delitem__(self, key: DgcConfigKey, /) -> None: ...
+    def pop(self, key: DgcConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: DgcConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: DgcConfigDict | DgcConfigView = ..., /, **keys: Unpack[DgcConfigDict]) -> None: ...
 
 class Fp16AllreduceConfigDict(TypedDict, total=False):
     """The keys of fp16_allreduce_configs."""
@@ -295,12 +362,23 @@ class Fp16AllreduceConfigDict(TypedDict, total=False):
     'bfloat16'. Default: 'float16'.
     """
 
+Fp16AllreduceConfigKey: TypeAlias = Literal["dtype"]
+
 class Fp16AllreduceConfigView(ConfigView):
     """The settings of fp16_allreduce_configs; see Fp16AllreduceConfigDict."""
 
     dtype: str
     def __getitem__(self, key: Literal["dtype"], /) -> str: ...
     def __setitem__(self, key: Literal["dtype"], value: str, /) -> None: ...
+    def __delitem__(self, key: Fp16AllreduceConfigKey, /) -> None: ...
+    def pop(self, key: Fp16AllreduceConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: Fp16AllreduceConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: Fp16AllreduceConfigDict | Fp16AllreduceConfigView = ...,
+        /,
+        **keys: Unpack[Fp16AllreduceConfigDict],
+    ) -> None: ...
 
 class GradientMergeConfigDict(TypedDict, total=False):
     """The keys of gradient_merge_configs."""
@@ -309,6 +387,8 @@ class GradientMergeConfigDict(TypedDict, total=False):
     """Batches per update; 1 changes nothing. Default: 1."""
     avg: bool
     """Divide the sum of the gradients by k_steps. Default: True."""
+
+GradientMergeConfigKey: TypeAlias = Literal["k_steps", "avg"]
 
 class GradientMergeConfigView(ConfigView):
     """The settings of gradient_merge_configs; see GradientMergeConfigDict."""
@@ -323,6 +403,15 @@ class GradientMergeConfigView(ConfigView):
     def __setitem__(self, key: Literal["k_steps"], value: int, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["avg"], value: bool, /) -> None: ...
+    def __delitem__(self, key: GradientMergeConfigKey, /) -> None: ...
+    def pop(self, key: GradientMergeConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: GradientMergeConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: GradientMergeConfigDict | GradientMergeConfigView = ...,
+        /,
+        **keys: Unpack[GradientMergeConfigDict],
+    ) -> None: ...
 
 class LambConfigDict(TypedDict, total=False):
     """The keys of lamb_configs."""
@@ -331,6 +420,8 @@ class LambConfigDict(TypedDict, total=False):
     """Weight decay inside the rule; it takes the place of Adam's. Default: 0.01."""
     exclude_from_weight_decay: list[str] | tuple[str, ...]
     """Parameters whose qualified name ends with one of these get no decay. Default: []."""
+
+LambConfigKey: TypeAlias = Literal["lamb_weight_decay", "exclude_from_weight_decay"]
 
 class LambConfigView(ConfigView):
     """The settings of lamb_configs; see LambConfigDict."""
@@ -348,6 +439,10 @@ class LambConfigView(ConfigView):
     def __setitem__(self, key: Literal["lamb_weight_decay"], value: float, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["exclude_from_weight_decay"], value: list[str] | tuple[str, ...], /) -> None: ...
+    def __delitem__(self, key: LambConfigKey, /) -> None: ...
+    def pop(self, key: LambConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: LambConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: LambConfigDict | LambConfigView = ..., /, **keys: Unpack[LambConfigDict]) -> None: ...
 
 class LarsConfigDict(TypedDict, total=False):
     """The keys of lars_configs."""
@@ -360,6 +455,8 @@ class LarsConfigDict(TypedDict, total=False):
     """Added to the denominator of the local rate. Default: 0.0."""
     exclude_from_weight_decay: list[str] | tuple[str, ...]
     """Parameters whose qualified name contains one of these get no decay and the plain learning rate. Default: []."""
+
+LarsConfigKey: TypeAlias = Literal["lars_coeff", "lars_weight_decay", "epsilon", "exclude_from_weight_decay"]
 
 class LarsConfigView(ConfigView):
     """The settings of lars_configs; see LarsConfigDict."""
@@ -379,6 +476,10 @@ class LarsConfigView(ConfigView):
     def __setitem__(self, key: Literal["lars_coeff", "lars_weight_decay", "epsilon"], value: float, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["exclude_from_weight_decay"], value: list[str] | tuple[str, ...], /) -> None: ...
+    def __delitem__(self, key: LarsConfigKey, /) -> None: ...
+    def pop(self, key: LarsConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: LarsConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: LarsConfigDict | LarsConfigView = ..., /, **keys: Unpack[LarsConfigDict]) -> None: ...
 
 class LocalsgdConfigDict(TypedDict, total=False):
     """The keys of localsgd_configs."""
@@ -388,6 +489,8 @@ class LocalsgdConfigDict(TypedDict, total=False):
     begin_step: int
     """Last step of the start, in which every step averages. Default: 1."""
 
+LocalsgdConfigKey: TypeAlias = Literal["k_steps", "begin_step"]
+
 class LocalsgdConfigView(ConfigView):
     """The settings of localsgd_configs; see LocalsgdConfigDict."""
 
@@ -395,6 +498,12 @@ class LocalsgdConfigView(ConfigView):
     begin_step: int
     def __getitem__(self, key: Literal["k_steps", "begin_step"], /) -> int: ...
     def __setitem__(self, key: Literal["k_steps", "begin_step"], value: int, /) -> None: ...
+    def __delitem__(self, key: LocalsgdConfigKey, /) -> None: ...
+    def pop(self, key: LocalsgdConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: LocalsgdConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: LocalsgdConfigDict | LocalsgdConfigView = ..., /, **keys: Unpack[LocalsgdConfigDict]
+    ) -> None: ...
 
 class PipelineConfigDict(TypedDict, total=False):
     """The keys of pipeline_configs."""
@@ -420,6 +529,10 @@ class PipelineConfigDict(TypedDict, total=False):
     """Cuts a plain model, whose forward calls one layer after the other: the names of the first layer of each stage
     but the first, or 'auto' for stages with about as many parameters. Default: [].
     """
+
+PipelineConfigKey: TypeAlias = Literal[
+    "micro_batch_size", "accumulate_steps", "schedule_mode", "p2p_cache_shape", "enable_partial_send_recv", "split"
+]
 
 class PipelineConfigView(ConfigView):
     """The settings of pipeline_configs; see PipelineConfigDict."""
@@ -449,6 +562,12 @@ class PipelineConfigView(ConfigView):
     def __setitem__(self, key: Literal["p2p_cache_shape", "enable_partial_send_recv"], value: bool, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["split"], value: list[str] | tuple[str, ...], /) -> None: ...
+    def __delitem__(self, key: PipelineConfigKey, /) -> None: ...
+    def pop(self, key: PipelineConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: PipelineConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: PipelineConfigDict | PipelineConfigView = ..., /, **keys: Unpack[PipelineConfigDict]
+    ) -> None: ...
 
 class QatConfigDict(TypedDict, total=False):
     """The keys of qat_configs."""
@@ -465,6 +584,8 @@ class QatConfigDict(TypedDict, total=False):
     """Name of the algorithm that observes the ranges. Refused: torchao takes the range of each row of a batch when
     it rounds it, and has no observer to choose. Default: ''.
     """
+
+QatConfigKey: TypeAlias = Literal["channel_wise_abs_max", "weight_bits", "activation_bits", "not_quant_pattern", "algo"]
 
 class QatConfigView(ConfigView):
     """The settings of qat_configs; see QatConfigDict."""
@@ -493,6 +614,10 @@ class QatConfigView(ConfigView):
     def __setitem__(self, key: Literal["not_quant_pattern"], value: list[str] | tuple[str, ...], /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["algo"], value: str, /) -> None: ...
+    def __delitem__(self, key: QatConfigKey, /) -> None: ...
+    def pop(self, key: QatConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: QatConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: QatConfigDict | QatConfigView = ..., /, **keys: Unpack[QatConfigDict]) -> None: ...
 
 class RecomputeConfigDict(TypedDict, total=False):
     """The keys of recompute_configs."""
@@ -515,6 +640,10 @@ class RecomputeConfigDict(TypedDict, total=False):
     """Operator patterns that are not recomputed. Accepted with one warning: it belongs to Paddle's automatic
     parallelism, which has no counterpart here. Default: [].
     """
+
+RecomputeConfigKey: TypeAlias = Literal[
+    "checkpoints", "enable_offload", "checkpoint_shape", "enable_tuning", "refined_ops_patterns"
+]
 
 class RecomputeConfigView(ConfigView):
     """The settings of recompute_configs; see RecomputeConfigDict."""
@@ -549,6 +678,12 @@ class RecomputeConfigView(ConfigView):
     @overload
     def __setitem__(
         self, key: Literal["refined_ops_patterns"], value: list[dict[str, Any]] | tuple[dict[str, Any], ...], /
+    ) -> None: ...
+    def __delitem__(self, key: RecomputeConfigKey, /) -> None: ...
+    def pop(self, key: RecomputeConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: RecomputeConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: RecomputeConfigDict | RecomputeConfigView = ..., /, **keys: Unpack[RecomputeConfigDict]
     ) -> None: ...
 
 class ShardingConfigDict(TypedDict, total=False):
@@ -600,6 +735,25 @@ class ShardingConfigDict(TypedDict, total=False):
     """Communicate on the compute stream. Accepted with one warning: it rewrites a static program, and torch runs
     none. Default: False.
     """
+
+ShardingConfigKey: TypeAlias = Literal[
+    "sharding_degree",
+    "mp_degree",
+    "pp_degree",
+    "dp_degree",
+    "stage",
+    "sharding_segment_strategy",
+    "segment_broadcast_MB",
+    "segment_anchors",
+    "gradient_merge_acc_step",
+    "hybrid_dp",
+    "optimize_offload",
+    "optimize_cast",
+    "pp_allreduce_in_optimize",
+    "_dp_as_optimizer_sharding",
+    "enable_tuning",
+    "use_calc_stream",
+]
 
 class ShardingConfigView(ConfigView):
     """The settings of sharding_configs; see ShardingConfigDict."""
@@ -677,6 +831,12 @@ class ShardingConfigView(ConfigView):
         value: bool,
         /,
     ) -> None: ...
+    def __delitem__(self, key: ShardingConfigKey, /) -> None: ...
+    def pop(self, key: ShardingConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: ShardingConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: ShardingConfigDict | ShardingConfigView = ..., /, **keys: Unpack[ShardingConfigDict]
+    ) -> None: ...
 
 class TensorParallelConfigDict(TypedDict, total=False):
     """The keys of tensor_parallel_configs."""
@@ -689,6 +849,8 @@ class TensorParallelConfigDict(TypedDict, total=False):
     """How a plain model is divided: patterns of module names and styles ({'blocks.*.attn.[qkv]': 'column',
     'blocks.*.attn.o': 'row', 'wte': 'vocab'}), or 'auto' for a Hugging Face model's own. Default: {}.
     """
+
+TensorParallelConfigKey: TypeAlias = Literal["tensor_parallel_degree", "tensor_init_seed", "plan"]
 
 class TensorParallelConfigView(ConfigView):
     """The settings of tensor_parallel_configs; see TensorParallelConfigDict."""
@@ -704,6 +866,15 @@ class TensorParallelConfigView(ConfigView):
     def __setitem__(self, key: Literal["tensor_parallel_degree", "tensor_init_seed"], value: int, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["plan"], value: dict[str, Any], /) -> None: ...
+    def __delitem__(self, key: TensorParallelConfigKey, /) -> None: ...
+    def pop(self, key: TensorParallelConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: TensorParallelConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: TensorParallelConfigDict | TensorParallelConfigView = ...,
+        /,
+        **keys: Unpack[TensorParallelConfigDict],
+    ) -> None: ...
 
 class ToStaticConfigDict(TypedDict, total=False):
     """The keys of to_static_configs."""
@@ -716,6 +887,8 @@ class ToStaticConfigDict(TypedDict, total=False):
     """Raise at the first piece of Python that cannot be compiled, and do not split. Default: False."""
     dynamic: bool
     """Compile once for all shapes; False compiles again for each new shape. Default: False."""
+
+ToStaticConfigKey: TypeAlias = Literal["mode", "fullgraph", "dynamic"]
 
 class ToStaticConfigView(ConfigView):
     """The settings of to_static_configs; see ToStaticConfigDict."""
@@ -731,6 +904,12 @@ class ToStaticConfigView(ConfigView):
     def __setitem__(self, key: Literal["mode"], value: str, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["fullgraph", "dynamic"], value: bool, /) -> None: ...
+    def __delitem__(self, key: ToStaticConfigKey, /) -> None: ...
+    def pop(self, key: ToStaticConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: ToStaticConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: ToStaticConfigDict | ToStaticConfigView = ..., /, **keys: Unpack[ToStaticConfigDict]
+    ) -> None: ...
 
 class TrainerDescConfigDict(TypedDict, total=False):
     """The keys of trainer_desc_configs."""
@@ -755,6 +934,17 @@ class TrainerDescConfigDict(TypedDict, total=False):
     """Tables kept on the servers. Accepted with one warning: Paddle's worker classes read it, and there are none.
     Default: [].
     """
+
+TrainerDescConfigKey: TypeAlias = Literal[
+    "dump_fields_path",
+    "dump_fields",
+    "dump_param",
+    "stat_var_names",
+    "trainer",
+    "device_worker",
+    "local_sparse",
+    "remote_sparse",
+]
 
 class TrainerDescConfigView(ConfigView):
     """The settings of trainer_desc_configs; see TrainerDescConfigDict."""
@@ -797,6 +987,12 @@ class TrainerDescConfigView(ConfigView):
         value: list[str] | tuple[str, ...],
         /,
     ) -> None: ...
+    def __delitem__(self, key: TrainerDescConfigKey, /) -> None: ...
+    def pop(self, key: TrainerDescConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: TrainerDescConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: TrainerDescConfigDict | TrainerDescConfigView = ..., /, **keys: Unpack[TrainerDescConfigDict]
+    ) -> None: ...
 
 class FsClientConfigDict(TypedDict, total=False):
     """The keys of fs_client_param."""
@@ -818,6 +1014,8 @@ class FsClientConfigDict(TypedDict, total=False):
     mount the file system. Default: ''.
     """
 
+FsClientConfigKey: TypeAlias = Literal["uri", "user", "passwd", "hadoop_bin"]
+
 class FsClientConfigView(ConfigView):
     """The settings of fs_client_param; see FsClientConfigDict."""
 
@@ -827,6 +1025,12 @@ class FsClientConfigView(ConfigView):
     hadoop_bin: str
     def __getitem__(self, key: Literal["uri", "user", "passwd", "hadoop_bin"], /) -> str: ...
     def __setitem__(self, key: Literal["uri", "user", "passwd", "hadoop_bin"], value: str, /) -> None: ...
+    def __delitem__(self, key: FsClientConfigKey, /) -> None: ...
+    def pop(self, key: FsClientConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: FsClientConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: FsClientConfigDict | FsClientConfigView = ..., /, **keys: Unpack[FsClientConfigDict]
+    ) -> None: ...
 
 class BuildStrategyConfigDict(TypedDict, total=False):
     """The keys of build_strategy."""
@@ -955,6 +1159,47 @@ class BuildStrategyConfigDict(TypedDict, total=False):
     """
     mkldnn_enabled_op_types: list[str] | tuple[str, ...]
     """Operators that oneDNN runs. Accepted with one warning: torch uses oneDNN wherever it can. Default: []."""
+
+BuildStrategyConfigKey: TypeAlias = Literal[
+    "fuse_elewise_add_act_ops",
+    "fuse_bn_act_ops",
+    "fuse_relu_depthwise_conv",
+    "fuse_broadcast_ops",
+    "fuse_all_optimizer_ops",
+    "enable_inplace",
+    "enable_backward_optimizer_op_deps",
+    "cache_runtime_context",
+    "fuse_bn_add_act_ops",
+    "enable_auto_fusion",
+    "enable_addto",
+    "allow_cuda_graph_capture",
+    "reduce_strategy",
+    "fuse_gemm_epilogue",
+    "debug_graphviz_path",
+    "fused_attention",
+    "fused_feedforward",
+    "fuse_dot_product_attention",
+    "fuse_resunit",
+    "fuse_adamw",
+    "fuse_all_reduce_ops",
+    "sync_batch_norm",
+    "use_hierarchical_allreduce",
+    "hierarchical_allreduce_inter_nranks",
+    "gradient_scale_strategy",
+    "async_mode",
+    "nccl_comm_num",
+    "bkcl_comm_num",
+    "num_trainers",
+    "trainer_id",
+    "trainers_endpoints",
+    "is_distribution",
+    "memory_optimize",
+    "enable_sequential_execution",
+    "fix_op_run_order",
+    "remove_unnecessary_lock",
+    "cache_expected_kernel",
+    "mkldnn_enabled_op_types",
+]
 
 class BuildStrategyConfigView(ConfigView):
     """The settings of build_strategy; see BuildStrategyConfigDict."""
@@ -1113,6 +1358,15 @@ class BuildStrategyConfigView(ConfigView):
     def __setitem__(
         self, key: Literal["trainers_endpoints", "mkldnn_enabled_op_types"], value: list[str] | tuple[str, ...], /
     ) -> None: ...
+    def __delitem__(self, key: BuildStrategyConfigKey, /) -> None: ...
+    def pop(self, key: BuildStrategyConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: BuildStrategyConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: BuildStrategyConfigDict | BuildStrategyConfigView = ...,
+        /,
+        **keys: Unpack[BuildStrategyConfigDict],
+    ) -> None: ...
 
 class ExecutionStrategyConfigDict(TypedDict, total=False):
     """The keys of execution_strategy."""
@@ -1133,6 +1387,16 @@ class ExecutionStrategyConfigDict(TypedDict, total=False):
     """Use another executor. Accepted with one warning: torch has no graph executor. Default: False."""
     use_cuda: bool
     """Run on GPUs. Accepted with one warning: fleet.init chooses the device of each worker. Default: False."""
+
+ExecutionStrategyConfigKey: TypeAlias = Literal[
+    "num_threads",
+    "num_iteration_per_drop_scope",
+    "num_iteration_per_run",
+    "use_thread_barrier",
+    "allow_op_delay",
+    "use_experimental_executor",
+    "use_cuda",
+]
 
 class ExecutionStrategyConfigView(ConfigView):
     """The settings of execution_strategy; see ExecutionStrategyConfigDict."""
@@ -1163,6 +1427,15 @@ class ExecutionStrategyConfigView(ConfigView):
         value: bool,
         /,
     ) -> None: ...
+    def __delitem__(self, key: ExecutionStrategyConfigKey, /) -> None: ...
+    def pop(self, key: ExecutionStrategyConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: ExecutionStrategyConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: ExecutionStrategyConfigDict | ExecutionStrategyConfigView = ...,
+        /,
+        **keys: Unpack[ExecutionStrategyConfigDict],
+    ) -> None: ...
 
 class GradientScaleConfigDict(TypedDict, total=False):
     """The keys of gradient_scale_configs."""
@@ -1175,6 +1448,8 @@ class GradientScaleConfigDict(TypedDict, total=False):
     """Scale the gradients and not the loss. Accepted with one warning: torch always scales the gradients and never
     the loss; both give the same numbers. Default: False.
     """
+
+GradientScaleConfigKey: TypeAlias = Literal["scale_strategy", "scale_gradient"]
 
 class GradientScaleConfigView(ConfigView):
     """The settings of gradient_scale_configs; see GradientScaleConfigDict."""
@@ -1189,6 +1464,15 @@ class GradientScaleConfigView(ConfigView):
     def __setitem__(self, key: Literal["scale_strategy"], value: str, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["scale_gradient"], value: bool, /) -> None: ...
+    def __delitem__(self, key: GradientScaleConfigKey, /) -> None: ...
+    def pop(self, key: GradientScaleConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: GradientScaleConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: GradientScaleConfigDict | GradientScaleConfigView = ...,
+        /,
+        **keys: Unpack[GradientScaleConfigDict],
+    ) -> None: ...
 
 class HybridMpConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs['mp_configs']."""
@@ -1227,6 +1511,20 @@ class HybridMpConfigDict(TypedDict, total=False):
     """
     recompute_allgather: bool
     """Gather the input of ColumnSequenceParallelLinear again in backward in place of keeping it. Default: False."""
+
+HybridMpConfigKey: TypeAlias = Literal[
+    "sync_param",
+    "sync_grad",
+    "sync_moment",
+    "sync_mode",
+    "sync_param_name",
+    "need_broadcast_data",
+    "mp_async_allreduce",
+    "mp_fused_linear_param_grad_add",
+    "sp_async_reduce_scatter",
+    "mp_skip_c_identity",
+    "recompute_allgather",
+]
 
 class HybridMpConfigView(ConfigView):
     """The settings of hybrid_configs['mp_configs']; see HybridMpConfigDict."""
@@ -1286,6 +1584,12 @@ class HybridMpConfigView(ConfigView):
     def __setitem__(self, key: Literal["sync_mode"], value: str, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["sync_param_name"], value: list[str] | tuple[str, ...], /) -> None: ...
+    def __delitem__(self, key: HybridMpConfigKey, /) -> None: ...
+    def pop(self, key: HybridMpConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: HybridMpConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: HybridMpConfigDict | HybridMpConfigView = ..., /, **keys: Unpack[HybridMpConfigDict]
+    ) -> None: ...
 
 class NcclConfigDict(TypedDict, total=False):
     """The keys of nccl_config."""
@@ -1323,6 +1627,10 @@ class NcclConfigDict(TypedDict, total=False):
     NCCL_ALGO, NCCL_PROTO, NCCL_BUFFSIZE or NCCL_MAX_NCHANNELS. Default: ''.
     """
 
+NcclConfigKey: TypeAlias = Literal[
+    "commName", "ll_buffsize", "ll128_buffsize", "simple_buffsize", "buffsize_align", "nchannels", "algoStr", "protoStr"
+]
+
 class NcclConfigView(ConfigView):
     """The settings of nccl_config; see NcclConfigDict."""
 
@@ -1349,6 +1657,10 @@ class NcclConfigView(ConfigView):
         value: int,
         /,
     ) -> None: ...
+    def __delitem__(self, key: NcclConfigKey, /) -> None: ...
+    def pop(self, key: NcclConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: NcclConfigKey, default: Any = None, /) -> Any: ...
+    def update(self, changes: NcclConfigDict | NcclConfigView = ..., /, **keys: Unpack[NcclConfigDict]) -> None: ...
 
 class HybridPpConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs['pp_configs']."""
@@ -1415,6 +1727,29 @@ class HybridPpConfigDict(TypedDict, total=False):
     """'broadcast' copies from the first worker of the axis; 'average' takes the mean. One of 'broadcast',
     'average'. Default: 'broadcast'.
     """
+
+HybridPpConfigKey: TypeAlias = Literal[
+    "dp_comm_overlap",
+    "sharding_comm_overlap",
+    "delay_scale_loss",
+    "enable_timer",
+    "profiling",
+    "release_gradients",
+    "overlap_p2p_comm",
+    "clear_every_step_cache",
+    "use_batch_p2p_comm",
+    "best_unbalanced_scheduler",
+    "forward_backward_overlap_scheduler",
+    "enable_offload_queue",
+    "enable_dynamic_shape",
+    "use_dualpipev",
+    "coll_nccl_config",
+    "p2p_nccl_config",
+    "shared_nccl_config",
+    "sync_param",
+    "sync_moment",
+    "sync_mode",
+]
 
 class HybridPpConfigView(ConfigView):
     """The settings of hybrid_configs['pp_configs']; see HybridPpConfigDict."""
@@ -1510,6 +1845,12 @@ class HybridPpConfigView(ConfigView):
     ) -> None: ...
     @overload
     def __setitem__(self, key: Literal["sync_mode"], value: str, /) -> None: ...
+    def __delitem__(self, key: HybridPpConfigKey, /) -> None: ...
+    def pop(self, key: HybridPpConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: HybridPpConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: HybridPpConfigDict | HybridPpConfigView = ..., /, **keys: Unpack[HybridPpConfigDict]
+    ) -> None: ...
 
 class HybridShardingConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs['sharding_configs']."""
@@ -1554,6 +1895,22 @@ class HybridShardingConfigDict(TypedDict, total=False):
     """NCCL settings of the axis."""
     check_nccl_config: NcclConfigDict | NcclConfigView
     """NCCL settings of the check for inf and nan."""
+
+HybridShardingConfigKey: TypeAlias = Literal[
+    "tensor_fusion",
+    "accumulate_steps",
+    "comm_overlap",
+    "split_param",
+    "fuse_optimizer",
+    "enable_fuse_optimizer_states",
+    "use_reduce_avg",
+    "comm_buffer_size_MB",
+    "release_gradients",
+    "free_grads_in_comm",
+    "offload_opt_buffer_size",
+    "nccl_config",
+    "check_nccl_config",
+]
 
 class HybridShardingConfigView(ConfigView):
     """The settings of hybrid_configs['sharding_configs']; see HybridShardingConfigDict."""
@@ -1622,12 +1979,23 @@ class HybridShardingConfigView(ConfigView):
     def __setitem__(
         self, key: Literal["nccl_config", "check_nccl_config"], value: NcclConfigDict | NcclConfigView, /
     ) -> None: ...
+    def __delitem__(self, key: HybridShardingConfigKey, /) -> None: ...
+    def pop(self, key: HybridShardingConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: HybridShardingConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self,
+        changes: HybridShardingConfigDict | HybridShardingConfigView = ...,
+        /,
+        **keys: Unpack[HybridShardingConfigDict],
+    ) -> None: ...
 
 class NcclOnlyConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs[...]."""
 
     nccl_config: NcclConfigDict | NcclConfigView
     """Tuning of the communicator."""
+
+NcclOnlyConfigKey: TypeAlias = Literal["nccl_config"]
 
 class NcclOnlyConfigView(ConfigView):
     """The settings of hybrid_configs[...]; see NcclOnlyConfigDict."""
@@ -1637,6 +2005,12 @@ class NcclOnlyConfigView(ConfigView):
     def nccl_config(self, value: NcclConfigDict | NcclConfigView) -> None: ...
     def __getitem__(self, key: Literal["nccl_config"], /) -> NcclConfigView: ...
     def __setitem__(self, key: Literal["nccl_config"], value: NcclConfigDict | NcclConfigView, /) -> None: ...
+    def __delitem__(self, key: NcclOnlyConfigKey, /) -> None: ...
+    def pop(self, key: NcclOnlyConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: NcclOnlyConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: NcclOnlyConfigDict | NcclOnlyConfigView = ..., /, **keys: Unpack[NcclOnlyConfigDict]
+    ) -> None: ...
 
 class NcclAndCheckConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs[...]."""
@@ -1645,6 +2019,8 @@ class NcclAndCheckConfigDict(TypedDict, total=False):
     """Tuning of the communicator."""
     check_nccl_config: NcclConfigDict | NcclConfigView
     """Tuning of the communicator that checks for inf and nan."""
+
+NcclAndCheckConfigKey: TypeAlias = Literal["nccl_config", "check_nccl_config"]
 
 class NcclAndCheckConfigView(ConfigView):
     """The settings of hybrid_configs[...]; see NcclAndCheckConfigDict."""
@@ -1660,6 +2036,12 @@ class NcclAndCheckConfigView(ConfigView):
     def __setitem__(
         self, key: Literal["nccl_config", "check_nccl_config"], value: NcclConfigDict | NcclConfigView, /
     ) -> None: ...
+    def __delitem__(self, key: NcclAndCheckConfigKey, /) -> None: ...
+    def pop(self, key: NcclAndCheckConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: NcclAndCheckConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: NcclAndCheckConfigDict | NcclAndCheckConfigView = ..., /, **keys: Unpack[NcclAndCheckConfigDict]
+    ) -> None: ...
 
 class NcclTwiceConfigDict(TypedDict, total=False):
     """The keys of hybrid_configs[...]."""
@@ -1668,6 +2050,8 @@ class NcclTwiceConfigDict(TypedDict, total=False):
     """Tuning of the communicator."""
     grad_nccl_config: NcclConfigDict | NcclConfigView
     """Tuning of the communicator of the gradients."""
+
+NcclTwiceConfigKey: TypeAlias = Literal["nccl_config", "grad_nccl_config"]
 
 class NcclTwiceConfigView(ConfigView):
     """The settings of hybrid_configs[...]; see NcclTwiceConfigDict."""
@@ -1682,6 +2066,12 @@ class NcclTwiceConfigView(ConfigView):
     def __getitem__(self, key: Literal["nccl_config", "grad_nccl_config"], /) -> NcclConfigView: ...
     def __setitem__(
         self, key: Literal["nccl_config", "grad_nccl_config"], value: NcclConfigDict | NcclConfigView, /
+    ) -> None: ...
+    def __delitem__(self, key: NcclTwiceConfigKey, /) -> None: ...
+    def pop(self, key: NcclTwiceConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: NcclTwiceConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: NcclTwiceConfigDict | NcclTwiceConfigView = ..., /, **keys: Unpack[NcclTwiceConfigDict]
     ) -> None: ...
 
 class HybridConfigDict(TypedDict, total=False):
@@ -1749,6 +2139,35 @@ class HybridConfigDict(TypedDict, total=False):
     """NCCL settings of data-parallel and context axis."""
     cp_mp_configs: NcclOnlyConfigDict | NcclOnlyConfigView
     """NCCL settings of context and tensor-parallel axis."""
+
+HybridConfigKey: TypeAlias = Literal[
+    "dp_degree",
+    "mp_degree",
+    "pp_degree",
+    "sharding_degree",
+    "sep_degree",
+    "cp_degree",
+    "ep_degree",
+    "moe_sharding_degree",
+    "cp_sharding_degree",
+    "enable_optimizer_timer",
+    "split_norm_comm",
+    "order",
+    "mp_configs",
+    "pp_configs",
+    "sharding_configs",
+    "default_comm_group_configs",
+    "dp_configs",
+    "sep_configs",
+    "dp_sep_configs",
+    "pp_tp_configs",
+    "ep_configs",
+    "moe_sharding_configs",
+    "cp_configs",
+    "cp_sharding_configs",
+    "dp_cp_configs",
+    "cp_mp_configs",
+]
 
 class HybridConfigView(ConfigView):
     """The settings of hybrid_configs; see HybridConfigDict."""
@@ -1923,6 +2342,12 @@ class HybridConfigView(ConfigView):
     ) -> None: ...
     @overload
     def __setitem__(self, key: Literal["ep_configs"], value: NcclTwiceConfigDict | NcclTwiceConfigView, /) -> None: ...
+    def __delitem__(self, key: HybridConfigKey, /) -> None: ...
+    def pop(self, key: HybridConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: HybridConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: HybridConfigDict | HybridConfigView = ..., /, **keys: Unpack[HybridConfigDict]
+    ) -> None: ...
 
 class TypedOptions:
     """Every option with its type, what it does, and its default."""

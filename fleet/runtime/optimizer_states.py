@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.errors import CheckpointError
 from fleet.runtime.fleet_model import FleetModel
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import Layout, layout_of
-from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parts import (
     PART,
     check_place,

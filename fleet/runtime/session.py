@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from fleet.ps_job.server_job import ServerJob
     from fleet.role.record import RoleRecord
     from fleet.role_maker import RoleMakerBase
+
+Wrapped = TypeVar("Wrapped")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -486,7 +488,7 @@ class Session:
         # SHARD comes right after the update rules, see [Note: Stages] of the strategies.
         place = {Stage.SHARD: Stage.UPDATE + 0.5}
         for strategy in sorted(self.strategies, key=lambda s: place.get(s.stage, s.stage)):
-            chain = strategy.wrap_optimizer(chain)
+            chain = _returned(strategy.wrap_optimizer(chain), strategy, "wrap_optimizer")
         for strategy in self.strategies:
             if isinstance(strategy, StepCounter):
                 chain = strategy.wrap_steps(chain)
@@ -499,7 +501,7 @@ class Session:
             strategy.prepare_model(module)
         chain = module
         for strategy in self.strategies:
-            chain = strategy.wrap_model(chain)
+            chain = _returned(strategy.wrap_model(chain), strategy, "wrap_model")
             if strategy.stage == Stage.MODULE:
                 module = chain
             if (now := [name for name, _ in module.named_parameters()]) != names:
@@ -510,6 +512,16 @@ class Session:
                     "its author."
                 )
         return module, chain
+
+
+def _returned(made: Wrapped | None, strategy: Strategy, hook: str) -> Wrapped:
+    """Returns ``made``; raises ConfigError where a strategy of another package forgot the return."""
+    if made is None:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: {type(strategy).__name__}.{hook}() returned None; it must return what it was "
+            "given, or a wrapper around it. Turn the option off, or tell its author."
+        )
+    return made
 
 
 def _config_of(step: type[Strategy], options: DistributedStrategy) -> Any:

@@ -139,6 +139,9 @@ _REMOVED = {
 }
 
 
+_CLASS_METHODS = {"chosen", "effects", "notes", "problem", "replaces"}
+
+
 class Strategy:
     """One option of ``DistributedStrategy``; a subclass states everything about it as data and wraps objects.
 
@@ -168,10 +171,18 @@ class Strategy:
         super().__init_subclass__(**kwargs)
         for name in sorted(_REMOVED.keys() & vars(cls).keys()):
             raise TypeError(f"{cls.__name__}.{name} has no effect: Strategy has no such member. {_REMOVED[name]}")
-        if "replaces" in vars(cls) and not isinstance(vars(cls)["replaces"], classmethod):
-            raise TypeError(f"{cls.__name__}.replaces must be a class method: replaces(options) returns a mapping.")
-        if hasattr(cls, "name") and REGISTRY.setdefault(cls.name, cls) is not cls:
+        for name in sorted(_CLASS_METHODS & vars(cls).keys()):
+            if not isinstance(vars(cls)[name], classmethod):
+                raise TypeError(f"{cls.__name__}.{name} must be a class method: it is asked before there is an object.")
+        if not hasattr(cls, "name"):
+            return
+        if REGISTRY.get(cls.name, cls) is not cls:
             raise TypeError(f"option {cls.name!r} is defined by both {REGISTRY[cls.name]} and {cls}")
+        if missing := [name for name in ("meaning", "stage") if not hasattr(cls, name)]:
+            raise TypeError(f"{cls.__name__}, the option {cls.name!r}, must also define {' and '.join(missing)}.")
+        if cls.Config is not None and not (isinstance(cls.Config, type) and issubclass(cls.Config, Config)):
+            raise TypeError(f"{cls.__name__}.Config is {cls.Config!r}; it must be a class derived from Config.")
+        REGISTRY[cls.name] = cls
 
     def __init__(self, config: Any, session: Workers) -> None:
         """Keeps ``config`` (an instance of ``Config``, or ``None``) and the session it works in."""

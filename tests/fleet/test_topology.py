@@ -225,3 +225,19 @@ def test_groups_have_the_attributes_of_paddle() -> None:
         for found, ranks in ((data, [rank % 2, rank % 2 + 2]), (sharding, [rank // 2 * 2, rank // 2 * 2 + 1])):
             own = (2, 2, ranks.index(rank), ranks, ranks.index(rank))
             assert found == (own, True, True, sum(ranks), ranks[0], ranks, 1.0)
+
+
+def test_every_getter_of_an_axis_is_declared_for_type_checkers() -> None:
+    made = {
+        name for name in vars(fleet.HybridCommunicateGroup) if any(f"get_{axis}_parallel" in name for axis in NAMES)
+    }
+    assert len(made) == 24
+    assert set(fleet.HybridCommunicateGroup.__annotations__) == made
+
+
+def test_an_operation_on_a_group_of_one_process_says_that_there_is_no_process_group() -> None:
+    fleet.init(is_collective=True)
+    group: Any = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
+    with pytest.raises(AttributeError, match=r"single process.*nranks > 1"):
+        dist.all_reduce(torch.ones(1), group=group)
+    assert not hasattr(group, "allreduce")

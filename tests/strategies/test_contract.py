@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fleet.strategies
 from fleet.errors import ConfigError
@@ -161,6 +162,33 @@ def test_a_member_of_an_older_release_is_refused(name: str) -> None:
         type("Older", (Strategy,), {name: False})
     with pytest.raises(TypeError, match="replaces must be a class method"):
         type("Older", (Strategy,), {"replaces": ("amp",)})
+
+
+@pytest.mark.parametrize(
+    ("members", "rule"),
+    [
+        ({"name": "extra", "stage": Stage.STEP}, "must also define meaning"),
+        ({"name": "extra", "meaning": "x."}, "must also define stage"),
+        ({"problem": lambda self, options, world_size: None}, "problem must be a class method"),
+        ({"notes": lambda self, options, world_size: ()}, "notes must be a class method"),
+        ({"name": "extra", "meaning": "x.", "stage": Stage.STEP, "Config": dict}, "derived from Config"),
+    ],
+)
+def test_a_strategy_with_a_wrong_member_is_refused_where_it_is_declared(members: dict[str, Any], rule: str) -> None:
+    with pytest.raises(TypeError, match=rf"Extra.*{rule}"):
+        type("Extra", (Strategy,), members)
+    assert "extra" not in REGISTRY
+
+
+@pytest.mark.parametrize("hook", ["wrap_model", "wrap_optimizer"])
+def test_a_strategy_that_returns_nothing_is_named(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(REGISTRY["amp"], hook, lambda self, inner: None)
+    strategy = DistributedStrategy()
+    strategy.amp = True
+    fleet.init(is_collective=True, strategy=strategy)
+    net = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=rf"'amp': Amp\.{hook}\(\) returned None"):
+        _ = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1)), fleet.distributed_model(net)
 
 
 def test_an_option_cannot_be_defined_twice() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -105,3 +107,12 @@ def test_a_broken_numba_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for use in (lambda: samples.take(np.array([0])), lambda: parse(b"1 7\n", TextForm((Slot("x", lod_level=1),)), "f")):
         with pytest.raises(ConfigError, match=r"datasets need numba: it is broken\."):
             use()
+
+
+@pytest.mark.parametrize("file", ["/home/me/numba.py", None])
+def test_another_module_in_the_place_of_numba_is_named(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A numba.py beside the script, or the folder that an interrupted uninstall left."""
+    other = types.ModuleType("numba")
+    other.__dict__.update(__file__=file, __path__=["/site/numba"])
+    monkeypatch.setitem(sys.modules, "numba", other)
+    assert f"{file or '/site/numba'} is imported in its place" in numba_cache.numba_problem.__wrapped__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,14 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run([str(tmp_path / "absent.yaml")]) == 2
     assert run([write(tmp_path, ""), "--world-size", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+    assert run([write(tmp_path, ""), "--world-size", "two"]) == 2
+    assert "'two' is no number of workers" in capsys.readouterr().err
+
+
+def test_a_file_without_options_is_not_called_no_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([write(tmp_path, "- amp\n")]) == 2
+    told = capsys.readouterr()
+    assert re.fullmatch(r"\S+, line 1: expected a mapping of option to value\.\n", told.out + told.err)
     assert run(["--help"]) == 0
 
 

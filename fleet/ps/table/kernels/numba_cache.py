@@ -21,6 +21,9 @@ def numba_problem() -> str:
         import numba
     except Exception as error:  # numba refuses interpreters and numpy versions it does not know in several ways
         return f"it cannot be imported ({_told(error)}). Reinstall it: pip install --force-reinstall numba."
+    if not hasattr(numba, "config"):  # an emptied folder, or a numba.py of the user's
+        found = getattr(numba, "__file__", None) or next(iter(getattr(numba, "__path__", [])), "another module")
+        return f"{found} is imported in its place. Rename or remove that, or reinstall numba."
     if getattr(numba.config, "DISABLE_JIT", 0):
         return "NUMBA_DISABLE_JIT is set, so it compiles nothing. Unset the variable."
     return ""
