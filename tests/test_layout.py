@@ -33,7 +33,6 @@ MAX_LONG_FUNCTIONS = 8
 TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/_optimizer_arguments.py": "tests/fleet/test_optimizer_constructors.py",
     "fleet/_version.py": "tests/fleet/test_main.py",
-    "fleet/runtime/running.py": "tests/fleet/elastic/test_sampler.py",
     "strategies/_shared/update_rule.py": "tests/strategies/test_lars_lamb.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
     "fleet/meta_parallel/pipeline_layer.py": "tests/fleet/runtime/test_pipeline_model.py",
