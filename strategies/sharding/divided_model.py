@@ -257,6 +257,7 @@ def divide_model(
     new = dict(module.named_parameters(remove_duplicate=False))
     replaced = {parameter: new[name] for name, parameter in old.items()}
     for parameter, new_parameter in replaced.items():
+        new_parameter.__dict__.update(parameter.__dict__)  # its layout, and what users put there
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             # The dictionary itself: handle.remove() of the user's goes on working.
             setattr(new_parameter, hooks, getattr(parameter, hooks))
