@@ -225,8 +225,6 @@ class HybridCommunicateGroup:
     get_pipe_parallel_world_size: Callable[[], int]
     get_pipe_parallel_group: Callable[[], CommunicateGroup]
     get_pipe_parallel_group_src_rank: Callable[[], int]
-    get_sharding_parallel_rank: Callable[[], int]
-    get_sharding_parallel_world_size: Callable[[], int]
     get_sharding_parallel_group: Callable[[], CommunicateGroup]
     get_sharding_parallel_group_src_rank: Callable[[], int]
     get_sep_parallel_rank: Callable[[], int]
