@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, did_you_mean
+from fleet.runtime.running import running_session
 from fleet.strategies._declare.degrees import AXES
 
 if TYPE_CHECKING:
@@ -208,8 +209,12 @@ class HybridCommunicateGroup:
         is_last_stage: whether that is the last.
 
     Args:
-        topology: the layout.
-        session: has the mesh, whose groups are used.
+        topology: the layout, which is that of the running job.
+        hybrid_configs: accepted.
+        session: has the mesh, whose groups are used; ``None`` is the running one.
+
+    Raises:
+        ConfigError: ``topology`` is another layout.
 
     Example:
         >>> group = fleet.get_hybrid_communicate_group()
@@ -240,7 +245,11 @@ class HybridCommunicateGroup:
     get_model_parallel_group: Callable[[], CommunicateGroup]
     get_model_parallel_group_src_rank: Callable[[], int]
 
-    def __init__(self, topology: CommunicateTopology, session: Session) -> None:
+    def __init__(
+        self, topology: CommunicateTopology, hybrid_configs: Any = None, *, session: Session | None = None
+    ) -> None:
+        session = session or _running()
+        _check_layout(topology, session.degrees)
         self._topology, self._session = topology, session
         self._axes = session.axes
         self._alone: dist.ProcessGroup | None = None
@@ -417,6 +426,25 @@ def _add_getters() -> None:
 _add_getters()
 
 
+def _running() -> Session:
+    session = running_session()
+    if session is None:
+        raise NotInitializedError("HybridCommunicateGroup() needs a running job: call fleet.init(...) before it.")
+    return session
+
+
+def _check_layout(topology: CommunicateTopology, degrees: Mapping[str, int]) -> None:
+    """Raises ConfigError unless ``topology`` lays the workers out as ``degrees`` do."""
+    asked = [(name, topology.get_dim(name)) for name in topology.get_hybrid_group_names()]
+    own = [(_AXIS_NAMES[axis], degree) for axis, degree in degrees.items()]
+    found, expected = ({name: size for name, size in pairs if size > 1} for pairs in (asked, own))
+    if list(found.items()) != list(expected.items()):
+        raise ConfigError(
+            f"HybridCommunicateGroup({found or 'one worker'}): the job is laid out as {expected or 'one worker'}. Set "
+            "hybrid_configs and hybrid_parallel_order, and take fleet.get_hybrid_communicate_group()."
+        )
+
+
 def communicate_group(session: Session) -> HybridCommunicateGroup:
     """Returns the coordinates of this worker in the mesh of ``session``.
 
@@ -428,4 +456,4 @@ def communicate_group(session: Session) -> HybridCommunicateGroup:
         )
     assert set(session.degrees) == set(AXES)
     names = [_AXIS_NAMES[axis] for axis in session.degrees]
-    return HybridCommunicateGroup(CommunicateTopology(names, list(session.degrees.values())), session)
+    return HybridCommunicateGroup(CommunicateTopology(names, list(session.degrees.values())), session=session)
