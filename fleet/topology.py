@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,8 @@ class _CallableNumber(int):
 class CommunicateGroup:
     """A process group with Paddle's attributes; the calls of ``torch.distributed`` take it as a group.
 
+    ``id`` is a number that is equal on all its workers.
+
     For code that needs torch's own object (``DistributedDataParallel``, collectives of Python objects), pass
     ``process_group``, which is ``None`` in a single process.
     """
@@ -146,6 +149,7 @@ class CommunicateGroup:
     def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.ranks, self.process_group = list(ranks), process_group
         self.nranks = self.world_size = len(self.ranks)
+        self.id = zlib.crc32(repr(self.ranks).encode())
         self.rank = _CallableNumber(self.get_group_rank(global_rank))
 
     def get_group_rank(self, rank: int) -> int:

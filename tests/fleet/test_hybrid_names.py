@@ -371,6 +371,23 @@ def test_the_scaler_has_its_path() -> None:
         distributed_scaler(object())
 
 
+def test_a_group_has_the_attributes_of_fleet() -> None:
+    """Surface 2; also that of one worker alone."""
+    fleet.init(is_collective=True)
+    group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+    assert (group.nranks, int(group.rank), group.ranks, group.world_size) == (1, 0, [0], 1)
+    assert group.get_group_rank(0) == 0
+    assert group.process_group is None
+    assert group.id == fleet.get_hybrid_communicate_group().get_data_parallel_group().id
+
+
+def test_parts_in_the_form_of_paddle_are_refused() -> None:
+    """Surface 3: sharded_state_dict."""
+    for layer in (mp.ColumnParallelLinear(4, 4), mp.RowParallelLinear(4, 4), mp.VocabParallelEmbedding(4, 4)):
+        with pytest.raises(UnsupportedOptionError, match="full_state_dict"):
+            layer.sharded_state_dict("prefix")
+
+
 class Inner(nn.Module):
     """Keeps what it was built with."""
 
