@@ -4,6 +4,7 @@ Run from the repository root, on an otherwise idle machine::
 
     python benchmarks/hybrid.py               # about ten minutes
     python benchmarks/hybrid.py --only mp pp  # some rows
+    python benchmarks/hybrid.py --plot docs/hybrid.png  # no measurement: draws the orders of a pipeline
 """
 
 from __future__ import annotations
@@ -95,7 +96,14 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    rows = [row for name in parser.parse_args().only for row in PARTS[name]()]
+    parser.add_argument("--plot", metavar="PICTURE", type=Path, help="draw the orders of 4 stages to a file, and stop")
+    args = parser.parse_args()
+    if args.plot is not None:
+        from _plot_orders import plot_orders
+
+        plot_orders(args.plot)
+        return
+    rows = [row for name in args.only for row in PARTS[name]()]
     print(markdown(["figure", "median", "ratio or share (min-max)", "asked"], rows))
 
 

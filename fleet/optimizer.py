@@ -325,8 +325,9 @@ def Muon(
         grad_clip: clips before each update.
 
     Example:
-        >>> head = {"params": model.head.parameters(), "use_muon": False}
-        >>> optimizer = fleet.optimizer.Muon([{"params": model.blocks.parameters()}, head], lr=0.02)
+        >>> body, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        >>> groups = [{"params": body.parameters()}, {"params": head.parameters(), "use_muon": False}]
+        >>> optimizer = fleet.optimizer.Muon(groups, lr=0.02)
     """
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("adamw_lr", adamw_lr), ("momentum", momentum)):
         if not number(name, value) >= 0 or (name == "momentum" and value >= 1):

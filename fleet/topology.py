@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, did_you_mean
+from fleet.runtime.running import running_session
 from fleet.strategies._declare.degrees import AXES
 
 if TYPE_CHECKING:
@@ -138,6 +140,8 @@ class _CallableNumber(int):
 class CommunicateGroup:
     """A process group with Paddle's attributes; the calls of ``torch.distributed`` take it as a group.
 
+    ``id`` is a number that is equal on all its workers.
+
     For code that needs torch's own object (``DistributedDataParallel``, collectives of Python objects), pass
     ``process_group``, which is ``None`` in a single process.
     """
@@ -145,6 +149,7 @@ class CommunicateGroup:
     def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.ranks, self.process_group = list(ranks), process_group
         self.nranks = self.world_size = len(self.ranks)
+        self.id = zlib.crc32(repr(self.ranks).encode())
         self.rank = _CallableNumber(self.get_group_rank(global_rank))
 
     def get_group_rank(self, rank: int) -> int:
@@ -208,8 +213,12 @@ class HybridCommunicateGroup:
         is_last_stage: whether that is the last.
 
     Args:
-        topology: the layout.
-        session: has the mesh, whose groups are used.
+        topology: the layout, which is that of the running job.
+        hybrid_configs: accepted.
+        session: has the mesh, whose groups are used; ``None`` is the running one.
+
+    Raises:
+        ConfigError: ``topology`` is another layout.
 
     Example:
         >>> group = fleet.get_hybrid_communicate_group()
@@ -263,7 +272,11 @@ class HybridCommunicateGroup:
     get_pp_mp_parallel_group: Callable[[], CommunicateGroup]
     get_pp_mp_parallel_group_src_rank: Callable[[], int]
 
-    def __init__(self, topology: CommunicateTopology, session: Session) -> None:
+    def __init__(
+        self, topology: CommunicateTopology, hybrid_configs: Any = None, *, session: Session | None = None
+    ) -> None:
+        session = session or _running()
+        _check_layout(topology, session.degrees)
         self._topology, self._session = topology, session
         self._axes = session.axes
         self._alone: dist.ProcessGroup | None = None
@@ -440,6 +453,25 @@ def _add_getters() -> None:
 _add_getters()
 
 
+def _running() -> Session:
+    session = running_session()
+    if session is None:
+        raise NotInitializedError("HybridCommunicateGroup() needs a running job: call fleet.init(...) before it.")
+    return session
+
+
+def _check_layout(topology: CommunicateTopology, degrees: Mapping[str, int]) -> None:
+    """Raises ConfigError unless ``topology`` lays the workers out as ``degrees`` do."""
+    asked = [(name, topology.get_dim(name)) for name in topology.get_hybrid_group_names()]
+    own = [(_AXIS_NAMES[axis], degree) for axis, degree in degrees.items()]
+    found, expected = ({name: size for name, size in pairs if size > 1} for pairs in (asked, own))
+    if list(found.items()) != list(expected.items()):
+        raise ConfigError(
+            f"HybridCommunicateGroup({found or 'one worker'}): the job is laid out as {expected or 'one worker'}. Set "
+            "hybrid_configs and hybrid_parallel_order, and take fleet.get_hybrid_communicate_group()."
+        )
+
+
 def communicate_group(session: Session) -> HybridCommunicateGroup:
     """Returns the coordinates of this worker in the mesh of ``session``.
 
@@ -451,4 +483,4 @@ def communicate_group(session: Session) -> HybridCommunicateGroup:
         )
     assert set(session.degrees) == set(AXES)
     names = [_AXIS_NAMES[axis] for axis in session.degrees]
-    return HybridCommunicateGroup(CommunicateTopology(names, list(session.degrees.values())), session)
+    return HybridCommunicateGroup(CommunicateTopology(names, list(session.degrees.values())), session=session)

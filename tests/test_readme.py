@@ -244,14 +244,30 @@ def test_the_examples_are_one_program_in_both_languages() -> None:
 
 
 def test_the_strategy_example_runs(tmp_path: Path) -> None:
-    _, code = fenced("README.md", "python")
+    _, _, code = fenced("README.md", "python")
     done = run(f"{code}\nprint(fleet.worker_num())", tmp_path)
     assert done.stdout.split()[-1:] == ["1"], done.stderr
 
 
+def test_the_hybrid_example_runs(tmp_path: Path) -> None:
+    """Issue 11: the script is the same on a mesh of one worker."""
+    code, _, _ = fenced("README.md", "python")
+    before = """
+import torch
+from fleet import fleet
+
+layers = [fleet.meta_parallel.LayerDesc(torch.nn.Linear, 4, 4) for _ in range(2)]
+criterion, scheduler = torch.nn.functional.mse_loss, None
+loader = [(torch.ones(16, 4), torch.zeros(16, 4))] * 3
+"""
+    done = run(before + re.sub(r'_degree": 2', '_degree": 1', code) + "    print(float(loss))", tmp_path)
+    first, _, last = map(float, done.stdout.split()[-3:])
+    assert last < first, done.stderr
+
+
 def test_the_parameter_server_example_runs(tmp_path: Path) -> None:
     """Issue 4: one machine, one process; rows come up for the ids that are met."""
-    code, _ = fenced("README.md", "python")
+    _, code, _ = fenced("README.md", "python")
     loop = "loss = model(torch.tensor([7, 10**15])).sum(); loss.backward(); optimizer.step()"
     before = """
 import torch

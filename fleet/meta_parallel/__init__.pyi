@@ -10,12 +10,26 @@ from fleet.meta_parallel.context_parallel import sequence_positions as sequence_
 from fleet.meta_parallel.context_parallel import (
     split_inputs_sequence_dim_load_balance as split_inputs_sequence_dim_load_balance,
 )
+from fleet.meta_parallel.layer_spec import LayerSpec as LayerSpec
+from fleet.meta_parallel.layer_spec import build_spec_layer as build_spec_layer
+from fleet.meta_parallel.layer_spec import get_spec_layer as get_spec_layer
+from fleet.meta_parallel.layer_spec import import_spec_layer as import_spec_layer
 from fleet.meta_parallel.pipeline_layer import PipelineLayer as PipelineLayer
 from fleet.meta_parallel.seeds import model_parallel_random_seed as model_parallel_random_seed
 from fleet.meta_parallel.segment_parallel import ReshardLayer as ReshardLayer
 from fleet.meta_parallel.segment_parallel import sep_attention as sep_attention
 from fleet.meta_parallel.segment_parallel import sequence_mean as sequence_mean
 from fleet.meta_parallel.segment_parallel import split_inputs_sequence_dim as split_inputs_sequence_dim
+from fleet.meta_parallel.wrapper_names import DualPipeVParallel as DualPipeVParallel
+from fleet.meta_parallel.wrapper_names import NoPipelineParallel as NoPipelineParallel
+from fleet.meta_parallel.wrapper_names import PipelineParallelWithInterleave as PipelineParallelWithInterleave
+from fleet.meta_parallel.wrapper_names import (
+    PipelineParallelWithInterleaveFthenB as PipelineParallelWithInterleaveFthenB,
+)
+from fleet.meta_parallel.wrapper_names import SegmentParallel as SegmentParallel
+from fleet.meta_parallel.wrapper_names import ShardingParallel as ShardingParallel
+from fleet.meta_parallel.wrapper_names import TensorParallel as TensorParallel
+from fleet.meta_parallel.wrapper_names import VPPFhenBInBalancedMemory as VPPFhenBInBalancedMemory
 from fleet.runtime.pipeline_model import PipelineParallel as PipelineParallel
 from fleet.strategies._shared.random_streams import RNGStatesTracker as RNGStatesTracker
 from fleet.strategies.pipeline.descriptions import LayerDesc as LayerDesc
@@ -37,20 +51,32 @@ from fleet.strategies.tensor_parallel.streams import get_rng_state_tracker as ge
 
 __all__ = [
     "ColumnParallelLinear",
+    "DualPipeVParallel",
     "LayerDesc",
+    "LayerSpec",
     "LocalSharedLayerDesc",
+    "NoPipelineParallel",
     "ParallelCrossEntropy",
     "ParallelMultiLabelCrossEntropy",
     "PipelineDatasetPreprocessor",
     "PipelineLayer",
     "PipelineParallel",
     "PipelineParallelMicroStepLocations",
+    "PipelineParallelWithInterleave",
+    "PipelineParallelWithInterleaveFthenB",
     "RNGStatesTracker",
     "ReshardLayer",
     "RowParallelLinear",
+    "SegmentParallel",
+    "ShardingParallel",
     "SharedLayerDesc",
+    "TensorParallel",
+    "VPPFhenBInBalancedMemory",
     "VocabParallelEmbedding",
+    "build_spec_layer",
     "get_rng_state_tracker",
+    "get_spec_layer",
+    "import_spec_layer",
     "model_parallel_random_seed",
     "register_global_pipeline_parallel_hook",
     "ring_attention",

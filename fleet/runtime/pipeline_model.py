@@ -16,7 +16,7 @@ from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.hooks import Hook, PipelineParallelMicroStepLocations, StepHooks
-from fleet.strategies.pipeline.order import as_text, plan_order
+from fleet.strategies.pipeline.order import MicroStep, as_text, plan_order
 from fleet.strategies.pipeline.stage import PipelineStage, stage_of
 from fleet.strategies.pipeline.step import PipelineStep
 
@@ -149,12 +149,21 @@ class PipelineModel(FleetModel):
 
     def get_static_scheduler(self) -> str:
         """Returns what this stage does in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""
-        layers, config = self._layers_here, self._session_for("get_static_scheduler").options["pipeline_configs"]
+        layers = self._layers_here
+        self._session_for("get_static_scheduler")
+        return as_text(self._order(), num_chunks=layers.num_chunks if layers.num_stages > 1 else 1)
+
+    def runs_forwards_first(self) -> bool:
+        """Returns whether this stage starts backward only after all its forwards of a step."""
+        kinds = [step.what for step in self._order()]
+        return kinds == sorted(kinds, reverse=True)
+
+    def _order(self) -> tuple[MicroStep, ...]:
+        layers, config = self._layers_here, cast("Session", self._observer).options["pipeline_configs"]
         num_chunks = layers.num_chunks if layers.num_stages > 1 else 1
-        order = plan_order(
+        return plan_order(
             layers.num_stages, layers.stage, config.accumulate_steps, num_chunks=num_chunks, mode=config.schedule_mode
         )
-        return as_text(order, num_chunks=num_chunks)
 
     def is_pipeline_first_stage(self) -> bool:
         """Returns whether this worker has the first layers."""

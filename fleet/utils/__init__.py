@@ -14,12 +14,16 @@ _HOMES = {
     "run_check": "fleet.utils._run_check",
 }
 
+_MODULES = ("hybrid_parallel_util", "mix_precision_utils", "moe_utils", "sequence_parallel_utils", "timer_helper")
+
 __all__ = ["HDFSClient", "LocalFS", "recompute", "recompute_hybrid", "recompute_sequential", "run_check"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"fleet.utils has no {name!r}")
 
 

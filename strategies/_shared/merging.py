@@ -89,6 +89,14 @@ class Window:
                 hook = node.register_prehook(partial(_arrive, weakref.ref(self), weakref.ref(parameter)))
                 self._accumulators[parameter] = node, hook
 
+    def renew(self) -> None:
+        """Follows parameters whose node is another one, because their data was replaced by a part of it."""
+        for parameter, (node, hook) in [*self._accumulators.items()]:
+            if accumulator_of(parameter) is not node:
+                hook.remove()
+                del self._accumulators[parameter]
+                self.watch([parameter, *self._frozen])
+
     def _give(self, parameters: set[Tensor]) -> None:
         """Releases ``parameters``, which another optimizer has now."""
         given = parameters.intersection([*self._accumulators, *self._frozen])

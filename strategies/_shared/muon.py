@@ -118,7 +118,7 @@ def orthogonal(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
     Example:
         >>> orthogonal(torch.eye(2) * 3, 5, torch.float32).diagonal().round(decimals=2)
-        tensor([1.0000, 1.0000])
+        tensor([1.1100, 1.1100])
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]

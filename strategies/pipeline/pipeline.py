@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.split import AUTO, SplitLayers
 from fleet.strategies.pipeline.stage import StreamGroups, make_stage
@@ -67,6 +67,24 @@ class Pipeline(Strategy):
     }
     model_effect = "keeps this worker's stage of the layers"
     optimizer_effect = "updates this worker's stage once all micro-batches are through"
+    guide = Guide(
+        when="The model does not fit into the memory of one worker, or the links between workers are slow.",
+        cost="Stages wait while the first micro-batches arrive and the last ones leave; more micro-batches, and chunks "
+        "(num_virtual_pipeline_stages of PipelineLayer), make that share smaller. Per boundary and micro-batch one "
+        "activation travels forward and its gradient back. A step is one call, model.train_batch([inputs, labels], "
+        "optimizer). The example cuts a plain model, whose "
+        "loss goes to distributed_model(model, loss_fn) before the optimizer is made; PipelineLayer describes any list "
+        "of layers.",
+        formula="idle share = (p - 1) / (v n + p - 1) with p stages, n micro-batches and v chunks per stage; stage s "
+        "keeps the activations of min(p - s, n) micro-batches in 1F1B without chunks",
+        source="Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters using "
+        "Megatron-LM, arXiv 2104.04473",
+        example={
+            "pipeline": True,
+            "hybrid_configs": {"pp_degree": 2},
+            "pipeline_configs": {"accumulate_steps": 4, "micro_batch_size": 2, "split": "auto"},
+        },
+    )
 
     @classmethod
     def chosen(cls, options: Values) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._shared.random_streams import TRACKER
 from fleet.strategies.tensor_parallel.place import place_in
 from fleet.strategies.tensor_parallel.regions import applied, copy_to, gather_from, reduce_from, scatter_to
@@ -23,7 +23,22 @@ from fleet.strategies.tensor_parallel.regions import applied, copy_to, gather_fr
 STREAM = "model_parallel_rng"
 
 
-class ColumnParallelLinear(nn.Module):
+class _Divided(nn.Module):
+    """A layer of which this worker has a part."""
+
+    def sharded_state_dict(self, structured_name_prefix: str = "") -> Any:
+        """Refused: Fleet's form of a state by parts.
+
+        Raises:
+            UnsupportedOptionError: always.
+        """
+        raise UnsupportedOptionError(
+            f"{type(self).__name__}.sharded_state_dict() returns parts in Paddle's own form. model.full_state_dict() "
+            "returns whole weights that load on any mesh, and model.local_state_dict() this worker's part."
+        )
+
+
+class ColumnParallelLinear(_Divided):
     """``y = x W^T + b``, with the rows of ``W``, which are the outputs, divided over the workers.
 
     Args:
@@ -84,7 +99,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Divided):
     """``y = x W^T + b``, with the columns of ``W``, which are the inputs, divided over the workers; ``b`` is whole.
 
     Args:
@@ -147,7 +162,7 @@ class RowParallelLinear(nn.Module):
         )
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(_Divided):
     """An embedding whose rows are divided over the workers; ids and result are whole on every worker.
 
     Args:

@@ -90,12 +90,22 @@ def cut(
             dist.broadcast(parameter.data, first, group=place.group)
         if parameter.grad is not None:
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = layout.part(parameter.data).contiguous()
+            _replace(parameter, layout.part(parameter.data).contiguous())
             parameter.grad = layout.part(gradient).contiguous()
         else:
-            parameter.data = layout.part(parameter.data).contiguous()
+            _replace(parameter, layout.part(parameter.data).contiguous())
     for module, name in holders:
         set_layout(module, name, layout)
+
+
+def _replace(parameter: nn.Parameter, part: Tensor) -> None:
+    """Makes ``part`` the data of ``parameter``, and of the node that will add to its gradient.
+
+    torch replaces a node that somebody keeps alive where the type of the data changes, and not where the shape does.
+    """
+    other = torch.float32 if part.dtype == torch.float64 else torch.float64
+    parameter.data = part.new_empty(0, dtype=other)
+    parameter.data = part
 
 
 def draw_from_own_stream(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers, top_level
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers, top_level
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
 from fleet.strategies._shared.parts import local
@@ -77,6 +77,22 @@ class TensorParallel(Strategy):
         "dgc": "dgc exchanges gradients of whole models, and these workers hold different parts of one",
     }
     model_effect = "keeps this worker's part of each divided layer"
+    guide = Guide(
+        when="A layer does not fit into the memory of one worker, or must be computed faster, and the workers of one "
+        "machine have fast links.",
+        cost="Per block of a transformer two sums of the activations forward and two backward, which wait for the "
+        "network. The workers of the axis read the same rows: deal data out by fleet.data_rank() of "
+        "fleet.data_replicas(). The example divides a plain model by a plan; the layers of fleet.meta_parallel are "
+        "divided as they are made.",
+        formula="y = f(x A) B with A divided by columns and B by rows: worker r computes f(x A_r) B_r, and their "
+        "sum is y; parameters per worker = divided ones / mp + whole ones",
+        source="Shoeybi et al., 2019, Megatron-LM, arXiv 1909.08053",
+        example={
+            "tensor_parallel": True,
+            "hybrid_configs": {"mp_degree": 2},
+            "tensor_parallel_configs": {"plan": {"head": "column_gather"}},
+        },
+    )
 
     def __init__(self, config: Any, session: Workers) -> None:
         """Tells layers which workers share them, and seeds the random streams."""

@@ -44,7 +44,7 @@ def place_of(rank: int, names: list[str], dims: list[int]) -> HybridCommunicateG
     )
     fleet_name = {ours: name for name, ours in OURS.items()}
     return HybridCommunicateGroup(
-        CommunicateTopology([fleet_name[axis] for axis in degrees], list(degrees.values())), session
+        CommunicateTopology([fleet_name[axis] for axis in degrees], list(degrees.values())), session=session
     )
 
 

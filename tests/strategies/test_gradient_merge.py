@@ -308,3 +308,31 @@ def test_a_window_does_not_end_without_an_exchange() -> None:
     """Issue 9, 1.2: a step without backward() would update each worker with its own sums."""
     for said in run_workers(unfinished, 2, backend=None):
         assert "before step()" in said
+
+
+def windows_over_mp(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Merges two batches on workers that divide the layers after the optimizer was made; returns the whole weights."""
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_merge = True
+    strategy.gradient_merge_configs = {"k_steps": 2}
+    strategy.hybrid_configs = {"mp_degree": world_size}
+    strategy.tensor_parallel_configs = {"plan": {"0": "column", "2": "row"}}
+    fleet.init(is_collective=True, strategy=strategy)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1, 0.9))
+    model = fleet.distributed_model(net)
+    for step in range(6):
+        torch.manual_seed(step)
+        model(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.full_state_dict().values())
+
+
+def test_layers_may_be_divided_after_the_optimizer_was_made() -> None:
+    """Issue 11: a window follows parameters whose data has become a part of it."""
+    alone = run_workers(windows_over_mp, 1, backend=None)[0]
+    for found in run_workers(windows_over_mp, 2, backend=None):
+        for value, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)

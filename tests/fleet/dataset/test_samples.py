@@ -109,7 +109,7 @@ def test_a_broken_numba_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             use()
 
 
-@pytest.mark.parametrize("file", ["/home/me/numba.py", None])
+@pytest.mark.parametrize("file", ["/site/me/numba.py", None])
 def test_another_module_in_the_place_of_numba_is_named(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A numba.py beside the script, or the folder that an interrupted uninstall left."""
     other = types.ModuleType("numba")
