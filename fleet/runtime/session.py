@@ -316,6 +316,11 @@ class Session:
                     "pipeline_configs['split']."
                 )
             found.set_loss(loss_fn)
+        if pipeline is None and not isinstance(found, StagedLayers) and self.options.is_set("pipeline_configs"):
+            self.say(
+                f"pipeline_configs was set and changes nothing: 'pipeline' is off, and {type(module).__name__} is no "
+                "PipelineLayer, whose train_batch reads it."
+            )
         return found
 
     def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:
