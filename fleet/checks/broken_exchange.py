@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from fleet._log import LOGGER
 from fleet.checks.whereabouts import account, user_line, user_line_of
 from fleet.errors import ConfigError, FleetError, RendezvousError
 
@@ -61,8 +62,11 @@ def explained(
         return None
     where = user_line_of(error.__traceback__, otherwise=user_line())  # caught inside this package
     during = "".join(f" {note}" for note in getattr(error, "__notes__", ()))  # which micro-batch, of which stage
+    what = f"{who} the exchange with the other workers broke off at {where}:{during}"
+    # A launcher that sees a killed worker ends this one before the killed one's answer is given up.
+    LOGGER.error("%s Asking the other workers where they are.", what)
     return RendezvousError(
-        f"{who} the exchange with the other workers broke off at {where}:{during}\n"
+        f"{what}\n"
         f"{account(roll_call.others_after(error), roll_call.described)}\n"
         "If one failed, its own message gives the cause. If one ended normally, it had fewer batches: give every "
         "worker the same number, with fleet.elastic.ElasticSampler or torch's DistributedSampler."

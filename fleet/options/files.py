@@ -82,9 +82,14 @@ class _Loader(LimitedLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that :class:`_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def read_yaml(path: PathLike) -> Entries:
@@ -122,7 +127,8 @@ def read_yaml(path: PathLike) -> Entries:
 
 def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
     """Replaces ``path`` with a YAML file of ``values``, in their order."""
-    write_text(path, yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=None, allow_unicode=False))
+    text = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=False)
+    write_text(path, text)
 
 
 # ---- protobuf text format -------------------------------------------------------------------------------------------

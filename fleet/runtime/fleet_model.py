@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -381,6 +382,8 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FleetModel:
         self._check_whole("copy.deepcopy(model) (AveragedModel does it too)")
+        for part in self.module.modules():  # a copy has the same workers to exchange with
+            memo.update({id(group): group for group in vars(part).values() if isinstance(group, dist.ProcessGroup)})
         module = copy.deepcopy(self.module, memo)
         chain, trains = copied_chain(self._chain, self.module, module, memo)
         twin = FleetModel.__new__(type(self))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fleet._log import LOGGER
 from fleet.checks.broken_exchange import UncaughtErrors, explained
 from fleet.checks.first_step import TrainingChecks
 from fleet.checks.roll_call import RollCall
@@ -316,6 +317,12 @@ class Session:
                     "pipeline_configs['split']."
                 )
             found.set_loss(loss_fn)
+        is_read = pipeline is not None or isinstance(found, StagedLayers) or not self.collective
+        if self.options.is_set("pipeline_configs") and not is_read:
+            LOGGER.warning(
+                f"pipeline_configs was set and changes nothing: 'pipeline' is off, and {type(module).__name__} is no "
+                "PipelineLayer, whose train_batch reads it."
+            )
         return found
 
     def wrap_optimizer(self, optimizer: Optimizer) -> FleetOptimizer:

@@ -104,6 +104,8 @@ class LocalSharedLayerDesc(LayerDesc):
 
 Layer = LayerDesc | nn.Module | Callable[..., Any]
 Runner = Callable[[Any], Any]
+# The name of a layer, which a strategy or the user may replace by another module, and the function that runs it.
+Entry = tuple[str | None, Callable[..., Any] | None]
 
 
 class StagedLayers(nn.Module):
@@ -148,7 +150,7 @@ class StagedLayers(nn.Module):
         self.ties = self._plan_ties()
         self.shared_layers = nn.ModuleDict()
         base = int(torch.randint(_SEEDS, ()))
-        self._runners = [self._build(chunk, base) for chunk in range(num_chunks)]
+        self._entries = [self._build(chunk, base) for chunk in range(num_chunks)]
         self._mark_ties()
 
     # ---- what user code reads -------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class StagedLayers(nn.Module):
     @property
     def run_function(self) -> list[Runner]:
         """What this stage runs, in order, over all its chunks."""
-        return [runner for runners in self._runners for _, runner, _ in runners]
+        return [runner for chunk in range(self.num_chunks) for runner, _ in self._runners(chunk)]
 
     @property
     def _start_pos(self) -> int:
@@ -196,7 +198,7 @@ class StagedLayers(nn.Module):
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Returns the modules of ``chunk``, in order; one that is shared within the stage may occur again."""
-        return [module for _, _, module in self._runners[chunk] if module is not None]
+        return [module for _, module in self._runners(chunk) if module is not None]
 
     def tied_parameters(self, key: str) -> list[nn.Parameter]:
         """Returns the parameters of the shared layer ``key``; none where another stage holds it."""
@@ -226,22 +228,33 @@ class StagedLayers(nn.Module):
             )
         chunks = range(self.num_chunks) if chunk_id is None else (chunk_id,)
         value = input
-        for runners in (self._runners[chunk] for chunk in chunks):
+        for runners in map(self._runners, chunks):
             if self._recompute_interval:
                 for start in range(0, len(runners), self._recompute_interval):
                     value = self._recomputed(runners[start : start + self._recompute_interval], value)
             else:
-                for _, runner, _ in runners:
+                for runner, _ in runners:
                     value = runner(value)
         return value
 
-    def _recomputed(self, runners: list[tuple[int, Runner, nn.Module | None]], value: Any) -> Any:
+    def _runners(self, chunk: int) -> list[tuple[Runner, nn.Module | None]]:
+        """Returns what runs each entry of ``chunk``, with the module that now has the entry's name."""
+        found: list[tuple[Runner, nn.Module | None]] = []
+        for name, function in self._entries[chunk]:
+            module = None if name is None else self.get_submodule(name)
+            if module is not None:
+                found.append((module if function is None else partial(function, module), module))
+            elif function is not None:
+                found.append((function, None))
+        return found
+
+    def _recomputed(self, runners: list[tuple[Runner, nn.Module | None]], value: Any) -> Any:
         def run(given: Any) -> Any:
-            for _, runner, _ in runners:
+            for runner, _ in runners:
                 given = runner(given)
             return given
 
-        modules = [module for _, _, module in runners if module is not None]
+        modules = [module for _, module in runners if module is not None]
         if not any(p.requires_grad for module in modules for p in module.parameters()):
             return run(value)
         norms = [norm for module in modules for norm in norm_modules(module)]
@@ -255,30 +268,29 @@ class StagedLayers(nn.Module):
 
     # ---- building -------------------------------------------------------------------------------------------------
 
-    def _build(self, chunk: int, base: int) -> list[tuple[int, Runner, nn.Module | None]]:
-        return [(at, *self._built(at, self._layers_desc[at], base)) for at in self.layers_of(chunk)]
+    def _build(self, chunk: int, base: int) -> list[Entry]:
+        return [self._built(at, self._layers_desc[at], base) for at in self.layers_of(chunk)]
 
-    def _built(self, at: int, layer: Layer, base: int) -> tuple[Runner, nn.Module | None]:
+    def _built(self, at: int, layer: Layer, base: int) -> Entry:
         if isinstance(layer, SharedLayerDesc):
-            module = self._shared(layer, base)
-            return (module if layer.forward_func is None else partial(layer.forward_func, module)), module
+            self._share(layer, base)
+            return f"shared_layers.{layer.layer_name}", layer.forward_func
         if isinstance(layer, LayerDesc):
             with seeded(base + at):
                 layer = layer.build_layer()
         if isinstance(layer, nn.Module):
             self._keep(at, layer)
-            return layer, layer
-        return layer, None
+            return str(at), None
+        return None, layer
 
     def _keep(self, at: int, layer: nn.Module) -> None:
         self.add_module(str(at), layer)
 
-    def _shared(self, desc: SharedLayerDesc, base: int) -> nn.Module:
+    def _share(self, desc: SharedLayerDesc, base: int) -> None:
         key = desc.layer_name
         if key not in self.shared_layers:
             with seeded(base + self._places(key)[0]):
                 self.shared_layers[key] = desc.build_layer()
-        return self.shared_layers[key]
 
     def _places(self, key: str) -> list[int]:
         descs = enumerate(self._layers_desc)

@@ -59,6 +59,7 @@ class Pipeline(Strategy):
     meaning = "Divide the layers among workers and stream micro-batches through them."
     stage = Stage.SHARD
     Config = PipelineConfig
+    settings_serve_models = True  # train_batch of a PipelineLayer reads them with one stage, too
     conflicts = {
         "localsgd": "localsgd averages whole models, and a pipeline stage holds a part of one",
         "adaptive_localsgd": "adaptive_localsgd averages whole models, and a pipeline stage holds a part of one",

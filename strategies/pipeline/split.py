@@ -1,29 +1,21 @@
 """split: a plain model becomes the stages of a pipeline: its forward is followed once and cut between two layers.
 
-[Note: What can be followed]
-``torch.fx`` runs forward with stand-ins for tensors and records every call. Lists of blocks are looked into; each
-block, and each module outside the lists, is a layer. At a cut everything that a later layer needs goes along: the
-activation, and a mask or a size that was computed before. Forward must take the same path for all data; the inputs are
-its parameters without a default. It is followed in training and in evaluation, which may differ in arguments only.
+See [Note: What can be followed].
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx, nn
 
 from fleet.errors import ConfigError
 from fleet.strategies.pipeline.cut import plan_cut_by_size
 from fleet.strategies.pipeline.descriptions import TIED, StagedLayers
+from fleet.strategies.pipeline.followed import Followed, refusal
 
 AUTO = ("auto",)
-_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "tensor")
 
 
 class SplitLayers(StagedLayers):
@@ -44,10 +36,10 @@ class SplitLayers(StagedLayers):
         self, model: nn.Module, starts: Sequence[str], num_stages: int, stage: int, loss_fn: Any = None
     ) -> None:
         nn.Module.__init__(self)
-        graphs = {mode: _followed(model, mode) for mode in (True, False)}
-        nodes = list(graphs[True].nodes)
-        if [(n.op, str(n.target)) for n in nodes] != [(n.op, str(n.target)) for n in graphs[False].nodes]:
-            raise ConfigError(_refusal(model, "it takes other calls in evaluation than in training"))
+        followed = {mode: Followed(model, mode) for mode in (True, False)}
+        nodes = followed[True].nodes
+        if followed[True].calls != followed[False].calls:
+            raise ConfigError(refusal(model, "it takes other calls in evaluation than in training"))
         layers = [node for node in nodes if node.op == "call_module"]
         self._layers_desc: list[Any] = [str(node.target) for node in layers]
         self.num_stages, self.stage, self.num_chunks = num_stages, stage, 1
@@ -57,9 +49,16 @@ class SplitLayers(StagedLayers):
         self.shared_layers = nn.ModuleDict()
         cuts = [0, *(nodes.index(layers[at]) for at in self.segment_parts[1:-1]), len(nodes)]
         self._programs = {
-            mode: Program(list(graph.nodes), cuts[stage], cuts[stage + 1]) for mode, graph in graphs.items()
+            mode: Program(found.nodes, cuts[stage], cuts[stage + 1], found.constants)
+            for mode, found in followed.items()
         }
-        used = [_tensors_of(model, nodes[cuts[part] : cuts[part + 1]]) for part in range(num_stages)]
+        used = [
+            _tensors_of(model, nodes[cuts[part] : cuts[part + 1]], followed[True].constants)
+            for part in range(num_stages)
+        ]
+        for name, tensor in _named_tensors(model):
+            if not any(name in found for found in used):
+                used[0][name] = tensor  # forward does not use it, and it is a part of the state
         self._take(model, used)
         self.train(model.training)
 
@@ -135,10 +134,10 @@ class SplitLayers(StagedLayers):
         layers = dict.fromkeys(self._layers_desc[slice(*self.segment_parts[self.stage : self.stage + 2])])
         for name in layers:
             _put(self, name, model.get_submodule(name))
-        inside = tuple(f"{name}." for name in layers)
+        inside, saved = tuple(f"{name}." for name in layers), model.state_dict(keep_vars=True)
         for name, tensor in used[self.stage].items():
             if not name.startswith(inside):
-                _put(self, name, tensor)
+                _put(self, name, tensor, is_saved=name in saved)
 
 
 class Program:
@@ -148,10 +147,11 @@ class Program:
         nodes: the calls of the whole forward.
         start: the first call that is run here.
         end: the first that is not.
+        constants: tensors that forward makes of nothing, by the name under which nodes ask for them.
     """
 
-    def __init__(self, nodes: list[fx.Node], start: int, end: int) -> None:
-        self._nodes = nodes[start:end]
+    def __init__(self, nodes: list[fx.Node], start: int, end: int, constants: dict[str, Tensor]) -> None:
+        self._nodes, self._constants = nodes[start:end], constants
         self._is_first, self._is_last = start == 0, end == len(nodes)
         self._entering, self._leaving = _crossing(nodes, start), _crossing(nodes, end)
         self._freed: dict[fx.Node, list[fx.Node]] = {}
@@ -174,6 +174,8 @@ class Program:
                 return fx.node.map_arg(node.args[0], values.__getitem__)
             if node.op == "placeholder":
                 values.setdefault(node, node.args[0] if node.args else None)
+            elif node.op == "get_attr" and node.target in self._constants:
+                values[node] = self._constants[str(node.target)]
             else:
                 values[node] = _called(root, node, values)
             for dead in self._freed.get(node, ()):
@@ -200,16 +202,19 @@ def _crossing(nodes: list[fx.Node], at: int) -> list[fx.Node]:
     return [node for node in nodes[:at] if node in later]
 
 
-def _tensors_of(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[str, Tensor]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _tensors_of(model: nn.Module, nodes: Sequence[fx.Node], constants: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the parameters and buffers that ``nodes`` use, by name."""
     found: dict[str, Tensor] = {}
     for node in nodes:
         name = str(node.target)
         if node.op == "call_module":
-            module = model.get_submodule(name)
-            for tensors in (module.named_parameters, module.named_buffers):
-                found |= {f"{name}.{inner}": tensor for inner, tensor in tensors(remove_duplicate=False)}
-        elif node.op == "get_attr":
+            found |= {f"{name}.{inner}": tensor for inner, tensor in _named_tensors(model.get_submodule(name))}
+        elif node.op == "get_attr" and name not in constants:
             found[name] = _attribute(model, name)
     return found
 
@@ -219,7 +224,7 @@ def _attribute(root: nn.Module, name: str) -> Any:
     return getattr(root.get_submodule(path), attribute)
 
 
-def _put(root: nn.Module, name: str, value: nn.Module | Tensor) -> None:
+def _put(root: nn.Module, name: str, value: nn.Module | Tensor, *, is_saved: bool = True) -> None:
     path, _, attribute = name.rpartition(".")
     holder = root
     for step in path.split(".") if path else ():
@@ -231,75 +236,4 @@ def _put(root: nn.Module, name: str, value: nn.Module | Tensor) -> None:
     elif isinstance(value, nn.Parameter):
         holder.register_parameter(attribute, value)
     else:
-        holder.register_buffer(attribute, value)
-
-
-class _Follower(fx.Tracer):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        lists = (nn.ModuleList, nn.Sequential)
-        elements = {
-            e for m in model.modules() if isinstance(m, lists) and m is not model for e in m.modules() if e is not m
-        }
-        self._looked_into = {
-            m for m in model.modules() if m not in elements and any(isinstance(inner, lists) for inner in m.modules())
-        }
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m not in self._looked_into
-
-
-def _followed(model: nn.Module, training: bool) -> fx.Graph:
-    """Returns the calls of ``model.forward``; raises ConfigError where it cannot be followed."""
-    modes = {module: module.training for module in model.modules()}
-    parameters = inspect.signature(model.forward).parameters.values()
-    fixed = {p.name: p.default for p in parameters if p.default is not p.empty}
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        raise ConfigError(_refusal(model, "it takes *args or **kwargs"))
-    model.train(training)
-    try:
-        with _factories_followed():
-            graph: fx.Graph = _Follower(model).trace(model, concrete_args=fixed or None)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(_refusal(model, f"{type(error).__name__}: {error}")) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if not any(node.op == "call_module" for node in graph.nodes):
-        raise ConfigError(_refusal(model, "it calls no layer"))
-    return graph
-
-
-def _refusal(model: nn.Module, reason: str) -> str:
-    first = reason.strip().splitlines()[0][:200]
-    return (
-        f"pipeline_configs['split'] cannot follow {type(model).__name__}.forward: {first}. It must call its layers one "
-        "after the other, on the same path for all data (no assert, if or loop on values of tensors). Write the model "
-        "as a fleet.meta_parallel.PipelineLayer."
-    )
-
-
-@contextmanager
-def _factories_followed() -> Iterator[None]:
-    """Records calls such as ``torch.arange(n)`` whose arguments are stand-ins; torch would ask them for numbers."""
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
-
-    def follow(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            stand_in = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
-            if stand_in is None:
-                return original(*args, **kwargs)
-            return stand_in.tracer.create_proxy("call_function", original, args, kwargs)
-
-        return call
-
-    try:
-        for name, original in originals.items():
-            setattr(torch, name, follow(original))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
+        holder.register_buffer(attribute, value, persistent=is_saved)

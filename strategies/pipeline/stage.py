@@ -75,6 +75,9 @@ class PipelineStage:
     sends_headers: bool
     pp_configs: Any
 
+    def __deepcopy__(self, memo: Any) -> PipelineStage:
+        return self  # a copied model does not train, and asks for its place only
+
     @property
     def group(self) -> Any:
         """The process group of the stages of this pipeline."""

@@ -6,12 +6,14 @@ import sys
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fleet
+from fleet._log import LOGGER
 from fleet.checks.broken_exchange import UncaughtErrors, explained
 from fleet.checks.whereabouts import ENDED, Whereabouts
 from fleet.errors import ConfigError, RendezvousError
@@ -28,6 +30,22 @@ def test_a_lost_connection_names_who_has_ended() -> None:
     meaning = explained(CLOSED, [], GONE, "[rank 0 of 2]")
     assert isinstance(meaning, RendezvousError)
     assert "rank 1 (pp 1): has ended, after step 3" in f"{meaning}"
+
+
+def test_what_broke_off_is_said_before_the_others_are_asked() -> None:
+    """A launcher that sees a killed worker ends this one while it still waits for that one's answer."""
+    said: list[str] = []
+
+    def killed(error: BaseException) -> Any:
+        raise KeyboardInterrupt
+
+    asking: Any = SimpleNamespace(others_after=killed, described=GONE.described)
+    broken = RuntimeError(f"{CLOSED}")
+    broken.add_note("Stage 0 was in the backward of micro-batch 1.")
+    logged = patch.object(LOGGER, "error", lambda text, *given: said.append(text % given))
+    with logged, pytest.raises(KeyboardInterrupt):
+        explained(broken, [], asking, "[rank 0 of 2]")
+    assert "Stage 0 was in the backward of micro-batch 1. Asking the other workers" in said[0]
 
 
 def test_other_errors_are_left_alone() -> None:

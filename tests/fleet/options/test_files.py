@@ -103,6 +103,15 @@ def test_round_trip(
     assert all(loaded.is_set(name) == strategy.is_set(name) for name in schema())
 
 
+@pytest.mark.parametrize("text", ["0E0", "1e3", ".5e-1", "-2e+4"])
+def test_text_that_looks_like_a_number_stays_text(text: str, tmp_path: Path) -> None:
+    """A0.11: the file quotes what its reader would take for a number."""
+    strategy = DistributedStrategy()
+    strategy.fs_client_param = {"uri": text}
+    strategy.save_yaml(str(tmp_path / "strategy.yaml"))
+    assert DistributedStrategy.load(str(tmp_path / "strategy.yaml")) == strategy
+
+
 @THROUGH
 def test_every_option_round_trips(
     through: Callable[[DistributedStrategy, Path], DistributedStrategy], tmp_path: Path

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from fleet import fleet
+from fleet._log import LOGGER
 from fleet.errors import UnsupportedOptionError
 from fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor, PipelineLayer
 from fleet.runtime.running import running_session
@@ -87,6 +90,12 @@ def the_rest_of_the_surface() -> None:
         assert model.get_static_scheduler() == "f0;f1;b0;f2;b1;f3;b2;b3;"
     with pytest.raises(ValueError, match="Call loss = model.train_batch"):
         model(x)
+    twin = copy.deepcopy(model)
+    kept, state = twin.full_state_dict(), model.full_state_dict()
+    assert kept.keys() == state.keys()
+    assert all(torch.equal(kept[name], value) for name, value in state.items())
+    with pytest.raises(ValueError, match="on a copy of a model"):
+        twin.eval_batch([x, y], True)
     refusals(model, optimizer, x, y)
 
 
@@ -190,3 +199,12 @@ def alone(rank: int, world_size: int) -> None:
     x, y = batch_of("plain", 4)
     CE(model(x), y).backward()
     assert all(p.grad is not None for p in model.parameters())
+    said: list[str] = []
+    with patch.object(LOGGER, "warning", said.append):
+        fleet.distributed_model(PipelineLayer(layers_of("plain"), loss_fn=CE))
+        assert said == []
+        fleet.distributed_model(nn.Linear(2, 2))
+    assert said == [
+        "pipeline_configs was set and changes nothing: 'pipeline' is off, and Linear is no PipelineLayer, whose "
+        "train_batch reads it."
+    ]

@@ -76,6 +76,13 @@ def test_settings_of_what_is_off_are_remarked(extra: type[Strategy]) -> None:
     assert "extra_size was set and changes nothing: 'extra' is off." in notes
 
 
+def test_settings_that_a_model_reads_are_not_remarked() -> None:
+    """train_batch of a PipelineLayer reads them with one stage, too; distributed_model remarks them for others."""
+    strategy = DistributedStrategy()
+    strategy.pipeline_configs = {"accumulate_steps": 2}
+    assert not any("pipeline_configs" in note for note in plan(strategy, 2).notes)
+
+
 def test_settings_of_what_is_replaced_are_remarked(extra: type[Strategy]) -> None:
     """What the stand-in reads is not remarked; the rest is."""
     strategy = DistributedStrategy()

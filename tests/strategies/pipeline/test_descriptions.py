@@ -32,6 +32,18 @@ def staged(num_stages: int, stage: int, num_chunks: int = 1) -> StagedLayers:
     return StagedLayers(descs(), num_stages, stage, num_chunks=num_chunks)
 
 
+def test_a_layer_that_is_replaced_by_name_runs() -> None:
+    """A strategy (sync_batch_norm, qat) or the user puts another module in the place of a layer of the list."""
+    layers = staged(1, 0)
+    ids = torch.tensor([[1, 2]])
+    before = layers(ids)
+    layers.add_module("3", nn.Identity())
+    layers.shared_layers["emb"] = nn.Embedding.from_pretrained(torch.eye(5, 4))
+    assert not torch.allclose(layers(ids), before)
+    assert isinstance(layers.modules_of(0)[2], nn.Identity)
+    assert isinstance(layers.run_function[3], nn.Identity)
+
+
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (3, 1), (6, 1), (2, 2), (2, 3)])
 def test_start_and_names_do_not_depend_on_the_mesh(num_stages: int, num_chunks: int) -> None:
     """Sections 6, 13: names hold the place in the whole list, interleaved too; every layer on one stage."""

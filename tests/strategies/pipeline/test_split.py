@@ -84,6 +84,34 @@ def test_a_sequential_keeps_its_names() -> None:
     ]
 
 
+class Idle(nn.Module):
+    """Beside its layers a parameter, a buffer and a layer that forward does not use, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.spare, self.head = nn.Parameter(torch.ones(3)), nn.Linear(2, 2)
+        self.register_buffer("seen", torch.ones(()))
+        self.register_buffer("mask", torch.tensor([1.0, 0.0]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x * self.mask) + torch.ones(2)
+        return x
+
+
+def test_the_state_is_that_of_the_model() -> None:
+    """What forward does not use is on the first stage; what the model does not save, no stage saves."""
+    model = Idle()
+    stages = [SplitLayers(copy.deepcopy(model), AUTO, 2, stage) for stage in range(2)]
+    assert {name for stage in stages for name in stage.state_dict()} == set(model.state_dict())
+    assert {"spare", "seen", "head.weight"} < set(stages[0].state_dict())
+    x = torch.randn(3, 2)
+    states = {name: value for stage in stages for name, value in stage.state_dict().items()}
+    model.load_state_dict(states)
+    assert torch.equal(stages[1](stages[0](x)), model(x))
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
