@@ -108,7 +108,7 @@ def test_text_that_looks_like_a_number_stays_text(text: str, tmp_path: Path) -> 
     """A0.11: the file quotes what its reader would take for a number."""
     strategy = DistributedStrategy()
     strategy.fs_client_param = {"uri": text}
-    strategy.save_yaml(str(tmp_path / "strategy.yaml"))
+    strategy.save(tmp_path / "strategy.yaml")
     assert DistributedStrategy.load(str(tmp_path / "strategy.yaml")) == strategy
 
 
