@@ -138,8 +138,8 @@ class _CallableNumber(int):
 class CommunicateGroup:
     """A process group with Paddle's attributes; the calls of ``torch.distributed`` take it as a group.
 
-    For code that needs torch's own object (``DistributedDataParallel``, collectives of Python objects), pass
-    ``process_group``, which is ``None`` in a single process.
+    For code that needs torch's own object (``DistributedDataParallel``), pass ``process_group``, which is ``None`` in a
+    single process.
     """
 
     def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
@@ -164,6 +164,11 @@ class CommunicateGroup:
                 "Call torch.distributed where group.nranks > 1."
             )
         return getattr(self.process_group, name)
+
+    @property
+    def __class__(self) -> type:
+        """What ``isinstance`` sees: torch's class too, which its collectives of objects and functional ones ask for."""
+        return CommunicateGroup if self.__dict__.get("process_group") is None else dist.ProcessGroup
 
     def __eq__(self, other: object) -> bool:
         other = other.process_group if isinstance(other, CommunicateGroup) else other
