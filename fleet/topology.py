@@ -165,7 +165,7 @@ class CommunicateGroup:
             )
         return getattr(self.process_group, name)
 
-    @property
+    @property  # type: ignore[misc]  # object's can be assigned
     def __class__(self) -> type:
         """What ``isinstance`` sees: torch's class too, which its collectives of objects and functional ones ask for."""
         return CommunicateGroup if self.__dict__.get("process_group") is None else dist.ProcessGroup

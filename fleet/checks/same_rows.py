@@ -97,9 +97,9 @@ class SameSequences:
         texts = gather_texts(json.dumps(_digests([queries])), group, self._device)
         if len(set(texts)) == 1 and not torch.equal(queries, queries[:, :1].expand_as(queries)):
             warnings.warn(
-                f"{call} got the same queries on all workers of a sequence: they hold the same tokens, where each should "
-                "hold its part. Cut the rows with fleet.meta_parallel.split_inputs_sequence_dim() along sep, and with "
-                "split_inputs_sequence_dim_load_balance() along cp.",
+                f"{call} got the same queries on all workers of a sequence: they hold the same tokens, where each "
+                "should hold its part. Cut the rows with fleet.meta_parallel.split_inputs_sequence_dim() along sep, and "
+                "with split_inputs_sequence_dim_load_balance() along cp.",
                 OptionWarning,
                 stacklevel=4,
             )
@@ -128,7 +128,7 @@ def _digests(data: Any) -> dict[str, str]:
 
 
 def _by_place(tensor: Tensor) -> Tensor:
-    """Returns the entries of ``tensor`` times numbers of their places: the same rows in another order are other rows."""
+    """Returns the entries of ``tensor`` times numbers of their places: equal rows in another order are other rows."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

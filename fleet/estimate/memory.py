@@ -39,13 +39,13 @@ DEVICES = ("cpu", "cuda")
 # torch's CUDA allocator hands out multiples of 512 bytes.
 _CUDA_ROUNDING_BYTES = 512
 _SEQUENCES = (
-    "not modelled: what attention exchanges and keeps of the other workers' tokens is left out. The batch is counted as it "
-    "is given, so give the tokens of one worker."
+    "not modelled: what attention exchanges and keeps of the other workers' tokens is left out. The batch is counted "
+    "as it is given, so give the tokens of one worker."
 )
 _EXCHANGED = {
     "sep": _SEQUENCES,
     "cp": _SEQUENCES,
-    "ep": "not modelled: the experts are counted as the model holds them, and the tokens that they exchange are left out.",
+    "ep": "not modelled: the experts are counted as the model holds them, and the tokens that they exchange are not.",
 }
 _ELSEWHERE = (
     "This machine has no CUDA device: the sizes are those of the CPU's operations, rounded as on a GPU. Dropout and "
