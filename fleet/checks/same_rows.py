@@ -98,8 +98,8 @@ class SameSequences:
         if len(set(texts)) == 1 and not torch.equal(queries, queries[:, :1].expand_as(queries)):
             warnings.warn(
                 f"{call} got the same queries on all workers of a sequence: they hold the same tokens, where each "
-                "should hold its part. Cut the rows with fleet.meta_parallel.split_inputs_sequence_dim() along sep, and "
-                "with split_inputs_sequence_dim_load_balance() along cp.",
+                "should hold its part. Cut the rows with fleet.meta_parallel.split_inputs_sequence_dim() along sep, "
+                "and with split_inputs_sequence_dim_load_balance() along cp.",
                 OptionWarning,
                 stacklevel=4,
             )
