@@ -142,8 +142,8 @@ class CommunicateGroup:
 
     ``id`` is a number that is equal on all its workers.
 
-    For code that needs torch's own object (``DistributedDataParallel``, collectives of Python objects), pass
-    ``process_group``, which is ``None`` in a single process.
+    For code that needs torch's own object (``DistributedDataParallel``), pass ``process_group``, which is ``None`` in a
+    single process.
     """
 
     def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
@@ -169,6 +169,11 @@ class CommunicateGroup:
                 "Call torch.distributed where group.nranks > 1."
             )
         return getattr(self.process_group, name)
+
+    @property  # type: ignore[misc]  # object's can be assigned
+    def __class__(self) -> type:
+        """What ``isinstance`` sees: torch's class too, which its collectives of objects and functional ones ask for."""
+        return CommunicateGroup if self.__dict__.get("process_group") is None else dist.ProcessGroup
 
     def __eq__(self, other: object) -> bool:
         other = other.process_group if isinstance(other, CommunicateGroup) else other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
 from fleet.checks.whereabouts import named
-from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import MODEL_AXES, Axes
+from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._shared.axes import MODEL_AXES, SEQUENCE_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import gather_texts
 
 _BATCHES = 3  # a sampler with the wrong rank is wrong from the first batch
@@ -50,6 +51,60 @@ class SameRows:
                 raise ConfigError(different_rows(call, list(by_digest.values()), self._axes))
 
 
+class SameSequences:
+    """Compares the rows from which the workers along ``sep`` and ``cp`` cut their tokens, before the first forwards.
+
+    The inputs of forward are other tokens on each of them; the whole rows are seen where the script splits them.
+
+    Args:
+        axes: the place of this worker.
+        device: where the workers can exchange numbers.
+        forwards: how many forwards are preceded by a comparison.
+    """
+
+    def __init__(self, axes: Axes, device: torch.device, forwards: int = _BATCHES) -> None:
+        self._axes, self._device, self._left = axes, device, forwards if axes.size(*SEQUENCE_AXES) > 1 else 0
+        self._noted: set[str] = set()
+        self._looks = True
+
+    def note(self, tensor: Tensor) -> None:
+        """Remembers the whole rows ``tensor`` until the next forward; called where a worker takes its tokens."""
+        if self._left and not torch.compiler.is_compiling():
+            self._noted.update(_digests([tensor]).values())
+
+    def check(self) -> None:
+        """Raises ConfigError on all of them where each has split rows that another has not; a collective call.
+
+        A worker that has split more, or nothing, may have done so for itself.
+        """
+        group = self._axes.group(*SEQUENCE_AXES) if self._left else None
+        if group is None:
+            return
+        self._left -= 1
+        texts = gather_texts(json.dumps(sorted(self._noted)), group, self._device)
+        self._noted.clear()
+        ranks_of: dict[frozenset[str], list[int]] = {}
+        for rank, text in zip(self._axes.ranks(*SEQUENCE_AXES), texts, strict=True):
+            ranks_of.setdefault(frozenset(json.loads(text)), []).append(rank)
+        if any(a - b and b - a for a in ranks_of for b in ranks_of):
+            raise ConfigError(different_rows("split_inputs_sequence_dim()", list(ranks_of.values()), self._axes))
+
+    def look_at(self, queries: Tensor, group: Any, call: str) -> None:
+        """Warns where the first ``queries`` of an attention are the same on all of ``group``; a collective call."""
+        if not self._looks or torch.compiler.is_compiling():
+            return
+        self._looks = False
+        texts = gather_texts(json.dumps(_digests([queries])), group, self._device)
+        if len(set(texts)) == 1 and not torch.equal(queries, queries[:, :1].expand_as(queries)):
+            warnings.warn(
+                f"{call} got the same queries on all workers of a sequence: they hold the same tokens, where each "
+                "should hold its part. Cut the rows with fleet.meta_parallel.split_inputs_sequence_dim() along sep, "
+                "and with split_inputs_sequence_dim_load_balance() along cp.",
+                OptionWarning,
+                stacklevel=4,
+            )
+
+
 def different_rows(call: str, groups: list[list[int]], axes: Axes) -> str:
     """Returns what to say of workers that must see the same rows and were given others; ``groups`` got equal ones."""
     listed = "; other rows on ".join(named(ranks, axes.described) for ranks in groups)
@@ -65,4 +120,16 @@ def _digests(data: Any) -> dict[str, str]:
     """Returns a short text for each tensor of ``data`` by its place, which differs where shapes or bits do."""
     tensors = {f"{at}": leaf for at, leaf in enumerate(tree_leaves(data)) if isinstance(leaf, Tensor)}
     sums = checksums(tensors)
-    return {at: digest({"shape": list(t.shape), "type": f"{t.dtype}", "sum": sums[at]}) for at, t in tensors.items()}
+    places = checksums({at: _by_place(tensor) for at, tensor in tensors.items()})
+    return {
+        at: digest({"shape": list(t.shape), "type": f"{t.dtype}", "sum": sums[at], "places": places[at]})
+        for at, t in tensors.items()
+    }
+
+
+def _by_place(tensor: Tensor) -> Tensor:
+    """Returns the entries of ``tensor`` times numbers of their places: equal rows in another order are other rows."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.double() * torch.arange(1, flat.numel() + 1, device=flat.device)

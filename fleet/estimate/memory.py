@@ -32,12 +32,21 @@ from fleet.estimate.staged_training import StageOnFakes, make_stage, one_argumen
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
-from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layouts_in
 
 DEVICES = ("cpu", "cuda")
 # torch's CUDA allocator hands out multiples of 512 bytes.
 _CUDA_ROUNDING_BYTES = 512
+_SEQUENCES = (
+    "not modelled: what attention exchanges and keeps of the other workers' tokens is left out. The batch is counted "
+    "as it is given, so give the tokens of one worker."
+)
+_EXCHANGED = {
+    "sep": _SEQUENCES,
+    "cp": _SEQUENCES,
+    "ep": "not modelled: the experts are counted as the model holds them, and the tokens that they exchange are not.",
+}
 _ELSEWHERE = (
     "This machine has no CUDA device: the sizes are those of the CPU's operations, rounded as on a GPU. Dropout and "
     "attention may keep other tensors there; run the estimate on a machine with a GPU for its own operations."
@@ -162,7 +171,8 @@ def _remarks(model: nn.Module, asked: _Asked, stage: int, stages: int) -> list[s
             "mp: no layer of this model is divided, so it is counted whole. Pass a function that makes it; layers of "
             "fleet.meta_parallel are divided where they are made."
         )
-    return found
+    degrees = plan_axes(asked.options, asked.world_size) | plan_expert_axes(asked.options, asked.world_size)
+    return found + [f"{axis} {degrees[axis]}: {text}" for axis, text in _EXCHANGED.items() if degrees.get(axis, 1) > 1]
 
 
 def _run_stage(

@@ -15,6 +15,8 @@ from fleet.meta_parallel.segment_parallel import (
     check_attention,
     check_parts,
     each,
+    look_at_queries,
+    note_rows,
     place_along,
     split_inputs_sequence_dim,
 )
@@ -51,6 +53,7 @@ def split_inputs_sequence_dim_load_balance(
         parts = tokens.chunk(2 * degree, dim)
         return torch.cat([parts[rank], parts[2 * degree - 1 - rank]], dim)
 
+    note_rows(inputs, "cp", degree)
     return each(inputs, two_parts)
 
 
@@ -109,4 +112,5 @@ def ring_attention(
             f"ring_attention() got {q.shape[1]} tokens; in the balanced order each worker holds two equal parts. "
             f"Choose sequences that divide into {2 * group.size()} parts."
         )
+    look_at_queries(q, group, "ring_attention()")
     return ring(query, key, value, group, is_causal, q.shape[3] ** -0.5 if scale is None else scale).transpose(1, 2)

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 from fleet.errors import ConfigError
 from fleet.runtime.running import running_session
-from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.axes import SEQUENCE_AXES, Axes
 from fleet.strategies.tensor_parallel import regions
 
 _Inputs = TypeVar("_Inputs", Tensor, dict[str, Tensor])
-
-# Axes along which workers hold different tokens of the same rows.
-_SEQUENCE_AXES = ("sep", "cp")
 
 
 def running_axes(call: str) -> Axes:
@@ -72,6 +69,7 @@ def split_inputs_sequence_dim(
         check_parts(tokens, dim, degree, "split_inputs_sequence_dim()", "sep_degree")
         return tokens.chunk(degree, dim)[rank]
 
+    note_rows(inputs, "sep", degree)
     return each(inputs, segment)
 
 
@@ -80,7 +78,9 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
 
     The value is that of the whole sequence, on every worker. In backward each worker's tokens contribute their share:
     gradients are summed over sep and cp, so a mean over a worker's own tokens would make them as many times too large
-    as the sequence has parts, and no error would say so.
+    as the sequence has parts, and no error would say so. A term that every worker computes whole, such as a penalty on
+    the weights, is added as ``sequence_mean(penalty, 1)`` for the same reason; as it is where it takes
+    ``p.full_tensor()``, in sharding stages 2 and 3, whose gradients are those of the whole already.
 
     Args:
         loss_sum: the sum of the loss over this worker's tokens.
@@ -96,7 +96,7 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
     group = None
     if session is not None:
         session.means_sequences = True
-        group = session.axes.group(*_SEQUENCE_AXES)
+        group = session.axes.group(*SEQUENCE_AXES)
     total = torch.as_tensor(count, device=loss_sum.device).detach().to(torch.float64).clone()
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -165,6 +165,7 @@ def sep_attention(
     if group is not None:
         for x in (q, k):
             check_parts(x, 2, group.size(), "sep_attention(), whose dimension 2 is the heads", "sep_degree")
+        look_at_queries(q, group, "sep_attention()")
     query, key, value = (regions.all_to_all(x, group, 2, 1).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
@@ -203,6 +204,24 @@ def each(inputs: _Inputs, cut: Any) -> _Inputs:
         return {name: cut(tensor) for name, tensor in inputs.items()}
     found: Tensor = cut(inputs)
     return found
+
+
+def note_rows(inputs: Tensor | dict[str, Tensor], axis: str, degree: int) -> None:
+    """Has the rows, which are whole along ``axis``, compared before the next forward of the running job."""
+    session = running_session()
+    if session is not None and degree > 1 and degree == session.axes.size(axis):
+        # With both axes the rows are cut twice, first along cp: only then are they whole.
+        if axis == "sep" and session.axes.size("cp") > 1:
+            return
+        for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
+            session.sequences.note(tensor)
+
+
+def look_at_queries(q: Tensor, group: dist.ProcessGroup, call: str) -> None:
+    """Warns where the workers of ``group`` hold the same tokens; ``call`` is the attention that got ``q``."""
+    session = running_session()
+    if session is not None:
+        session.sequences.look_at(q, group, call)
 
 
 def place_along(axis: str, rank: int | None, degree: int | None, call: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fleet.errors import ConfigError
 from fleet.strategies._shared.axes import Axes
-from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 
 _HOLDS = {
     "dp": "different rows, and a copy of the same parameters",
@@ -15,7 +15,8 @@ _HOLDS = {
     "mp": "parts of each divided layer, and the same rows",
     "sep": "different tokens of the same rows, and a copy of the same parameters",
     "cp": "different tokens of the same rows, and a copy of the same parameters",
-    "ep": "different experts",
+    "ep": "different experts, and the same workers as sharding and mp: a second grid over them",
+    "moe_sharding": "the same experts, whose gradients they exchange",
 }
 # Bytes that one worker sends in a step; a ring all-reduce of B bytes among k workers sends 2 (k-1)/k B.
 _SENDS = {
@@ -25,6 +26,8 @@ _SENDS = {
     "mp": "for each block (attention and MLP), {ring} x the bytes of 4 activations of rows x tokens x width",
     "sep": "for each attention, the activations from tokens to heads and back; once, the gradients",
     "cp": "for each attention, keys and values around the ring; once, the gradients",
+    "ep": "for each layer of experts, the tokens to their experts and back, forward and in backward",
+    "moe_sharding": "once, the gradients of its experts",
 }
 _SHOWN = 4
 
@@ -36,15 +39,16 @@ def mesh_lines(options: Any, world_size: int) -> list[str]:
     except ConfigError:  # shown as a problem
         return []
     real = {axis: size for axis, size in degrees.items() if size > 1}
-    if set(real) <= {"dp", "sharding"}:
+    experts = plan_expert_axes(options, world_size)
+    if set(real) <= {"dp", "sharding"} and not experts:
         return []
-    axes = Axes(degrees, 0)
+    axes = Axes(degrees, 0, experts=experts)
     replicas = axes.data_replicas
     lines = ["Mesh: " + " x ".join(f"{axis} {size}" for axis, size in real.items())]
     lines[0] += f"; {replicas} group{'' if replicas == 1 else 's'} of {world_size // replicas} workers train on "
     lines[0] += "different rows (fleet.data_rank() of fleet.data_replicas())"
     parts = axes.size("pp", "mp")
-    for axis, size in real.items():
+    for axis, size in (real | {axis: size for axis, size in experts.items() if size > 1}).items():
         groups = axes.all_ranks(axis)
         shown = " | ".join(",".join(map(str, group)) for group in groups[:_SHOWN]) + (
             " | ..." if len(groups) > _SHOWN else ""

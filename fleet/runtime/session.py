@@ -23,6 +23,7 @@ from fleet.checks.broken_exchange import UncaughtErrors, explained
 from fleet.checks.first_step import TrainingChecks
 from fleet.checks.roll_call import RollCall
 from fleet.checks.same_job import check_model, check_options
+from fleet.checks.same_rows import SameSequences
 from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
@@ -100,6 +101,7 @@ class Session:
         self.role_maker.set_util(self.util)
         self.health = start_health(self)
         self.checks = TrainingChecks(self)
+        self.sequences = SameSequences(self.axes, self.device)
 
     @property
     def global_rank(self) -> int:
@@ -403,6 +405,8 @@ class Session:
         if self.checkpoints and not self.num_loops and torch.is_grad_enabled() and self.models[0].training:
             self.after_batch()
         self.checks.before_forward(model)
+        if torch.is_grad_enabled() and model.training:
+            self.sequences.check()
         if self.optimizers or not torch.is_grad_enabled():
             return
         waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]

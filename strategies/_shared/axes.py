@@ -26,6 +26,8 @@ from fleet.strategies._declare.degrees import EXPERT_AXES
 
 DATA_AXES = ("dp", "sharding")
 COPY_AXES = ("dp", "sharding", "sep", "cp")
+# Axes along which workers hold different tokens of the same rows.
+SEQUENCE_AXES = ("sep", "cp")
 MODEL_AXES = ("pp", "mp")
 # Sets of axes whose groups are made when the job starts, so that one worker may ask for a group alone. Those after the
 # second are Fleet's: its check groups, the group of dp and sep, and that of cp and mp.

@@ -207,6 +207,9 @@ def groups_of(rank: int, world_size: int) -> list[Any]:
         assert work is not None
         work.wait()
         dist.barrier(group=group)
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, rank, group=group)
+        assert objects == group.ranks
         own = (group.nranks, group.world_size, int(group.rank), group.ranks, group.get_group_rank(rank))
         same = group.rank == dist.get_rank(group) and dist.get_world_size(group) == group.nranks
         ranks, fused = place.create_fuse_group(["data", "sharding"])

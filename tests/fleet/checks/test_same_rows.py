@@ -24,6 +24,9 @@ def compare(rank: int, world_size: int) -> str:
     SameRows(axes, HOST, batches=0).check(torch.tensor(rank), "model(...)")
     with pytest.raises(ConfigError) as found:
         SameRows(axes, HOST).check([rows, torch.tensor([rank])], "train_batch()")
+    turned = torch.arange(4).flip(0) if rank % 2 else torch.arange(4)
+    with pytest.raises(ConfigError):
+        SameRows(axes, HOST).check([turned], "train_batch()")  # the same rows in another order
     return f"{found.value}"
 
 

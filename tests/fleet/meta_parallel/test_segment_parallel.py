@@ -86,6 +86,7 @@ def exchanged(rank: int, world_size: int) -> dict[str, Any]:
     with pytest.warns(OptionWarning, match="2 times too large"):
         optimizer.step()
     assert own.grad is not None
+    texts += unequal(model, rank)
     return {
         "alike": alike and torch.equal(own.grad, own),
         "texts": texts,
@@ -95,6 +96,22 @@ def exchanged(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+def unequal(model: nn.Module, rank: int) -> list[str]:
+    """Gives the workers of a sequence other rows, and then the same tokens; returns what is said."""
+    rows = torch.arange(24.0).view(2, 6, 2)
+    split_inputs_sequence_dim({"x": rows, "y": rows + 1}, dim=1)
+    if rank:
+        split_inputs_sequence_dim(rows + 2, dim=1)  # for itself
+    model(rows)
+    split_inputs_sequence_dim({"x": rows + 5 * rank, "y": rows + 9}, dim=1)
+    with pytest.raises(ConfigError) as error:
+        model(rows)
+    heads = rows.view(2, 6, 2, 1)
+    with pytest.warns(OptionWarning, match="same queries on all workers") as caught:
+        _ = [sep_attention(heads, heads, heads) for _ in range(2)]  # said once
+    return [str(error.value), str(caught[0].message), str(len(caught))]
+
+
 def test_the_exchange_of_segments_for_heads() -> None:
     """Surface 11: the two directions undo each other, forward and in backward; other heads are refused."""
     for rank, found in enumerate(run_workers(exchanged, 2, backend=None)):
@@ -102,6 +119,10 @@ def test_the_exchange_of_segments_for_heads() -> None:
         assert found["loss"] == pytest.approx(found["expected"])
         assert "does not divide into 2 parts" in found["texts"][0]
         assert "another sep_degree" in found["texts"][1]
+        assert "different rows" in found["texts"][2]
+        assert "num_replicas=fleet.data_replicas()" in found["texts"][2]
+        assert "split_inputs_sequence_dim_load_balance" in found["texts"][3]
+        assert found["texts"][4] == "1"
         assert found["positions"] == list(range(4 * rank, 4 * rank + 4))
 
 

@@ -39,6 +39,14 @@ def test_bubbles() -> None:
     assert "all 8" in line
 
 
+def test_experts() -> None:
+    """Experts lie along a second grid over the workers of sharding and mp, which is named too."""
+    text = "\n".join(mesh_lines(strategy_of(ep=2, moe_sharding=2, sharding=4), 4))
+    assert "ep 2 (ranks 0,1 | 2,3): hold different experts" in text
+    assert "moe_sharding 2 (ranks 0,2 | 1,3): hold the same experts" in text
+    assert "a worker sends for each layer of experts, the tokens" in text
+
+
 def test_nothing_to_say() -> None:
     """Data parallelism has no mesh to explain, and degrees that do not fit are explained as a problem."""
     assert mesh_lines(fleet.DistributedStrategy(), 4) == []
