@@ -82,11 +82,11 @@ class _Loader(LimitedLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-class _Dumper(yaml.SafeDumper):
+class _StrategyDumper(yaml.SafeDumper):
     """Quotes text that :class:`_Loader` would read as a number."""
 
 
-for _kind in (_Loader, _Dumper):
+for _kind in (_Loader, _StrategyDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
@@ -127,7 +127,7 @@ def read_yaml(path: PathLike) -> Entries:
 
 def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
     """Replaces ``path`` with a YAML file of ``values``, in their order."""
-    text = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=False)
+    text = yaml.dump(dict(values), Dumper=_StrategyDumper, sort_keys=False, default_flow_style=None, allow_unicode=False)
     write_text(path, text)
 
 
