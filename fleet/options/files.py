@@ -127,8 +127,8 @@ def read_yaml(path: PathLike) -> Entries:
 
 def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
     """Replaces ``path`` with a YAML file of ``values``, in their order."""
-    text = yaml.dump(dict(values), Dumper=_StrategyDumper, sort_keys=False, default_flow_style=None, allow_unicode=False)
-    write_text(path, text)
+    settings = {"sort_keys": False, "default_flow_style": None, "allow_unicode": False}
+    write_text(path, yaml.dump(dict(values), Dumper=_StrategyDumper, **settings))
 
 
 # ---- protobuf text format -------------------------------------------------------------------------------------------
