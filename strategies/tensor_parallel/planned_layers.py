@@ -84,16 +84,20 @@ def divide_layer(
 def cut(
     parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: LayerPlace, first: int
 ) -> None:
-    """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays."""
+    """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays.
+
+    The node of the graph that adds to ``.grad`` keeps the shape it was made for as long as somebody, such as
+    gradient_merge, holds it. Data of another type makes torch forget the node.
+    """
     with torch.no_grad():
         if place.group is not None:
             dist.broadcast(parameter.data, first, group=place.group)
-        if parameter.grad is not None:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = layout.part(parameter.data).contiguous()
+        part, gradient = layout.part(parameter.data).contiguous(), parameter.grad
+        parameter.grad = None
+        parameter.data = part.new_empty(0, dtype=torch.float16 if part.dtype != torch.float16 else torch.float32)
+        parameter.data = part
+        if gradient is not None:
             parameter.grad = layout.part(gradient).contiguous()
-        else:
-            parameter.data = layout.part(parameter.data).contiguous()
     for module, name in holders:
         set_layout(module, name, layout)
 
