@@ -216,7 +216,7 @@ class HybridCommunicateGroup:
         >>> dist.all_reduce(tensor, group=group.get_sharding_parallel_group())
     """
 
-    # The getters of each axis, which _add_getters makes.
+    # The getters of each group, which _add_getters makes.
     get_data_parallel_rank: Callable[[], int]
     get_data_parallel_world_size: Callable[[], int]
     get_data_parallel_group: Callable[[], CommunicateGroup]
@@ -239,6 +239,29 @@ class HybridCommunicateGroup:
     get_model_parallel_world_size: Callable[[], int]
     get_model_parallel_group: Callable[[], CommunicateGroup]
     get_model_parallel_group_src_rank: Callable[[], int]
+    get_expert_parallel_rank: Callable[[], int]
+    get_expert_parallel_world_size: Callable[[], int]
+    get_expert_parallel_group: Callable[[], CommunicateGroup]
+    get_expert_parallel_group_src_rank: Callable[[], int]
+    get_moe_sharding_parallel_rank: Callable[[], int]
+    get_moe_sharding_parallel_group: Callable[[], CommunicateGroup]
+    get_moe_sharding_parallel_group_src_rank: Callable[[], int]
+    get_cp_sharding_parallel_rank: Callable[[], int]
+    get_cp_sharding_parallel_world_size: Callable[[], int]
+    get_cp_sharding_parallel_group: Callable[[], CommunicateGroup]
+    get_cp_sharding_parallel_group_src_rank: Callable[[], int]
+    get_cp_mp_parallel_rank: Callable[[], int]
+    get_cp_mp_parallel_world_size: Callable[[], int]
+    get_cp_mp_parallel_group: Callable[[], CommunicateGroup]
+    get_cp_mp_parallel_group_src_rank: Callable[[], int]
+    get_dp_sep_parallel_rank: Callable[[], int]
+    get_dp_sep_parallel_world_size: Callable[[], int]
+    get_dp_sep_parallel_group: Callable[[], CommunicateGroup]
+    get_dp_sep_parallel_group_src_rank: Callable[[], int]
+    get_pp_mp_parallel_rank: Callable[[], int]
+    get_pp_mp_parallel_world_size: Callable[[], int]
+    get_pp_mp_parallel_group: Callable[[], CommunicateGroup]
+    get_pp_mp_parallel_group_src_rank: Callable[[], int]
 
     def __init__(self, topology: CommunicateTopology, session: Session) -> None:
         self._topology, self._session = topology, session

@@ -35,11 +35,19 @@ class _GroupWorkers:
 
     def __init__(self, session: Session, options: DistributedStrategy, mesh: DeviceMesh, everyone: Any) -> None:
         self._session, self.options, self.mesh, self.process_group = session, options, mesh, everyone
-        self.world_size = size = dist.get_world_size(everyone)
-        self.axes = Axes({"dp": size}, dist.get_rank(everyone), {tuple(range(size)): everyone})
+        self.world_size = dist.get_world_size(everyone)
+        self.axes = _axes_of(mesh, everyone)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
+
+
+def _axes_of(mesh: DeviceMesh, everyone: Any) -> Axes:
+    """Returns the place of this worker on ``mesh``; ranks are those in the group ``everyone``, not those of the job."""
+    names = mesh.mesh_dim_names or ()
+    axes = Axes(dict(zip(names, mesh.mesh.shape, strict=True)), dist.get_rank(everyone))
+    groups = {axes.ranks(*names): everyone, **{axes.ranks(axis): mesh.get_group(axis) for axis in names}}
+    return Axes(axes.degrees, axes.global_rank, groups)
 
 
 def shard_by_groups(

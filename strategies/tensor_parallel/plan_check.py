@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.parts import is_part
 from fleet.strategies._shared.random_streams import TRACKER
 from fleet.strategies.tensor_parallel.plan import ResolvedPlan, generic_name
 from fleet.strategies.tensor_parallel.planned_layers import planned
@@ -56,7 +56,7 @@ class FirstForward:
             return
         self.handle.remove()
         self.handle = None
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        if any(is_part(parameter) for parameter in module.parameters()):
             return  # sharding has divided the weights once more
         with _undisturbed(module):
             with self._whole(module), _results(module) as expected_inside:

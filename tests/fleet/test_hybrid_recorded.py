@@ -68,6 +68,7 @@ def clip(model: nn.Module, *_: Any) -> None:
 def train(rank: int, world_size: int, case: str) -> dict[str, Any]:
     """Trains one recorded case; a worker function."""
     from fleet import meta_parallel as mpu
+
     degrees = {AXES[axis]: int(size) for axis, size in re.findall(r"(dp|mp|pp|sh)(\d)", case)}
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {f"{axis}_degree": degree for axis, degree in degrees.items()}

@@ -202,6 +202,7 @@ def head_of(layer: Any, x: Tensor) -> Tensor:
 def fleet_model(mesh: Mesh) -> nn.Module:
     """Returns the PipelineLayer of this worker, with the numbers of :func:`plain_model`."""
     from fleet import meta_parallel as mpu
+
     descriptions: list[Any] = [mpu.LayerDesc(Block) for _ in range(BLOCKS)]
     descriptions.append(mpu.LayerDesc(nn.LayerNorm, HIDDEN))
     if mesh.tied:

@@ -73,7 +73,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 COMPILED, COMPILED_EVERY = "to_static", 1000  # the compiler takes half a minute
 COMPILED_WITH = [("recompute", "sharding"), ("amp",), ("gradient_merge",), ("sync_batch_norm",), ("recompute",)]
-SWITCHES = sorted(n for n, s in REGISTRY.items() if s.default is False and n != COMPILED)
+# They divide a model of their own kind over a mesh: tests/fleet/test_meshes.py draws those.
+DIVIDING = ("pipeline", "tensor_parallel")
+SWITCHES = sorted(n for n, s in REGISTRY.items() if s.default is False and n not in (COMPILED, *DIVIDING))
 NAMES = [*SWITCHES, *SETTINGS]
 OFFERED = [name for name in NAMES if name in SETTINGS or REGISTRY[name].refused is None]
 

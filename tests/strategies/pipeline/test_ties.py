@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, degrees: dict[str, int]) -> tuple[list[flo
     inner = torch.optim.AdamW(layers.parameters(), lr=0.01)
     model, optimizer = fleet.distributed_model(layers), fleet.distributed_optimizer(inner)
     weight = layers.tied_parameters("emb")
-    replicas, mine = degrees.get("dp_degree", 1), rank % degrees.get("dp_degree", 1)
+    replicas, mine = fleet.data_replicas(), fleet.data_rank()
     if degrees.get("pp_degree", 1) > 1 and weight:
         stages = (0, 1) if degrees["pp_degree"] == 2 else (0, 2, 3)
         assert weight[0].fleet_tied == stages
