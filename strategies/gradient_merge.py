@@ -71,6 +71,8 @@ class GradientMerge(Strategy):
         if self.config.k_steps > 1 and data_parallel_in(model) is not None:
             self._models.append(passes_of(model))
             merge_passes(self._models[-1], self._windows)
+        for window in self._windows:
+            window.follow()
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -127,8 +127,10 @@ def read_yaml(path: PathLike) -> Entries:
 
 def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
     """Replaces ``path`` with a YAML file of ``values``, in their order."""
-    settings = {"sort_keys": False, "default_flow_style": None, "allow_unicode": False}
-    write_text(path, yaml.dump(dict(values), Dumper=_StrategyDumper, **settings))
+    text = yaml.dump(
+        dict(values), Dumper=_StrategyDumper, sort_keys=False, default_flow_style=None, allow_unicode=False
+    )
+    write_text(path, text)
 
 
 # ---- protobuf text format -------------------------------------------------------------------------------------------

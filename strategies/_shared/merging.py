@@ -120,6 +120,13 @@ class Window:
             if hook is not None:
                 hook.remove()
 
+    def follow(self) -> None:
+        """Finds the parameters again whose data ``distributed_model`` replaced, as a plan that divides them does."""
+        moved = [p for p, (node, _) in self._accumulators.items() if accumulator_of(p) is not node]
+        for parameter in moved:
+            self._accumulators.pop(parameter)[1].remove()
+        self.watch([*moved, *self._frozen])
+
     def note_parameters(self) -> None:
         """Merges the gradients of parameters that were unfrozen, too."""
         self.watch(self._frozen)

@@ -261,6 +261,8 @@ class Sharding(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the module to call: in stages 2 and 3 a divided one, whose new parameters the optimizers follow."""
+        for window in self._windows:
+            window.follow()
         if self._alone:
             return model
         if self.zero_stage == 1:

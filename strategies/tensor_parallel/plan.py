@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fleet.errors import ConfigError, did_you_mean
@@ -251,6 +252,8 @@ def _check_kind(entry: PlanEntry) -> None:
     is_embedding = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     if not is_embedding and type(module).forward is not nn.Linear.forward and not _is_conv1d(module):
         reason = "a plan divides nn.Linear, nn.Embedding and Hugging Face's Conv1D, whose forward it knows"
+    elif isinstance(module, NonDynamicallyQuantizableLinear):
+        reason = "nn.MultiheadAttention reads its weight and never calls it; leave the attention whole"
     elif is_parametrized(module) or "forward" in module.__dict__ or module._parameters.get("weight") is None:
         reason = "its weight or its forward was changed by something else"
     elif is_embedding != (style.kind == "vocab") and not (is_embedding and style.is_column and style.pieces == 1):

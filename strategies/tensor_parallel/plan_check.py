@@ -7,6 +7,7 @@ layer gathers its weight once, computes as on one worker, and what the model ret
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from fleet.errors import ConfigError
@@ -59,10 +60,10 @@ class FirstForward:
             return  # sharding has divided the weights once more
         with _undisturbed(module):
             with self._whole(module), _results(module) as expected_inside:
-                expected = module.forward(*args, **kwargs)
+                expected = _on_copies(module, args, kwargs)
             try:
                 with _results(module) as found_inside:
-                    found = module.forward(*args, **kwargs)
+                    found = _on_copies(module, args, kwargs)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise ConfigError(_failed(module, error)) from error
         if self._anywhere(_differ(expected, found)):
@@ -93,6 +94,16 @@ class FirstForward:
         total = torch.tensor([flag], dtype=torch.int32, device=device)
         dist.all_reduce(total, group=self._group)
         return bool(total.item())
+
+
+def _on_copies(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what ``module`` returns; an object that it would change, such as a cache of keys, is copied first."""
+
+    def fresh(leaf: Any) -> Any:
+        return leaf if leaf is None or isinstance(leaf, Tensor | bool | int | float | str) else copy.deepcopy(leaf)
+
+    args, kwargs = tree_map(fresh, (args, kwargs))
+    return module.forward(*args, **kwargs)
 
 
 @contextmanager

@@ -84,7 +84,11 @@ def divide_layer(
 def cut(
     parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: LayerPlace, first: int
 ) -> None:
-    """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays."""
+    """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays.
+
+    The node of the graph that adds to ``.grad`` keeps the shape it was made for as long as somebody, such as
+    gradient_merge, holds it. Data of another type makes torch forget the node.
+    """
     with torch.no_grad():
         if place.group is not None:
             dist.broadcast(parameter.data, first, group=place.group)

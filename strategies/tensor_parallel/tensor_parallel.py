@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers, top_level
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
@@ -99,6 +101,7 @@ class TensorParallel(Strategy):
         super().__init__(config, session)
         self._axes = session.axes
         self._resolved: ResolvedPlan | None = None
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         if session.axes.size("mp") > 1:
             CurrentJob.axes = session.axes
             CurrentJob.recompute_allgather = session.options["hybrid_configs"].mp_configs.recompute_allgather
@@ -121,6 +124,7 @@ class TensorParallel(Strategy):
             return
         if self.config.plan:
             self._resolved = resolve_plan(model, self.config.plan, self._axes)
+            self._check_optimizers(model, self._resolved)
             return
         divided = int(any(layout.axis == "mp" for layout in layouts_in(model).values()))
         if self._axes.size("pp") > 1:  # a stage without divided layers is in order when another has some
@@ -129,6 +133,19 @@ class TensorParallel(Strategy):
             divided = int(total)
         if not divided:
             raise ConfigError(_nothing_divided(model, self._axes.size("mp")))
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Remembers ``optimizer``: a plan may divide its parameters later."""
+        self._optimizers.add(optimizer)
+
+    def _check_optimizers(self, model: nn.Module, resolved: ResolvedPlan) -> None:
+        """Raises ConfigError for an optimizer that needs whole parameters, and would hold parts of them."""
+        divided = {
+            model.get_submodule(path).get_parameter(name) for path, names in resolved.layouts.items() for name in names
+        }
+        for optimizer in self._optimizers:
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            check_parts_of_model(optimizer, has_parts=not divided.isdisjoint(held))
 
     def prepare_model(self, model: nn.Module) -> None:
         """Divides the layers that the plan names."""
@@ -141,6 +158,7 @@ class TensorParallel(Strategy):
         if group is None:
             return model
         _mark_again(model)
+        _call_every_layer(model)
         broadcast_from_rank_0([local(tensor.detach()) for tensor in whole_tensors(model)], group)
         sum_marked_gradients(model.named_parameters(), group)
         if self._axes.size("pp") == 1:
@@ -177,6 +195,16 @@ def _mark_again(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RowSequenceParallelLinear) and module.bias is not None and not module.fuse_matmul_bias:
             mark_as_sequence_parallel_parameter(module.bias)
+
+
+def _call_every_layer(model: nn.Module) -> None:
+    """Makes torch's encoder layers call their divided layers in evaluation, too.
+
+    There they take a short way that reads the weights, and would compute with this worker's parts alone.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and layouts_in(module):
+            module.activation_relu_or_gelu = 0
 
 
 def _nothing_divided(model: nn.Module, degree: int) -> str:

@@ -73,7 +73,8 @@ def test_the_demo_learns_and_is_drawn(tmp_path: Path) -> None:
     assert re.search(r"^\[Step 60/60\] loss: \d\.\d{5}, \d+ tokens/s, \d+ per worker$", log, re.MULTILINE)
     assert len(log[log.index("The statement") :]) > 150
     train(command("plot.py", "gpt.png", "h"), tmp_path)
-    assert Image.open(tmp_path / "gpt.png").width > 1000
+    with Image.open(tmp_path / "gpt.png") as picture:
+        assert picture.width > 1000
 
 
 def changed_lines(new: str) -> list[str]:

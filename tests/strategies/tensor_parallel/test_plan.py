@@ -144,6 +144,7 @@ def test_layers_of_unknown_form_are_refused() -> None:
         (Scaled(4, 4), "whose forward it knows"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "changed by something else|whose forward it knows"),
         (nn.Embedding(4, 4, max_norm=1.0), "need all rows on one worker"),
+        (nn.MultiheadAttention(4, 2).out_proj, "nn.MultiheadAttention reads its weight"),
     ):
         style = "vocab" if isinstance(layer, nn.Embedding) else "column"
         with pytest.raises(ConfigError, match=message):
@@ -209,6 +210,99 @@ def fails(plan: dict[str, str], silent: bool = False) -> str:
     return ""
 
 
+class Cache:
+    """What a caller hands to each forward."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Cached(nn.Module):
+    """Appends its keys to a list of the caller, as generation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.keys.append(self.up(x))
+        return self.down(torch.cat(cache.keys))
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+UP_DOWN = {"up": "column", "down": "row"}
+ENCODER = {"inside.layers.*.linear1": "column", "inside.layers.*.linear2": "row"}
+
+
+def optimizer_first(option: str, **settings: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns what the biases become with an option that merges two batches, and what they should become."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2}
+    strategy.tensor_parallel_configs = {"plan": {"0": "column", "1": "row"}}
+    setattr(strategy, option, True)
+    setattr(strategy, f"{option}_configs", settings)
+    fleet.init(is_collective=True, strategy=strategy)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    divided = fleet.distributed_model(model)
+    whole = torch.optim.SGD(plain.parameters(), 0.1)
+    for batch in range(4):
+        x = torch.full((2, 4), 0.5 * batch)
+        divided(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (plain(x).square().mean() / 2).backward()
+        if batch % 2:
+            whole.step()
+            whole.zero_grad()
+    return list(divided.full_state_dict().values()), list(plain.state_dict().values())
+
+
+def of_torch() -> dict[str, Any]:
+    """Returns what divided models of torch's own modules compute, and what an optimizer of whole matrices raises."""
+    start(ENCODER)
+    encoder = Encoder().eval()
+    x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        for parameter in encoder.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+        expected = copy.deepcopy(encoder)(x)
+        wrapped = fleet.distributed_model(encoder)
+        evaluated = [wrapped(x) for _ in range(2)]
+    start(UP_DOWN)
+    cached, cache, model = Cached(), Cache(), fleet.distributed_model(Cached())
+    model(torch.ones(1, 4), cache)
+    optimizer = fleet.distributed_optimizer(torch.optim.Muon([cached.up.weight]))
+    try:
+        fleet.distributed_model(cached)
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    del optimizer
+    return {
+        "evaluated": [float((found - expected).abs().max()) for found in evaluated],
+        "cached": [tuple(keys.shape) for keys in cache.keys],
+        "refused": refused,
+        "merged": [
+            optimizer_first("gradient_merge", k_steps=2),
+            optimizer_first("sharding", sharding_degree=1, stage=1, gradient_merge_acc_step=2),
+        ],
+    }
+
+
 def work(rank: int, world_size: int) -> dict[str, Any]:
     start(PLAN)
     torch.manual_seed(3 + rank)  # the first worker's weights count
@@ -231,7 +325,16 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
         fails({**PLAN, "wide": "column", "back": "row"}),
         fails({**PLAN, "attn.*": "divide:n_heads"}, silent=True),
     ]
+    result["torch"] = of_torch()
     return result
+
+
+def check_of_torch(found: dict[str, Any]) -> None:
+    assert max(found["evaluated"]) < 1e-5  # torch's short way in evaluation reads the weights
+    assert found["cached"] == [(1, 4)]  # the check of the plan has left the cache alone
+    assert "torch.optim.Muon needs whole parameters" in found["refused"]
+    for weights, expected in found["merged"]:
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_cut_model_trains_as_one_process() -> None:
@@ -264,6 +367,7 @@ def test_a_cut_model_trains_as_one_process() -> None:
             assert "returns something else than with whole layers" in message
         assert "'attn.0' (Attention), which holds the whole numbers n_heads=4, width=16" in silent
         assert right == ""
+        check_of_torch(result["torch"])
     buffer = io.BytesIO()
     torch.save(results[0]["state"], buffer)
     Tower().load_state_dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
