@@ -66,8 +66,6 @@ class GradientMerge(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; its backward passes exchange gradients in the last batch of a window only."""
-        for window in self._windows:
-            window.renew()
         if self.config.k_steps > 1 and data_parallel_in(model) is not None:
             self._models.append(passes_of(model))
             merge_passes(self._models[-1], self._windows)

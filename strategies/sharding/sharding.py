@@ -362,8 +362,6 @@ class Sharding(Strategy):
         if self.zero_stage == 1 and data_parallel_in(model) is None:
             return  # nothing in it is trained
         if self.zero_stage == 1 and self._per_update > 1:
-            for window in self._windows:
-                window.renew()
             self._models.append(passes_of(model))
             merge_passes(self._models[-1], self._windows)
             return
