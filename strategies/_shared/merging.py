@@ -89,6 +89,29 @@ class Window:
                 hook = node.register_prehook(partial(_arrive, weakref.ref(self), weakref.ref(parameter)))
                 self._accumulators[parameter] = node, hook
 
+    def _give(self, parameters: set[Tensor]) -> None:
+        """Releases ``parameters``, which another optimizer has now."""
+        given = parameters.intersection([*self._accumulators, *self._frozen])
+        if not given:
+            return
+        if self.sums:
+            warnings.warn(
+                f"The previous optimizer had merged {self.batch} of {self.k_steps} batches when another one was made "
+                "for the same parameters; they are dropped. Make the new one right after an update.",
+                stacklevel=2,
+            )
+        self.lost = True
+        if self._zeros is not None and self._zeros in given:
+            self._zeros.grad = None
+            self._zeros = None
+        self._frozen = [p for p in self._frozen if p not in given]
+        for parameter in given:
+            self.sums.pop(parameter, None)
+            self.pending.pop(parameter, None)
+            _, hook = self._accumulators.pop(parameter, (None, None))
+            if hook is not None:
+                hook.remove()
+
     def follow(self) -> None:
         """Finds the parameters again whose data ``distributed_model`` replaced, as a plan that divides them does."""
         moved = [p for p, (node, _) in self._accumulators.items() if accumulator_of(p) is not node]
