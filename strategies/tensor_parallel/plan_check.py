@@ -100,7 +100,12 @@ def _on_copies(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Returns what ``module`` returns; an object that it would change, such as a cache of keys, is copied first."""
 
     def fresh(leaf: Any) -> Any:
-        return leaf if leaf is None or isinstance(leaf, Tensor | bool | int | float | str) else copy.deepcopy(leaf)
+        if leaf is None or isinstance(leaf, Tensor | bool | int | float | str):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except (RuntimeError, TypeError):  # tensors of a graph, generators, locks
+            return leaf
 
     args, kwargs = tree_map(fresh, (args, kwargs))
     return module.forward(*args, **kwargs)
