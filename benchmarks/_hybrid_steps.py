@@ -166,6 +166,84 @@ def bubble(virtual: int, count: int) -> dict[str, Any]:
     return {"times": times, "busy": MICRO_BATCHES * 0.12}
 
 
+def sequence_parallel(size: Size, count: int) -> dict[str, Any]:
+    """Times Fleet's sequence-parallel layers and torch's styles."""
+    from _hybrid_sequence import SequenceModel, cut_by_torch_with_sequences
+
+    init({"mp": dist_size()})
+    steps: dict[str, Step] = {}
+    for form in ("fleet", "torch"):
+        torch.manual_seed(5)
+        if form == "fleet":
+            model: Any = SequenceModel(size)
+            optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
+            model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
+        else:
+            model = cut_by_torch_with_sequences(nn.Sequential(*layers_of("torch", size)))
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
+        steps[form] = plain_step(model, optimizer, size)
+    return {"times": in_turns(steps, count)}
+
+
+def traffic(axis: str, size: Size) -> dict[str, Any]:
+    """Counts the bytes that the calls of one step hand to torch: sums along mp, activations between stages."""
+    from fleet import meta_parallel as mpu
+
+    init({axis: dist_size()})
+    x, y = batch(size)
+    if axis == "mp":
+        model: Any = nn.Sequential(*layers_of("fleet", size))
+        optimizer: Any = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), 1e-3))
+        step = plain_step(fleet.distributed_model(model), optimizer, size)
+    else:
+        model = mpu.PipelineLayer(layers_of("torch", size), num_stages=dist_size(), loss_fn=loss_of)
+        optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), 1e-3))
+        wrapped = fleet.distributed_model(model)
+
+        def step() -> None:
+            wrapped.train_batch([x, y], optimizer)
+
+    for _ in range(2):
+        step()
+    counted: dict[str, int] = {}
+    for name in ("all_reduce", "isend"):
+        setattr(dist, name, counting(getattr(dist, name), name, counted))
+    step()
+    activation = size.rows * size.tokens * size.hidden * 4
+    # Along mp a block sums twice forward, and backward once for each of q, k, v and up.
+    formula = {"mp": 6 * size.layers * activation, "pp": activation}[axis]
+    return {"counted": counted["all_reduce" if axis == "mp" else "isend"], "formula": formula}
+
+
+def counting(call: Any, name: str, counted: dict[str, int]) -> Any:
+    """Returns ``call``, which adds the bytes of its tensor to ``counted``."""
+
+    def wrapped(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counted[name] = counted.get(name, 0) + tensor.numel() * tensor.element_size()
+        return call(tensor, *args, **kwargs)
+
+    return wrapped
+
+
+def held(size: Size) -> dict[str, Any]:
+    """Returns bytes of parameters and optimizer state of the fullest of mp2 x pp2 workers, and of the whole model."""
+    from fleet import meta_parallel as mpu
+
+    init({"mp": 2, "pp": 2})
+    layers = layers_of("fleet", size)
+    layers[0] = mpu.VocabParallelEmbedding(size.vocab, size.hidden)
+    layers[-1] = mpu.ColumnParallelLinear(size.hidden, size.vocab, has_bias=False)
+    model = mpu.PipelineLayer(layers, num_stages=2, loss_fn=loss_of)
+    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    wrapped, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(inner)
+    wrapped.train_batch(list(batch(size)), optimizer)
+    tensors = [*model.parameters(), *(t for state in inner.state.values() for t in state.values())]
+    mine = torch.tensor(float(sum(t.numel() * t.element_size() for t in tensors)))
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    whole = sum(p.numel() for layer in layers_of("torch", size) for p in layer.parameters())
+    return {"held": mine.item(), "whole": 3.0 * 4 * whole}
+
+
 def dist_size() -> int:
     """Returns the number of workers, before and after ``fleet.init``."""
     return fleet.get_world_size()
@@ -177,6 +255,10 @@ def main() -> None:
     torch.set_num_threads(1)
     jobs: dict[str, Callable[[], dict[str, Any]]] = {
         "mp": lambda: tensor_parallel(SIZES[size], count),
+        "sequence": lambda: sequence_parallel(SIZES[size], count),
+        "mp_bytes": lambda: traffic("mp", SIZES[size]),
+        "pp_bytes": lambda: traffic("pp", SIZES[size]),
+        "memory": lambda: held(SIZES[size]),
         "pp": lambda: pipeline(SIZES[size], count),
         "bubble": lambda: bubble(1, count),
         "interleaved": lambda: bubble(2, count),

@@ -89,7 +89,39 @@ def bubble() -> list[Row]:
     return rows
 
 
-PARTS: dict[str, Callable[[], list[Row]]] = {"mp": tensor_parallel, "pp": pipeline, "bubble": bubble}
+def sequences() -> list[Row]:
+    """Sequence parallel against torch's SequenceParallel."""
+    rows = []
+    for size in ("small", "big"):
+        times = run("sequence", size, 2, 15 if size == "small" else 8)["times"]
+        named = {"fleet": times["fleet"], "parallelize_module + SequenceParallel": times["torch"]}
+        rows += against(
+            f"sequence-parallel step, mp2, {size} GPT", named, {"parallelize_module + SequenceParallel": 0.5}
+        )
+    return rows
+
+
+def held() -> list[Row]:
+    """Bytes that the calls of a step hand over, and bytes of parameters and optimizer state."""
+    rows = []
+    for what, name in (("mp_bytes", "summed over mp2"), ("pp_bytes", "activations sent by stage 0 of 2")):
+        found = run(what, "small", 2, 1)
+        share = found["counted"] / found["formula"]
+        rows.append([f"bytes a step, {name}, small GPT", f"{found['counted']}", f"{share:.4f} of the formula", "1"])
+    found = run("memory", "big", 4, 1)
+    share = found["held"] * 4 / found["whole"]
+    held_MB = f"{found['held'] / 1e6:.2f} MB"
+    rows.append(["parameters and AdamW state, mp2 x pp2, big GPT", held_MB, f"{share:.3f} of P / 4", "<= 1.02"])
+    return rows
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "mp": tensor_parallel,
+    "pp": pipeline,
+    "bubble": bubble,
+    "sequences": sequences,
+    "bytes": held,
+}
 
 
 def main() -> None:
