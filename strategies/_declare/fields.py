@@ -99,6 +99,7 @@ class Config:
     option: ClassVar[str] = ""
     owner: ClassVar[str] = ""  # of a group of top-level options: the strategy that reads it
     in_ps_job: ClassVar[bool] = True  # of a group of top-level options: whether a parameter-server job reads it
+    read_by_models: ClassVar[bool] = False  # of a strategy that is off: a model may still read it, and is asked
 
     def __init_subclass__(cls, option: str = "", owner: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

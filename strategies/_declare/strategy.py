@@ -161,7 +161,6 @@ class Strategy:
     conflicts: ClassVar[Mapping[str, str]] = {}
     in_ps_job: ClassVar[bool] = False  # takes part in a parameter-server job too
     steps_together: ClassVar[bool] = False  # needs every worker in every step: no join() for uneven batches
-    settings_serve_models: ClassVar[bool] = False  # a model may read Config while the strategy is off, and is asked
     in_place: ClassVar[bool] = False  # wrap_model changes the module itself, outside the MODULE stage too
     refused: ClassVar[str | None] = None
     model_effect: ClassVar[str] = ""

@@ -80,7 +80,7 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
             why = f"'{standing_in[0].name}' takes the place of {name}" if standing_in else ""
         else:
             why = f"'{name}' is off"
-            unused = [] if strategy.settings_serve_models else unused
+            unused = [] if strategy.Config is not None and strategy.Config.read_by_models else unused
         found += [f"{key} was set and changes nothing: {why}." for key in unused]
     return found
 

@@ -22,6 +22,7 @@ from fleet.strategies.pipeline.stage import StreamGroups, make_stage
 class PipelineConfig(Config, option="pipeline_configs"):
     """How a batch is cut, and in which order its parts run."""
 
+    read_by_models = True  # train_batch of a PipelineLayer reads them with one stage, too
     micro_batch_size: int = setting(1, "samples per micro-batch", at_least=1)
     accumulate_steps: int = setting(1, "micro-batches per step; times micro_batch_size, the batch", at_least=1)
     schedule_mode: str = setting(
@@ -59,7 +60,6 @@ class Pipeline(Strategy):
     meaning = "Divide the layers among workers and stream micro-batches through them."
     stage = Stage.SHARD
     Config = PipelineConfig
-    settings_serve_models = True  # train_batch of a PipelineLayer reads them with one stage, too
     conflicts = {
         "localsgd": "localsgd averages whole models, and a pipeline stage holds a part of one",
         "adaptive_localsgd": "adaptive_localsgd averages whole models, and a pipeline stage holds a part of one",
