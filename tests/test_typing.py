@@ -100,6 +100,10 @@ class WideDeep(nn.Module):
 
 model: nn.Module = WideDeep()
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+layers = [nn.Linear(2, 2)]
+criterion = nn.MSELoss()
+loader = [(torch.ones(2, 2), torch.ones(2, 2))]
 """
 EXAMPLES = [sorted(folder.glob("*.py")) for folder in sorted((ROOT / "examples").iterdir()) if folder.is_dir()]
 
@@ -172,5 +176,5 @@ def test_the_examples_have_no_error(errors_of: Check, files: list[Path]) -> None
 def test_the_snippets_have_no_error(errors_of: Check, tmp_path: Path) -> None:
     snippets = [code for name in ("README.md", "README.zh-CN.md") for code in fenced(name, "python")]
     files = [written(tmp_path / f"snippet_{place}.py", BEFORE + code) for place, code in enumerate(snippets)]
-    assert len(files) == 4
+    assert len(files) == 6
     assert errors_of(*files) == []

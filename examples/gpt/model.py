@@ -171,7 +171,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the values after this block; ``x`` is (batch, length, hidden)."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Head(nn.Module):

@@ -38,7 +38,7 @@ def read_history(path: Path) -> list[Record]:
 def speed(records: list[Record]) -> float:
     """Returns the tokens per second of all workers; the first step, which is slower, does not count."""
     counted = records[1:] or records
-    return sum(r["tokens"] for r in counted) / max(1e-9, sum(r["seconds"] for r in counted))
+    return float(sum(r["tokens"] for r in counted) / max(1e-9, sum(r["seconds"] for r in counted)))
 
 
 def draw(runs: dict[str, list[Record]], picture: Path, title: str) -> None:

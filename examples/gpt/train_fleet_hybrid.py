@@ -33,7 +33,8 @@ DIVIDED = Layers(
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the mean cross-entropy; each worker has the logits of its part of the vocabulary."""
-    return ParallelCrossEntropy()(logits, targets).mean()
+    losses: Tensor = ParallelCrossEntropy()(logits, targets)
+    return losses.mean()
 
 
 def main() -> None:
@@ -68,9 +69,9 @@ def main() -> None:
         report.add(fleet.util.all_reduce(loss.item()) / fleet.worker_num())
     state = model.full_state_dict(keep=fleet.is_first_worker())
     if args.sample_bytes and fleet.is_first_worker():
-        model = make_gpt(config)  # names and shapes are the plain model's, whatever the mesh
-        model.load_state_dict(state)
-        report.line(sample(model, args.prompt, args.sample_bytes, args.length, seed=args.seed))
+        plain = make_gpt(config)  # names and shapes are the plain model's, whatever the mesh
+        plain.load_state_dict(state)
+        report.line(sample(plain, args.prompt, args.sample_bytes, args.length, seed=args.seed))
 
 
 if __name__ == "__main__":
