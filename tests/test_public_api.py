@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import fleet
 from tests.helpers.sources import ROOT
 
 
-def fresh(code: str, *, flags: tuple[str, ...] = ()) -> str:
-    """Returns what ``code`` prints in a new interpreter."""
-    done = subprocess.run([sys.executable, *flags, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+def fresh(code: str, *, flags: tuple[str, ...] = (), without: str = "") -> str:
+    """Returns what ``code`` prints in a new interpreter, whose environment has no variable ``without``."""
+    environment = {name: value for name, value in os.environ.items() if name != without}
+    command = [sys.executable, *flags, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -163,8 +166,11 @@ print((time.process_time() - start) / (start - began))
 
 @pytest.mark.slow
 def test_first_use_costs_little_beside_torch() -> None:
-    """At most 0.15 of the processor time that importing torch takes, the median of seven runs."""
-    costs = [float(fresh(COST)) for _ in range(7)]
+    """At most 0.15 of the processor time that importing torch takes, the median of seven runs.
+
+    Both are compiled already, as installed packages are.
+    """
+    costs = [float(fresh(COST, without="PYTHONDONTWRITEBYTECODE")) for _ in range(7)]
     assert statistics.median(costs) <= 0.15, costs
 
 
