@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies.tensor_parallel import cross_entropy, regions
-from fleet.strategies.tensor_parallel.place import RunningAxes
+from fleet.strategies.tensor_parallel.place import CurrentJob
 
 
 class StandInGroup:
@@ -59,17 +59,17 @@ def _silent(call: Any) -> Any:
 @contextmanager
 def divided_layers(degrees: Mapping[str, int]) -> Iterator[None]:
     """Makes layers that are created inside the context parts of ``degrees['mp']``, and exchanges of fakes silent."""
-    before = RunningAxes.axes
+    before = CurrentJob.axes
     patched: list[tuple[Any, str, Any]] = [(module, "dist", _Silent()) for module in (regions, cross_entropy)]
     patched += [(regions, name, _silent(getattr(regions, name))) for name in ("_all_gather", "_reduce_scatter")]
     real = [(module, name, getattr(module, name)) for module, name, _ in patched]
     if degrees.get("mp", 1) > 1:
-        RunningAxes.axes = StandInAxes(degrees, 0)
+        CurrentJob.axes = StandInAxes(degrees, 0)
     try:
         for module, name, value in patched:
             setattr(module, name, value)
         yield
     finally:
-        RunningAxes.axes = before
+        CurrentJob.axes = before
         for module, name, value in real:
             setattr(module, name, value)

@@ -96,8 +96,3 @@ def place_in(mp_group: Any, layer: str) -> LayerPlace:
                     "fleet.get_hybrid_communicate_group().get_model_parallel_group()."
                 )
     return LayerPlace(None, 1, 0) if group is None else LayerPlace(group, group.size(), group.rank())
-
-
-# Names under which the plan and the memory estimate import them.
-Place = LayerPlace
-RunningAxes = CurrentJob

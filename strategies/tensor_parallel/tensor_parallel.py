@@ -16,7 +16,7 @@ from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers, top_level
 from fleet.strategies._shared.flat import broadcast_from_rank_0
-from fleet.strategies._shared.parameter_layout import layouts_in, set_layout
+from fleet.strategies._shared.parameter_layout import layouts_in, mark_parts
 from fleet.strategies._shared.parts import local
 from fleet.strategies._shared.random_streams import TRACKER
 from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
@@ -189,9 +189,7 @@ class TensorParallel(Strategy):
 
 def _mark_again(model: nn.Module) -> None:
     """Puts on parameters what their modules know of them; a deep copy leaves parameters bare."""
-    for name, layout in layouts_in(model).items():
-        owner, _, attribute = name.rpartition(".")
-        set_layout(model.get_submodule(owner), attribute, layout)
+    mark_parts(model)
     for module in model.modules():
         if isinstance(module, RowSequenceParallelLinear) and module.bias is not None and not module.fuse_matmul_bias:
             mark_as_sequence_parallel_parameter(module.bias)

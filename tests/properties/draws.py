@@ -62,8 +62,6 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "fp16_allreduce": [{}, {"fp16_allreduce_configs": {"dtype": "bfloat16"}}],
     "lars": [{"lars_configs": {"lars_coeff": 0.01}}, {"lars_configs": {"lars_weight_decay": 0.0}}],
     "lamb": [{}, {"lamb_configs": {"lamb_weight_decay": 0.1}}],
-    "pipeline": [{}],  # one stage, and whole layers: tests/fleet/test_meshes.py draws the meshes
-    "tensor_parallel": [{}],
     "use_hierarchical_allreduce": [{"hierarchical_allreduce_inter_nranks": "two"}],
 }  # fmt: skip
 # Settings of the exchange and of the update that are no switches.

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fleet.estimate.divided_layers import divided_layers
 from fleet.strategies.tensor_parallel import regions
 from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from fleet.strategies.tensor_parallel.place import RunningAxes
+from fleet.strategies.tensor_parallel.place import CurrentJob
 
 
 def test_parts_without_workers() -> None:
@@ -24,5 +24,5 @@ def test_parts_without_workers() -> None:
     assert down.weight.grad.shape == (8, 4)
     assert x.grad is not None
     assert regions.dist is before
-    assert RunningAxes.axes is None
+    assert CurrentJob.axes is None
     assert ColumnParallelLinear(8, 16).weight.shape == (16, 8)
