@@ -71,7 +71,7 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
 
     def note_loss(self, loss: Tensor) -> None:
         """Keeps the loss of this step; it is read only when parameters are averaged."""
-        self._loss = loss
+        self._loss = loss.detach()
 
     def average(self) -> None:
         """Averages the parameters and chooses the next interval; raises ConfigError when no loss was seen."""

@@ -361,7 +361,7 @@ class TrainingChecks:
                         "step() has no gradients: they are still inside the sharded model, because all backward passes "
                         "since the last step ran under no_sync(). Run the last one outside it."
                     )
-            elif not count:
+            elif not count and len(self._peers) > 1:  # else nobody's gradients are to be like these
                 apart |= {n: g for n, g in gradients.items() if not (g.is_sparse or is_expert(model.named[n]))}
         number = list(self._optimizers.values()).index(watch)
         said = {"counts": list(counts), "sums": checksums(apart)}

@@ -37,7 +37,7 @@ class StandInAxes(Axes):
         return StandInGroup(self.size(*axes)) if self.size(*axes) > 1 else None
 
 
-class _Silent:
+class Silent:
     """torch.distributed, whose exchanges leave fake tensors as they are."""
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +60,7 @@ def _silent(call: Any) -> Any:
 def divided_layers(degrees: Mapping[str, int]) -> Iterator[None]:
     """Makes layers that are created inside the context parts of ``degrees['mp']``, and exchanges of fakes silent."""
     before = CurrentJob.axes
-    patched: list[tuple[Any, str, Any]] = [(module, "dist", _Silent()) for module in (regions, cross_entropy)]
+    patched: list[tuple[Any, str, Any]] = [(module, "dist", Silent()) for module in (regions, cross_entropy)]
     patched += [(regions, name, _silent(getattr(regions, name))) for name in ("_all_gather", "_reduce_scatter")]
     real = [(module, name, getattr(module, name)) for module, name, _ in patched]
     if degrees.get("mp", 1) > 1:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.estimate.storage_tracker import Block, StorageTracker
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.flat import chunks
 from fleet.strategies.dgc import SMALLEST
 from fleet.strategies.sharding.owners import plan_owners
@@ -80,7 +81,8 @@ class Buckets(Exchange):
         dense_start: bool = False,
     ) -> None:
         super().__init__(tracker, model)
-        parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        # Gradients of experts are exchanged by their layer, and are in no bucket.
+        parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad and not is_expert(p)]
         self._buckets = {p: torch.empty_like(p, requires_grad=False) for p in parameters}
         self._buffers = list(model.buffers())
         self._wire_dtype, self._sparse, self._dense_start = wire_dtype, sparse, dense_start
@@ -102,7 +104,7 @@ class Buckets(Exchange):
 
     def note_gradient(self, parameter: Tensor) -> None:
         """Moves the gradient into its bucket when this batch exchanges."""
-        if not self._is_last:
+        if not self._is_last or parameter not in self._buckets:
             super().note_gradient(parameter)
             return
         parameter.grad = self._buckets[parameter]
@@ -136,25 +138,37 @@ class SharedUpdate(Buckets):
         model: the user's module.
         degree: number of workers that share one copy of the optimizer state.
         buffer_bytes: bytes of parameters that are in flight at once after an update.
+        expert_degree: number of workers that share the state of the same experts.
     """
 
-    def __init__(self, tracker: StorageTracker, model: nn.Module, degree: int, buffer_bytes: float) -> None:
+    def __init__(
+        self, tracker: StorageTracker, model: nn.Module, degree: int, buffer_bytes: float, expert_degree: int = 1
+    ) -> None:
         super().__init__(tracker, model)
-        self._degree, self._buffer_bytes = degree, buffer_bytes
+        self._degree, self._expert_degree, self._buffer_bytes = degree, expert_degree, buffer_bytes
         self._in_flight_bytes = 0
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Leaves ``optimizer`` the parameters of the worker that owns most."""
         parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        owners = plan_owners([p.numel() for p in parameters], self._degree)
-        owned = [[p for p, owner in zip(parameters, owners, strict=True) if owner == r] for r in range(self._degree)]
-        mine = set(max(owned, key=bytes_of))
+        mine: set[Any] = set()
+        self._in_flight_bytes = 0
+        for experts, degree in ((False, self._degree), (True, self._expert_degree)):
+            mine.update(self._owned([p for p in parameters if is_expert(p) is experts], degree))
         for group in optimizer.param_groups:
             group["params"][:] = [p for p in group["params"] if p in mine]
         for parameter in [p for p in optimizer.state if p not in mine]:
             del optimizer.state[parameter]
-        waiting = [list(map(bytes_of, chunks(part, self._buffer_bytes / self._degree))) for part in owned]
-        self._in_flight_bytes = max(map(sum, zip_longest(*waiting, fillvalue=0)), default=0)
+
+    def _owned(self, parameters: list[Any], degree: int) -> list[Any]:
+        """Returns what the worker owns that owns most of ``parameters``; notes what their exchange takes."""
+        owners = plan_owners([p.numel() for p in parameters], degree)
+        owned = [[p for p, owner in zip(parameters, owners, strict=True) if owner == r] for r in range(degree)]
+        if degree > 1:
+            waiting = [list(map(bytes_of, chunks(part, self._buffer_bytes / degree))) for part in owned]
+            in_flight = max(map(sum, zip_longest(*waiting, fillvalue=0)), default=0)
+            self._in_flight_bytes = max(self._in_flight_bytes, in_flight)
+        return max(owned, key=bytes_of)
 
     def end_step(self) -> None:
         """Exchanges the updated parameters through flat copies."""

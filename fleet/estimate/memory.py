@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
 from fleet.estimate.divided_layers import divided_layers
+from fleet.estimate.expert_layers import expert_layers, expert_remarks
 from fleet.estimate.fake_training import Fakes, mean_of_outputs
 from fleet.estimate.memory_estimate import MemoryEstimate
 from fleet.estimate.modelled_strategies import Application, apply_strategies
@@ -32,6 +33,7 @@ from fleet.estimate.staged_training import StageOnFakes, make_stage, one_argumen
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
+from fleet.strategies._shared.experts import expert_names
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layouts_in
 
@@ -45,7 +47,6 @@ _SEQUENCES = (
 _EXCHANGED = {
     "sep": _SEQUENCES,
     "cp": _SEQUENCES,
-    "ep": "not modelled: the experts are counted as the model holds them, and the tokens that they exchange are not.",
 }
 _ELSEWHERE = (
     "This machine has no CUDA device: the sizes are those of the CPU's operations, rounded as on a GPU. Dropout and "
@@ -71,7 +72,8 @@ def estimate_memory(
     Args:
         model: a module (it is not changed, and may lie on the meta device), or a function or class without arguments
             that makes one; that is called with fake tensors, so a model that fits on no machine can be estimated. Give
-            a function where layers are divided (mp): they are divided where they are made. With a pipeline: a
+            a function where layers are divided (mp) or hold experts (ep): they are divided where they are made, and the
+            function gives a MoELayer the experts of one worker. With a pipeline: a
             PipelineLayer, its list, or a function that makes one; the result is that of the largest stage.
         batch: what one worker gives the model per step, with a pipeline the rows of all its micro-batches: a shape
             ``(32, 3, 224, 224)`` (float32), a pair ``(shape, dtype)``, a tensor, a list of these for several arguments,
@@ -97,7 +99,7 @@ def estimate_memory(
     chosen = plan(options, world_size)
     degrees = plan_axes(options, world_size)
     asked = _Asked(model, batch, optimizer, loss or mean_of_outputs, device, world_size, options, chosen)
-    with divided_layers(degrees):
+    with divided_layers(degrees), expert_layers(options, degrees, plan_expert_axes(options, world_size)):
         if degrees["pp"] == 1:
             estimate = _estimate(asked, 0, 1)
         else:
@@ -131,6 +133,7 @@ def _estimate(asked: _Asked, stage: int, stages: int) -> MemoryEstimate:
         fakes = Fakes(fake_device)
         own = make_stage(asked.model, stages, stage) if stages > 1 else asked.model
         copied = fakes.model(own)
+        expert_names(copied)  # marks their parameters again, which are copies
         before = [fakes.model(make_stage(asked.model, stages, other)) for other in range(stage)]
         fake_optimizer = fakes.optimizer(asked.optimizer, copied)
         _step_as_on(device, fake_optimizer)
@@ -171,7 +174,8 @@ def _remarks(model: nn.Module, asked: _Asked, stage: int, stages: int) -> list[s
             "mp: no layer of this model is divided, so it is counted whole. Pass a function that makes it; layers of "
             "fleet.meta_parallel are divided where they are made."
         )
-    degrees = plan_axes(asked.options, asked.world_size) | plan_expert_axes(asked.options, asked.world_size)
+    degrees = plan_axes(asked.options, asked.world_size)
+    found += expert_remarks(model, plan_expert_axes(asked.options, asked.world_size).get("ep", 1))
     return found + [f"{axis} {degrees[axis]}: {text}" for axis, text in _EXCHANGED.items() if degrees.get(axis, 1) > 1]
 
 

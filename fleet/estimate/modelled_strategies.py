@@ -27,7 +27,7 @@ from fleet.estimate.storage_tracker import StorageTracker
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
 from fleet.strategies._shared.axes import COPY_AXES, Axes
-from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 from fleet.strategies.sharding.part_optimizer import check_any_stage, check_divided
 from fleet.strategies.sharding.sharding import stage_of
 from fleet.strategies.sharding.units import check_divisible, find_anchors, plan_units
@@ -171,7 +171,8 @@ def _sharded(
         )
     buffer_MiB = min(config.segment_broadcast_MB, options["hybrid_configs"].sharding_configs.comm_buffer_size_MB)
     if stage_of(options) == 1:
-        return SharedUpdate(tracker, model, degree, buffer_MiB * _MIB)
+        experts = plan_expert_axes(options, plan.world_size).get("moe_sharding", 1)
+        return SharedUpdate(tracker, model, degree, buffer_MiB * _MIB, experts)
     if config.sharding_segment_strategy == "segment_anchors":
         units = find_anchors(model, config.segment_anchors)
     else:

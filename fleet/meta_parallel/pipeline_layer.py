@@ -24,7 +24,8 @@ class PipelineLayer(StagedLayers):
             Each takes what the one before returned, a tuple as one argument.
         num_stages: must be the pp degree, when given.
         topology: accepted; its pipe axis must be the pp degree.
-        loss_fn: ``loss_fn(output, label)``, a mean over the rows that it is given; or a list of such functions.
+        loss_fn: ``loss_fn(output, label)``, a mean over the rows that it is given; or a list of such functions. A
+            warning names one that is no such mean, as far as two micro-batches show it.
         seg_method: ``"uniform"``, ``"layer:REGEX"`` (class names) or a list of the first layer of each part.
         recompute_interval: above 0, each run of so many layers computes its activations again in backward.
         recompute_ctx: ``{"offload": True}`` keeps the inputs of these runs in host memory.

@@ -133,7 +133,7 @@ class GShardGate(NaiveGate):
         """Returns weights and indices, and keeps the loss ``mean(fraction * probability) * experts ** 2``."""
         value, chosen, scores = super().forward(x, return_all_scores=True)
         before, _, total = self.counted(chosen)
-        tokens = int(total[-1])
+        tokens = number_of(total[-1])
         probability = self.summed(scores.softmax(-1).sum(0)) / max(tokens, 1)
         fraction = total[:-1].to(probability.dtype) / max(tokens, 1)
         self.set_loss((fraction * probability).mean() * self.tot_expert**2)
@@ -183,13 +183,18 @@ class SwitchGate(NaiveGate):
         scores = scores.softmax(-1)
         value, chosen = torch.topk(scores, 1, dim=-1)
         before, _, total = self.counted(chosen)
-        capacity = math.ceil(self.capacity[0 if self.training else 1] * int(total[-1]))
+        capacity = math.ceil(self.capacity[0 if self.training else 1] * number_of(total[-1]))
         chosen = limited(chosen, before, capacity)
         kept = total[:-1].clamp(max=capacity)
-        valid = max(int(kept.sum()), 1)
+        valid = max(number_of(kept.sum()), 1)
         probability = self.summed(scores.sum(0)) / valid
         self.set_loss((kept.to(probability.dtype) / valid * probability).sum() * self.tot_expert)
         return (value, chosen, scores) if return_all_scores else (value, chosen)
+
+
+def number_of(count: Tensor) -> int:
+    """Returns the value of a tensor of one number; a place of its own for estimates, whose tensors have none."""
+    return int(count)
 
 
 def limited(chosen: Tensor, before: Tensor, capacity: int) -> Tensor:

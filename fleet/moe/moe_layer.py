@@ -114,8 +114,7 @@ class MoELayer(nn.Module):
             tokens = regions.scatter_to(tokens, group, 0)
         value, chosen = self._gated(tokens)
         flat = chosen.flatten()
-        order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # without those that no expert takes
-        sent = torch.bincount(flat[order], minlength=self.num_expert * self.world_size).view(self.world_size, -1)
+        order, sent = self._by_expert(flat)
         answers = self._answers(tokens[order // chosen.shape[1]], sent)
         slots = answers.new_zeros((len(flat), self.d_model)).index_copy(0, order, answers)
         result = (slots.view(*chosen.shape, self.d_model) * value.unsqueeze(-1)).sum(1).to(inp.dtype)
@@ -132,6 +131,12 @@ class MoELayer(nn.Module):
             summed = [regions.copy_to(p, self._mesh.mp) for p in parameters]
             found = functional_call(self.gate, dict(zip(names, summed, strict=True)), (tokens,))
         return found[0], found[1]
+
+    def _by_expert(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the places of ``flat`` in the order of the experts there, and how many each worker's experts get."""
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # without those that no expert takes
+        sent = torch.bincount(flat[order], minlength=self.num_expert * self.world_size)
+        return order, sent.view(self.world_size, -1)
 
     def _answers(self, rows: Tensor, sent: Tensor) -> Tensor:
         """Returns what the experts make of ``rows``, which stand by expert; ``sent`` counts them by worker too."""

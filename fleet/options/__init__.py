@@ -24,7 +24,7 @@ from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, did_you
 from fleet.options.views import ConfigView, view_of
 from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
 from fleet.strategies._declare.fields import Config, FieldRule, Replacement, converted, plain, type_name, value_types
-from fleet.strategies._declare.strategy import NOT_YET, JobKind, switch_rule
+from fleet.strategies._declare.strategy import JobKind, switch_rule
 
 if TYPE_CHECKING:  # a stub: every option with its type, made from the registry
     from fleet.options.typed import BuildStrategyConfigView, ExecutionStrategyConfigView, TypedOptions
@@ -445,7 +445,6 @@ ENGLISH: Mapping[str, Any] = {
     "happens": "What happens",
     "no meaning": "Accepted with one warning: {reason}.",
     "refused": "Refused: {reason}.",
-    "not yet": "Not yet: refused.",
     "settings of": "Settings of '{name}'.",
     "meanings": {},
     "reasons": {},
@@ -566,8 +565,6 @@ def described(name: str, rule: FieldRule, words: Mapping[str, Any] = ENGLISH) ->
 
 
 def _outcome(rule: FieldRule, words: Mapping[str, Any]) -> str:
-    if rule.refused == NOT_YET:
-        return str(words["not yet"])
     reason = rule.no_meaning or rule.refused
     if reason is None:
         return ""

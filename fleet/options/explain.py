@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO
+from collections.abc import Sequence
+from typing import Any, TextIO
 
 from fleet.options import DistributedStrategy, without_effect
 from fleet.options.explain_mesh import mesh_lines
@@ -11,7 +12,12 @@ from fleet.strategies._declare.strategy_plan import chosen_strategies, ordered, 
 
 
 def explain(
-    strategy: DistributedStrategy, world_size: int = 2, file: TextIO | None = None, *, collective: bool = True
+    strategy: DistributedStrategy,
+    world_size: int = 2,
+    file: TextIO | None = None,
+    *,
+    collective: bool = True,
+    models: Sequence[Any] = (),
 ) -> str:
     """Prints and returns what ``strategy`` does on ``world_size`` workers, even when it is refused.
 
@@ -23,6 +29,7 @@ def explain(
         world_size: the number of workers of the job.
         file: where to print; ``None`` is standard output.
         collective: False for a parameter-server job.
+        models: models that train with it, whose divided parameters are named.
 
     Example:
         >>> strategy = DistributedStrategy()
@@ -33,6 +40,11 @@ def explain(
            model: averages the gradients of all workers in buckets while backward runs; parameters start as rank 0's
     """
     text = explanation(strategy, world_size, collective=collective)
+    if models:
+        from fleet.options.explain_divided import divided_lines
+
+        lines = divided_lines(models)
+        text += "\n\n" + "\n".join(lines) if lines else ""
     print(text, file=sys.stdout if file is None else file)
     return text
 

@@ -7,6 +7,7 @@ from typing import Any
 from fleet.errors import ConfigError
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
+from fleet.strategies.tensor_parallel.plan_styles import STYLES, read_style
 
 _HOLDS = {
     "dp": "different rows, and a copy of the same parameters",
@@ -57,9 +58,27 @@ def mesh_lines(options: Any, world_size: int) -> list[str]:
         if axis in _SENDS:
             ring = f"{2 * (size - 1) / size:.3g}"
             lines.append(f"    a worker sends {_SENDS[axis].format(ring=ring, parts=parts)}")
+        lines += _plan_lines(options) if axis == "mp" else []
     if "dp" in real and parts > 1:
         lines.append(f"  P are the parameters of the whole model; a worker holds about P / {parts}")
     return lines + _bubble(options, axes.size("pp"))
+
+
+def _plan_lines(options: Any) -> list[str]:
+    """Returns what the plan says of which modules; a model that is there is needed to count them."""
+    lines = []
+    for pattern, value in options["tensor_parallel_configs"].plan.items():
+        if value == "auto":
+            meaning = "as the Hugging Face model's own plan says"
+        else:
+            try:
+                meaning = STYLES[read_style(pattern, value).kind]
+            except ConfigError:  # distributed_model() refuses it
+                continue
+        lines.append(f"    {pattern}: {value}: {meaning}")
+    if lines:
+        lines.append("    fleet.explain() after distributed_model() counts the parameters")
+    return lines
 
 
 def _bubble(options: Any, stages: int) -> list[str]:

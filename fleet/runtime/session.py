@@ -30,7 +30,6 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.pipeline_model import PipelineModel
 from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
@@ -79,6 +78,7 @@ class Session:
     num_steps: int = 0
     closed: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    each_step: list[Callable[[], None]] = field(default_factory=list)  # called after each step of an optimizer
     means_sequences: bool = False  # sequence_mean() was called
     num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
@@ -293,7 +293,7 @@ class Session:
         if self.device.type == "cuda":
             module.to(self.device)
         module, chain = self._wrapped(module)
-        model = (PipelineModel if isinstance(module, StagedLayers) else FleetModel)(module, chain, self)
+        model = _model_class(module)(module, chain, self)
         if self.whole_states.has_stages:
             model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
@@ -376,6 +376,8 @@ class Session:
         self.num_steps += 1
         if self.health is not None:
             self.health.after_step(self.num_steps)
+        for call in self.each_step:
+            call()
 
     def after_batch(self, sampler: object = None) -> None:
         """Writes the checkpoints that are due, and exits when asked to stop; called where a loop begins a batch.
@@ -533,6 +535,15 @@ def _returned(made: Wrapped | None, strategy: Strategy, hook: str) -> Wrapped:
             "given, or a wrapper around it. Turn the option off, or tell its author."
         )
     return made
+
+
+def _model_class(module: nn.Module) -> type[FleetModel]:
+    """Returns the class of what :meth:`Session.wrap_model` makes of ``module``."""
+    if not isinstance(module, StagedLayers):
+        return FleetModel
+    from fleet.runtime.pipeline_model import PipelineModel  # most jobs do not need the engine that it imports
+
+    return PipelineModel
 
 
 def _config_of(step: type[Strategy], options: DistributedStrategy) -> Any:

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from fleet.strategies._shared.axes import Axes
 
 
-# The reason of every option that is declared and not implemented yet: search for it to find them.
-NOT_YET = "it arrives in a later release of this package and is refused until then, so that nothing is silently ignored"
-
-
 class Stage(IntEnum):
     """Coarse order of application; see [Note: Stages]."""
 

@@ -1,4 +1,4 @@
-"""The value of the loss, seen where backward starts, so that the user's loop needs no extra call."""
+"""The loss, seen where backward starts, so that the user's loop needs no extra call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def watch_losses(seen: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Calls ``seen`` with every scalar on which backward is called, detached, until the returned function is called.
+    """Calls ``seen`` with every scalar, with its graph, on which backward is called, until the returned function is.
 
     ``Tensor.backward`` and user code both go through ``torch.autograd.backward``, looked up at each call.
     """
@@ -21,7 +21,7 @@ def watch_losses(seen: Callable[[Tensor], None]) -> Callable[[], None]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1:
-                seen(tensor.detach())
+                seen(tensor)
         original(tensors, *args, **kwargs)
 
     torch.autograd.backward = backward

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._shared.segments import norm_modules, run_segment
 from fleet.strategies.pipeline.cut import Method, plan_cut
+
+if TYPE_CHECKING:
+    from fleet.strategies.pipeline.mean_loss import MeanLoss
 
 TIED = "fleet_tied"
 _SEEDS = 2**31
@@ -215,8 +218,18 @@ class StagedLayers(nn.Module):
     def set_loss(self, loss_fn: Any) -> None:
         """Makes ``loss_fn`` the loss, or the list of losses."""
         self.__dict__["_loss_fn"] = loss_fn
+        self._mean_loss: MeanLoss | None = None
         for loss in self.loss_functions:
             check_loss(loss)
+
+    @property
+    def mean_loss(self) -> MeanLoss:
+        """What watches that the loss functions are means over rows."""
+        if self._mean_loss is None:
+            from fleet.strategies.pipeline.mean_loss import MeanLoss  # only where a pipeline trains
+
+            self._mean_loss = MeanLoss()
+        return self._mean_loss
 
     # ---- running --------------------------------------------------------------------------------------------------
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fleet.errors import ConfigError
+from fleet.env import Environment
+from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
 from fleet.strategies.pipeline.descriptions import StagedLayers
-from fleet.strategies.pipeline.split import AUTO, SplitLayers
-from fleet.strategies.pipeline.stage import StreamGroups, make_stage
+
+if TYPE_CHECKING:
+    from fleet.strategies.pipeline.stage import StreamGroups
+
+# The engine is imported where a pipeline is made: every job imports this module, and most have one stage.
+
+# Fleet's switches of its transfers between stages, and why they have none here.
+_WITHOUT_MEANING = {
+    "FLAGS_p2p_device_synchronize": "a stage waits for each tensor that it receives, and for no device; to find the "
+    "operation that fails, set CUDA_LAUNCH_BLOCKING=1",
+    "PADDLE_P2P_SYNC_SEND": "a send returns at once and its tensor is kept until it has left; each direction has a "
+    "stream of its own, which keeps the order",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +62,8 @@ class PipelineConfig(Config, option="pipeline_configs"):
         """Takes ``"auto"`` for a list, too."""
         asked: object = self.split
         if asked == "auto":
+            from fleet.strategies.pipeline.split import AUTO
+
             object.__setattr__(self, "split", AUTO)
         super().__post_init__()
 
@@ -95,8 +110,11 @@ class Pipeline(Strategy):
     @classmethod
     def replaces(cls, options: Values) -> Mapping[str, Sequence[str]]:
         """Returns data_parallel where there are stages: it exchanges after one backward pass, and a step has many."""
-        honoured = ("gradient_scale_configs", "find_unused_parameters", "fuse_all_reduce_ops", "fuse_grad_size_in_MB")
-        return {"data_parallel": honoured} if options["hybrid_configs"].pp_degree > 1 else {}
+        hybrid = options["hybrid_configs"]
+        honoured = ["gradient_scale_configs", "find_unused_parameters", "fuse_all_reduce_ops", "fuse_grad_size_in_MB"]
+        if hybrid.pp_configs.dp_comm_overlap or hybrid.pp_configs.sharding_comm_overlap:
+            honoured.append("last_comm_group_size_MB")
+        return {"data_parallel": honoured} if hybrid.pp_degree > 1 else {}
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
@@ -114,7 +132,15 @@ class Pipeline(Strategy):
         """Makes the process groups between stages; every worker does so at the same point."""
         super().__init__(config, session)
         self._dropped = WeakTensorKeyDictionary()  # parameters of other stages
-        self._streams = StreamGroups(session.axes, session.device) if self._num_stages > 1 else None
+        for name, reason in _WITHOUT_MEANING.items() if self._num_stages > 1 else ():
+            if Environment().bool(name):
+                text = f"{name} is set in the environment and has no effect: {reason}."
+                warnings.warn(text, OptionWarning, stacklevel=2)
+        self._streams: StreamGroups | None = None
+        if self._num_stages > 1:
+            from fleet.strategies.pipeline.stage import StreamGroups
+
+            self._streams = StreamGroups(session.axes, session.device)
 
     @property
     def _num_stages(self) -> int:
@@ -139,6 +165,8 @@ class Pipeline(Strategy):
         """Returns the stage of a plain ``model`` that ``pipeline_configs['split']`` cuts; any other model as it is."""
         if not self.config.split or isinstance(model, StagedLayers):
             return model
+        from fleet.strategies.pipeline.split import AUTO, SplitLayers
+
         stages, stage = self._num_stages, self.session.axes.rank("pp")
         made = SplitLayers(model, self.config.split if stages > 1 else AUTO, stages, stage, loss_fn)
         kept = set(made.parameters())
@@ -154,5 +182,7 @@ class Pipeline(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose micro-batches now pass from stage to stage."""
         if self._streams is not None:
+            from fleet.strategies.pipeline.stage import make_stage
+
             make_stage(cast(StagedLayers, model), self.session, self._streams, self.config)
         return model

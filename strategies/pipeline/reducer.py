@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from fleet.errors import ConfigError
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
 
+# Buckets of a chunk that is exchanged while its backward runs: more of them start earlier, and cost messages.
+_OVERLAPPED_BUCKETS = 8
+
 
 class GradientReducer:
     """Sums gradients over ``group`` and divides them by ``divisor``.
@@ -26,6 +29,7 @@ class GradientReducer:
         group: the workers that hold the same parameters; ``None`` when there is no other.
         divisor: what the sum is divided by.
         bucket_bytes: the size at which a bucket is full.
+        last_bucket_bytes: with ``overlaps``, the size of the bucket that is sent last.
         overlaps: exchange a bucket as soon as its gradients are complete, and not after the step.
         finds_unused: accept parameters without a gradient on some workers.
         late: parameters that are exchanged after all others, in buckets of their own: those that stages share.
@@ -43,6 +47,7 @@ class GradientReducer:
         *,
         divisor: float = 1,
         bucket_bytes: float = 32 * 2**20,
+        last_bucket_bytes: float = 2**20,
         overlaps: bool = False,
         finds_unused: bool = False,
         late: Sequence[Sequence[nn.Parameter]] = (),
@@ -50,7 +55,7 @@ class GradientReducer:
         self._by_chunk, self._late = [list(chunk) for chunk in parameters], [list(bucket) for bucket in late]
         self.group, self.divisor = group, divisor
         self.overlaps, self._finds_unused = overlaps, finds_unused
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._last_bucket_bytes = bucket_bytes, last_bucket_bytes
         self.wire_dtype: torch.dtype | None = None
         self.wire_factor: Callable[[], float] = lambda: 1.0
         self.sum: Callable[[Tensor], Any] = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
@@ -78,11 +83,17 @@ class GradientReducer:
         self._buckets = [
             _Bucket(chunk, tensors)
             for chunk in reversed(range(len(self._by_chunk)))
-            for tensors in chunks(
-                [p for p in reversed(self._by_chunk[chunk]) if p.requires_grad and p not in late], self._bucket_bytes
+            for tensors in self._planned(
+                [p for p in reversed(self._by_chunk[chunk]) if p.requires_grad and p not in late]
             )
         ]
         self._next = 0
+
+    def _planned(self, parameters: list[Any]) -> list[list[Any]]:
+        """Returns the buckets of a chunk, whose gradients become complete in the order of ``parameters``."""
+        if not self.overlaps or not parameters:
+            return list(chunks(parameters, self._bucket_bytes))
+        return overlapped_buckets(parameters, self._bucket_bytes, self._last_bucket_bytes)
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
@@ -154,6 +165,26 @@ class GradientReducer:
     def finds_unused(self) -> bool:
         """Whether parameters may be without a gradient."""
         return self._finds_unused
+
+
+def overlapped_buckets(tensors: Sequence[Tensor], full_bytes: float, last_bytes: float) -> list[list[Tensor]]:
+    """Returns buckets that travel while the rest of ``tensors`` is computed, in their order.
+
+    A bucket waits for all of its tensors, so one as large as a stage would travel after backward. Buckets have an
+    eighth of the bytes, at least ``last_bytes`` and at most ``full_bytes``; the last, which nothing hides, has the
+    tensors at the end that fit into ``last_bytes``, and one at least.
+
+    Example:
+        >>> [len(bucket) for bucket in overlapped_buckets([torch.zeros(64)] * 10, 2**25, 256)]
+        [2, 2, 2, 2, 1, 1]
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    kept, tail = len(tensors) - 1, sizes[-1]
+    while kept and tail + sizes[kept - 1] <= last_bytes:
+        kept -= 1
+        tail += sizes[kept]
+    limit = min(full_bytes, max(last_bytes, sum(sizes) / _OVERLAPPED_BUCKETS))
+    return [*chunks(tensors[:kept], limit), *chunks(tensors[kept:], full_bytes)]
 
 
 class _Bucket:

@@ -104,6 +104,7 @@ def make_stage(layers: StagedLayers, session: Any, streams: StreamGroups, config
         copies,
         divisor=axes.data_replicas if averages else 1,
         bucket_bytes=options["fuse_grad_size_in_MB"] * 2**20 if fuses else 1,
+        last_bucket_bytes=options["last_comm_group_size_MB"] * 2**20 if fuses else 1,
         overlaps=settings.dp_comm_overlap or settings.sharding_comm_overlap,
         finds_unused=options["find_unused_parameters"],
         late=ties.parameters(),

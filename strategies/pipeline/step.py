@@ -120,6 +120,7 @@ class PipelineStep:
                 raise ConfigError(different_numbers(self.num_micro, said[-1][2]))
             if self._labels is not None:
                 self._weights = plan_weights(self._labels)
+                self.layers.mean_loss.begin(self.layers.loss_functions, self._labels, self._weights)
         return number_of(repr([row[1:] for row in said]))
 
     def _state(self) -> str:
@@ -154,7 +155,9 @@ class PipelineStep:
                     "loss_fn(output, label) of the PipelineLayer must return a tensor of one element, got "
                     f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
                 )
-        self._losses.append([value.detach().reshape(()) for value in losses])
+        values = [value.detach().reshape(()) for value in losses]
+        self._losses.append(values)
+        self.layers.mean_loss.look_at(self.layers.loss_functions, micro, output, self._labels[micro], values)
         if not self.trains:
             return None
         chosen = losses[self.loss_index].reshape(())

@@ -77,7 +77,8 @@ class PartitionedOptimizer(OptimizerWrapper):
         """Returns the rank, in the group that shares its state, of the worker that updates ``parameter``."""
         return self._owners[parameter]
 
-    def _is_own(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
+        """Returns whether this worker updates ``parameter``."""
         return self._owners[parameter] == (self._expert_rank if is_expert(parameter) else self._rank)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -93,7 +94,7 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def _update(self) -> None:
         """Lets the optimizer inside update what this worker owns."""
-        hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and not self._is_own(p)]
+        hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and not self.owns(p)]
         for parameter, _ in hidden:
             parameter.grad = None
         self._move_state(to_host=False)
@@ -234,7 +235,7 @@ class PartitionedOptimizer(OptimizerWrapper):
         self._drop_others()
 
     def _drop_others(self) -> None:
-        for parameter in [p for p in self.state if p in self._owners and not self._is_own(p)]:
+        for parameter in [p for p in self.state if p in self._owners and not self.owns(p)]:
             del self.state[parameter]
 
     def _move_state(self, to_host: bool) -> None:

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._shared.loss_value import watch_losses
+from fleet.strategies.tensor_parallel.part_penalties import warn_of_penalties
 
+_BACKWARDS = 2  # whose losses are looked at
 _FIRST = 3  # forwards that are compared; later ones where their number is a power of two
 _ADVICE = (
     "These workers hold parts of one model and must see the same rows. Deal the data out by fleet.data_rank() of "
@@ -86,14 +89,15 @@ class EqualInputs:
 class EqualGradients:
     """A forward hook: where an output is equal on all workers of a group, so must its gradient be.
 
-    Labels that never pass through forward are noticed so; the same forwards are looked at as for the inputs.
+    Labels that never pass through forward are noticed so; the same forwards are looked at as for the inputs. So is the
+    loss of the backward after them, for penalties that are wrong on parts of weights.
 
     Args:
         group: the workers; ``None`` does nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._occasions = group, Occasions()
+        self._group, self._occasions, self._watches = group, Occasions(), _BACKWARDS
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Runs after forward; the check comes in backward, and raises ConfigError there."""
@@ -103,6 +107,21 @@ class EqualGradients:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and _is_equal(leaf, group):
                 leaf.register_hook(partial(_check_gradient, group=group))
+        if self._watches:
+            self._watches -= 1
+            self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Looks at the next loss."""
+        looked: list[bool] = []
+
+        def look(loss: Tensor) -> None:
+            stop()
+            if not looked:  # a watcher that came later may still call this one
+                looked.append(True)
+                self._watches *= not warn_of_penalties(loss, module)
+
+        stop = watch_losses(look)
 
     def __deepcopy__(self, memo: Any) -> EqualGradients:
         return EqualGradients(self._group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -16,20 +17,14 @@ from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers, top_level
 from fleet.strategies._shared.flat import broadcast_from_rank_0
-from fleet.strategies._shared.parameter_layout import layouts_in, mark_parts
+from fleet.strategies._shared.parameter_layout import layout_of, layouts_in, mark_parts
 from fleet.strategies._shared.parts import local
 from fleet.strategies._shared.random_streams import TRACKER
-from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
-from fleet.strategies.tensor_parallel.place import CurrentJob, LayerPlace
-from fleet.strategies.tensor_parallel.plan import ResolvedPlan, apply_plan, read_plan, resolve_plan
-from fleet.strategies.tensor_parallel.plan_check import FirstForward
-from fleet.strategies.tensor_parallel.sequence import (
-    RowSequenceParallelLinear,
-    mark_as_sequence_parallel_parameter,
-    sum_marked_gradients,
-)
-from fleet.strategies.tensor_parallel.streams import seed_streams
-from fleet.strategies.tensor_parallel.whole_parameters import EqualOptimizer, Upkeep, whole_tensors
+
+if TYPE_CHECKING:
+    from fleet.strategies.tensor_parallel.plan import ResolvedPlan
+
+# Layers and checks are imported where a model is divided: every job imports this module, and most divide no layer.
 
 _EVERY_NAME = ("embedding", "layer_norm", ".b_")  # Paddle's generated names, which torch's modules do not have
 
@@ -50,7 +45,11 @@ class TensorParallelConfig(Config, option="tensor_parallel_configs"):
 
     def __post_init__(self) -> None:
         """Takes ``"auto"`` for a plan, too."""
-        object.__setattr__(self, "plan", read_plan(self.plan))
+        asked: object = self.plan
+        if isinstance(asked, str):
+            from fleet.strategies.tensor_parallel.plan import read_plan
+
+            object.__setattr__(self, "plan", read_plan(asked))
         super().__post_init__()
 
 
@@ -103,12 +102,19 @@ class TensorParallel(Strategy):
         self._resolved: ResolvedPlan | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         if session.axes.size("mp") > 1:
+            from fleet.strategies.tensor_parallel.place import CurrentJob
+            from fleet.strategies.tensor_parallel.streams import seed_streams
+
             CurrentJob.axes = session.axes
             CurrentJob.recompute_allgather = session.options["hybrid_configs"].mp_configs.recompute_allgather
             seed_streams(None if config.tensor_init_seed < 0 else config.tensor_init_seed, session.axes, session.device)
 
     def close(self) -> None:
         """Forgets the workers and the streams: layers that are made afterwards are whole."""
+        if self._axes.size("mp") == 1:
+            return
+        from fleet.strategies.tensor_parallel.place import CurrentJob
+
         if CurrentJob.axes is self._axes:
             CurrentJob.axes, CurrentJob.recompute_allgather = None, False
             TRACKER.reset()
@@ -123,6 +129,8 @@ class TensorParallel(Strategy):
         if self._axes.size("mp") == 1:
             return
         if self.config.plan:
+            from fleet.strategies.tensor_parallel.plan import resolve_plan
+
             self._resolved = resolve_plan(model, self.config.plan, self._axes)
             self._check_optimizers(model, self._resolved)
             return
@@ -135,7 +143,11 @@ class TensorParallel(Strategy):
             raise ConfigError(_nothing_divided(model, self._axes.size("mp")))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Remembers ``optimizer``: a plan may divide its parameters later."""
+        """Remembers ``optimizer``: a plan may divide its parameters later. Raises ConfigError for states of wholes."""
+        for parameter, state in optimizer.state.items():
+            layout = layout_of(parameter) if isinstance(parameter, torch.Tensor) else None
+            if layout is not None and layout.parts > 1:
+                _refuse_whole_state(optimizer, state, layout.whole)
         self._optimizers.add(optimizer)
 
     def _check_optimizers(self, model: nn.Module, resolved: ResolvedPlan) -> None:
@@ -146,10 +158,15 @@ class TensorParallel(Strategy):
         for optimizer in self._optimizers:
             held = (p for group in optimizer.param_groups for p in group["params"])
             check_parts_of_model(optimizer, has_parts=not divided.isdisjoint(held))
+            for parameter, state in optimizer.state.items():
+                if parameter in divided:
+                    _refuse_whole_state(optimizer, state, parameter.shape)
 
     def prepare_model(self, model: nn.Module) -> None:
         """Divides the layers that the plan names."""
         if self._resolved is not None:
+            from fleet.strategies.tensor_parallel.plan import apply_plan
+
             apply_plan(model, self._resolved, self._axes)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -157,6 +174,11 @@ class TensorParallel(Strategy):
         group = self._axes.group("mp")
         if group is None:
             return model
+        from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
+        from fleet.strategies.tensor_parallel.plan_check import FirstForward
+        from fleet.strategies.tensor_parallel.sequence import sum_marked_gradients
+        from fleet.strategies.tensor_parallel.whole_parameters import whole_tensors
+
         _mark_again(model)
         _call_every_layer(model)
         broadcast_from_rank_0([local(tensor.detach()) for tensor in whole_tensors(model)], group)
@@ -175,6 +197,8 @@ class TensorParallel(Strategy):
         group = self._axes.group("mp")
         if group is None:
             return optimizer
+        from fleet.strategies.tensor_parallel.whole_parameters import EqualOptimizer, Upkeep
+
         asked = self.session.options["hybrid_configs"].mp_configs
         parts = tuple(asked.sync_param_name) or tuple(self.session.options["sync_param_name"])
         upkeep = Upkeep(
@@ -189,6 +213,11 @@ class TensorParallel(Strategy):
 
 def _mark_again(model: nn.Module) -> None:
     """Puts on parameters what their modules know of them; a deep copy leaves parameters bare."""
+    from fleet.strategies.tensor_parallel.sequence import (
+        RowSequenceParallelLinear,
+        mark_as_sequence_parallel_parameter,
+    )
+
     mark_parts(model)
     for module in model.modules():
         if isinstance(module, RowSequenceParallelLinear) and module.bias is not None and not module.fuse_matmul_bias:
@@ -206,6 +235,8 @@ def _call_every_layer(model: nn.Module) -> None:
 
 
 def _nothing_divided(model: nn.Module, degree: int) -> str:
+    from fleet.strategies.tensor_parallel.place import LayerPlace
+
     alone = [name for name, module in model.named_modules() if isinstance(getattr(module, "place", None), LayerPlace)]
     if alone:
         return (
@@ -220,3 +251,15 @@ def _nothing_divided(model: nn.Module, degree: int) -> str:
         f"layers (here: {shown}), or name layers in tensor_parallel_configs['plan'], or set "
         "mp_degree to 1."
     )
+
+
+def _refuse_whole_state(optimizer: Optimizer, state: Any, shape: Sequence[int]) -> None:
+    """Raises ConfigError where ``state`` has a tensor of ``shape``, that of a whole parameter."""
+    kept = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()]
+    if any(tuple(state[name].shape) == tuple(shape) for name in kept):
+        raise ConfigError(
+            f"tensor_parallel: the {type(optimizer).__name__} has a state ({', '.join(kept)}) of whole parameters of "
+            f"shape {list(shape)}, which mp_degree divides. Load the optimizer after distributed_model() and "
+            "distributed_optimizer(): fleet.checkpoint.load() and load_state_dict() take each worker's part then. "
+            "The model may be loaded before."
+        )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import pytest
-import torch
 
-from tests.helpers.meshes import Mesh, joined, train_alone, train_on
+from tests.helpers.mesh_results import check_results
+from tests.helpers.meshes import Mesh, train_on
 from tests.helpers.workers import run_workers
 
 QUICK = [
@@ -40,35 +37,9 @@ SLOW = [
 ]
 
 
-@cache
-def alone(tied: bool, clip: float | None) -> dict[str, Any]:
-    """Returns what one plain process computes."""
-    return train_alone(Mesh({}, tied=tied, clip=clip))
-
-
 def check(mesh: Mesh) -> None:
     """Raises AssertionError unless the mesh trains as one process does."""
-    expected = alone(mesh.tied, mesh.clip)
-    found = run_workers(train_on, mesh.world_size, mesh, backend=None, timeout_s=240)
-    rows = {worker["row"]: worker["losses"] for worker in found}
-    for worker in found:
-        assert worker["losses"] == rows[worker["row"]], "workers of one model copy return different losses"
-    mean = torch.tensor(list(rows.values())).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(expected["losses"]), rtol=0, atol=1e-5)
-    gradients = joined([worker["gradients"] for worker in found])
-    assert gradients.keys() == expected["gradients"].keys()
-    for name, gradient in gradients.items():
-        scale = expected["gradients"][name].abs().max().item()
-        # A key's bias has no gradient but rounding: softmax ignores it.
-        difference = (gradient - expected["gradients"][name]).abs().max().item()
-        assert difference <= 1e-5 * max(scale, 1e-2), name
-    for worker in found:
-        torch.testing.assert_close(worker["norms"][0], expected["norms"][0], rtol=1e-6, atol=0)
-    weights = joined([worker["weights"] for worker in found])
-    for name, weight in weights.items():
-        torch.testing.assert_close(
-            weight, expected["weights"][name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    check_results(mesh, run_workers(train_on, mesh.world_size, mesh, backend=None, timeout_s=240))
 
 
 @pytest.mark.parametrize("mesh", QUICK, ids=str)

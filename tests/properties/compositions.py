@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,13 +60,19 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 
 def run(
-    numbers: Iterable[int], seed: int, *, shrinks: bool = True, most_faults: int = 20, tell: bool = False
+    numbers: Iterable[int],
+    seed: int,
+    *,
+    drawn: Callable[[int, int], Composition] = draw,
+    shrinks: bool = True,
+    most_faults: int = 20,
+    tell: bool = False,
 ) -> Report:
-    """Runs the draws of ``numbers``; stops when there are ``most_faults``."""
+    """Runs the draws of ``numbers`` that ``drawn`` makes; stops when there are ``most_faults``."""
     report, start = Report(), time.monotonic()
     with pools() as at:
         for number in numbers:
-            made = draw(number, seed)
+            made = drawn(number, seed)
             found = run_one(made, at)
             report.outcomes[found.outcome] += 1
             report.refusals[found.reason[:70]] += bool(found.reason)

@@ -13,6 +13,8 @@ from tests.properties.loops import LOOPS
 from tests.properties.models import MODELS, batch, optimizer_of
 
 Gradients = dict[int, Tensor]  # place of the parameter in its optimizer -> gradient
+# Relative error of one rounding: half the gap between 1 and the next number.
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class Worker:
@@ -43,6 +45,8 @@ class Oracle:
         self.batches, self.updates = [0 for _ in places], [0 for _ in places]
         self.local = LocalSteps(options) if self.on("localsgd") or self.on("adaptive_localsgd") else None
         self.masks: dict[Tensor, Tensor] = {}
+        self.sizes: list[Gradients] = [{} for _ in places]
+        self.order_errors: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def on(self, name: str) -> bool:
         return bool(self.options.get(name))
@@ -105,6 +109,7 @@ class Oracle:
         self.batches[place] = 0
         windows, self.sums[place] = self.sums[place], [{} for _ in self.workers]
         sparse = self.exchange(place, windows)
+        self.follow_order(place, rate)
         for worker, window in zip(self.workers, windows, strict=True):
             self.update(worker, place, window, sparse, rate)
         self.updates[place] += 1
@@ -125,6 +130,7 @@ class Oracle:
                 total = torch.stack(parts).sum(0) / (1 if summed else num)
             else:
                 total = self.total([window[i] for window in windows], summed)
+                self.sizes[place][i] = sum(window[i].abs() for window in windows) / (1 if summed else num)
             for window in windows:
                 window[i] = total.clone()
         return sparse
@@ -137,6 +143,32 @@ class Oracle:
         wire = getattr(torch, self.config("fp16_allreduce", "dtype", "float16"))
         rounded = [part.to(wire).div_(shares) for part in parts]
         return sum(rounded[1:], rounded[0]).to(parts[0].dtype)
+
+    def follow_order(self, place: int, rate: float) -> None:
+        """Adds to ``order_errors`` how far a parameter may be from here because of the order of the sum on the wire.
+
+        A sum of N numbers g_i in a type with roundoff u rounds N - 1 times, each time by at most u of a partial sum,
+        which is at most S = |g_1| + ... + |g_N|. Two orders are thus at most c = 2 (N - 1) u S apart, to first order
+        in u; two numbers have one order. Ring algorithms begin at another worker in each segment, so every order of
+        the ring occurs. S is not small where the sum is: workers, and steps, may cancel. SGD, with velocity
+        e = m e + c, moves the parameter by rate * e in each step. Other rules have no such short bound: none is added.
+        """
+        num, group = len(self.workers), self.workers[0].optimizers[place].param_groups[0]
+        scaled = self.loop.clip is not None or self.on("lars") or self.on("lamb") or "betas" in group
+        if not self.on("fp16_allreduce") or num < 3 or scaled:
+            return
+        c = 2 * (num - 1) * ROUNDOFF[self.config("fp16_allreduce", "dtype", "float16")]
+        for i, size in self.sizes[place].items():
+            p = self.workers[0].parameters(place)[i]
+            zeros = torch.zeros_like(size)
+            e, off = self.order_errors.get(p, (zeros, zeros))
+            e = group["momentum"] * e + c * size
+            self.order_errors[p] = e, off + group.get("plain_rate", group["lr"]) * rate * e
+
+    def order_bounds(self) -> dict[str, Tensor]:
+        """Returns the errors of :meth:`follow_order` after training, by the names of :func:`states`."""
+        named = {p: f"{i}.{n}" for i, net in enumerate(self.workers[0].nets) for n, p in net.named_parameters()}
+        return {named[p]: off for p, (_, off) in self.order_errors.items()}
 
     # ---- updates ------------------------------------------------------------------------------------------------
 

@@ -112,8 +112,6 @@ def serve(pipe: Connection, environment: dict[str, str], rank: int) -> None:
         torch.save(train(made, rank), out)
         pipe.send_bytes(out.getvalue())
         end_of_draw()
-        if not gc.get_freeze_count():
-            gc.freeze()  # looking at all of torch after each draw would take ten times as long as the draw
 
 
 def end_of_draw() -> None:
@@ -127,6 +125,8 @@ def end_of_draw() -> None:
             if group is not world and dist.get_world_size(group) == dist.get_world_size():
                 dist.destroy_process_group(group)
     gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # looking at all of torch after each draw would take ten times as long as the draw
 
 
 def train(made: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def prepared(made: dict[str, Any], rank: int) -> tuple[list[Any], Any]:
         models = [fleet.distributed_model(net) for net in nets]
         optimizers = [fleet.distributed_optimizer(one) for one in inner]
     example.after_wrap(nets)
-    job = Job(example, models, optimizers, inner, rank, made["steps"])
+    job = Job(example, models, optimizers, inner, fleet.data_rank(), made["steps"])
     return models, lambda: loop.run(job)
 
 

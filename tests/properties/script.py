@@ -52,7 +52,7 @@ else:
     wrapped = [fleet.distributed_model(net) for net in nets]
     optimizers = [fleet.distributed_optimizer(one) for one in inner]
 example.after_wrap(nets)
-{loop}(Job(example, wrapped, optimizers, inner, rank, {steps}))
+{loop}(Job(example, wrapped, optimizers, inner, fleet.data_rank(), {steps}))
 for i, model in enumerate(wrapped):
     for name, value in model.full_state_dict().items():
         right = EXPECTED[rank % len(EXPECTED)][f"{{i}}.{{name}}"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,30 @@ import pytest
 import torch
 
 from tests.properties.compositions import Report, pools, run, run_one
-from tests.properties.draws import NAMES, Composition, draw, expectation, judge
+from tests.properties.draws import (
+    NAMES,
+    PLANNED_WITH,
+    PLANS,
+    WHOLE_GRADIENTS,
+    Composition,
+    difference,
+    draw,
+    expectation,
+    initial,
+    judge,
+    planned,
+)
 from tests.properties.loops import LOOPS
 from tests.properties.models import MODELS
+from tests.properties.oracle import Oracle
 from tests.properties.script import script_of
 
 QUICK, ALL = 200, 5200
+PLANNED, ALL_PLANNED = 20, 400
 PLAIN = Composition(-1, "Mlp", "zero_first", "sgd", (), {}, 1, 3)
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+
+NARROW = {"asp": True, "fp16_allreduce": True, "fp16_allreduce_configs": {"dtype": "bfloat16"}}
 
 
 def check(report: Report) -> None:
@@ -42,8 +59,26 @@ def test_five_thousand_compositions() -> None:
     check(run(range(QUICK, ALL), seed=0))
 
 
-def test_a_draw_is_a_function_of_its_number_and_the_seed() -> None:
-    assert [draw(i, 3) for i in range(50)] == [draw(i, 3) for i in range(50)]
+def test_compositions_divided_by_a_plan() -> None:
+    check(run(range(PLANNED), seed=0, drawn=planned, most_faults=3))
+
+
+@pytest.mark.slow
+def test_more_compositions_divided_by_a_plan() -> None:
+    check(run(range(PLANNED, ALL_PLANNED), seed=0, drawn=planned))
+
+
+def test_the_plans_reach_everything() -> None:
+    made = [planned(i, 0) for i in range(ALL_PLANNED)]
+    assert {one.model for one in made} == {*PLANS}
+    assert {one.loop for one in made} == {*LOOPS} - {*WHOLE_GRADIENTS}
+    assert {name for one in made for name in one.names} == {*PLANNED_WITH}
+    assert {(one.workers, one.copies) for one in made} == {(2, 1), (4, 2)}
+
+
+@pytest.mark.parametrize("drawn", [draw, planned])
+def test_a_draw_is_a_function_of_its_number_and_the_seed(drawn: Callable[[int, int], Composition]) -> None:
+    assert [drawn(i, 3) for i in range(50)] == [drawn(i, 3) for i in range(50)]
     assert draw(1000, 0) != replace(draw(1000, 1))
 
 
@@ -104,3 +139,41 @@ def test_the_plain_oracle_is_plain_torch() -> None:
     for of_worker in expectation(replace(PLAIN, workers=2)):
         for name, value in net.state_dict().items():
             torch.testing.assert_close(of_worker[f"0.{name}"], value, atol=1e-6, rtol=1e-5)
+
+
+class Rotated(Oracle):
+    """Adds the workers up in another order of the ring."""
+
+    first = 1
+
+    def total(self, parts: list[torch.Tensor], summed: bool) -> torch.Tensor:
+        return super().total([*parts[self.first :], *parts[: self.first]], summed)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum"])
+def test_orders_of_a_narrow_sum_are_within_their_bound(rule: str) -> None:
+    """Every order of the ring is right; the steps of this composition cancel in part, so two orders are 1 % apart."""
+    made = Composition(67, "Attention", "accumulate_no_sync", rule, ("asp", "fp16_allreduce"), NARROW, 4, 3)
+    expected, start = expectation(made), initial(made)
+    shares = []
+    for first in (1, 2, 3):
+        other = Rotated(made.model, made.loop, made.rule, made.options, made.workers, made.steps)
+        other.first = first
+        found = other.train()
+        assert difference(made, found, expected) == ""
+        moved = [float((expected[0][name] - start[name]).abs().max()) for name in start]
+        apart = [float((found[0][name] - expected[0][name]).abs().max()) for name in start]
+        shares += [off / move for off, move in zip(apart, moved, strict=True) if move > 0.05 * max(moved)]
+    assert max(shares) > 0.01
+
+
+def test_workers_add_up_in_an_order_of_the_ring() -> None:
+    made = Composition(67, "Attention", "accumulate_no_sync", "sgd", ("asp", "fp16_allreduce"), NARROW, 4, 3)
+    expected = expectation(made)
+    with pools() as at:
+        at[4].send(made.sent())
+        found = [result["values"] for result in at[4].results()]
+    assert difference(made, found, expected) == ""
+    summed = replace(made, options={**NARROW, "gradient_scale_configs": {"scale_strategy": "sum"}})
+    assert "is off by" in difference(made, found, expectation(summed))
+    assert "is off by" in difference(made, [{n: v * torch.nan for n, v in of.items()} for of in found], expected)

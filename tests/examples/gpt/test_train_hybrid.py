@@ -94,8 +94,9 @@ def test_the_scripts_are_the_torch_script_and_a_few_lines() -> None:
         assert name in added
 
 
-def test_the_readme_shows_the_diff_and_knows_every_option_and_file() -> None:
-    text = (EXAMPLE / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_readme_shows_the_diff_and_knows_every_option_and_file(name: str) -> None:
+    text = (EXAMPLE / name).read_text(encoding="utf-8")
     shown = text.split("```diff\n")[1].split("\n```")[0]
     assert shown.splitlines() == changed_lines(HYBRID)
     scripts = "".join(path.read_text() for path in [*EXAMPLE.glob("train_*.py"), EXAMPLE / "options.py"])

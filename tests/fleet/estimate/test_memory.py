@@ -284,7 +284,6 @@ def test_a_loss_of_ones_own() -> None:
         ({"cudnn_exhaustive_search": True}, "workspaces"),
         ({"hybrid_configs": {"sep_degree": 2}}, "sep 2: not modelled: what attention exchanges"),
         ({"hybrid_configs": {"cp_degree": 2}}, "cp 2: not modelled: what attention exchanges"),
-        ({"hybrid_configs": {"ep_degree": 2, "sharding_degree": 2}}, "ep 2: not modelled: the experts are counted"),
         (
             {"recompute": True, "recompute_configs": {"checkpoints": ["0"], "enable_offload": True}},
             "as if they stayed on the device",

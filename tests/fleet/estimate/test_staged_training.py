@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,13 @@ def train(degrees: dict[str, int]) -> None:
 
 def measured(rank: int, world_size: int, degrees: dict[str, int]) -> int:
     """Returns the most that torch's allocator had handed out."""
+    return peak_of(lambda: train(degrees))
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Returns the most that torch's allocator had handed out at one time during ``work``."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train(degrees)
+        work()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))

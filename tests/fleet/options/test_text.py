@@ -15,7 +15,6 @@ from fleet.options import (
     words_of,
 )
 from fleet.strategies._declare.fields import Config
-from fleet.strategies._declare.strategy import NOT_YET
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -37,14 +36,13 @@ def test_table_has_every_option(language: str) -> None:
 
 
 def test_outcomes_are_written_out() -> None:
-    """What warns, what is refused and what is not built yet can be told apart, with the reason."""
+    """What warns and what is refused can be told apart, with the reason."""
     rows = cells(option_table_markdown())
     for name, option in schema().items():
         happens = rows[name][3]
-        assert ("Not yet: refused." in happens) == (option.rule.refused == NOT_YET)
         if option.rule.no_meaning:
             assert f"Accepted with one warning: {option.rule.no_meaning}." in happens
-        elif option.rule.refused and option.rule.refused != NOT_YET:
+        elif option.rule.refused:
             assert f"Refused: {option.rule.refused}." in happens
         else:
             assert "Accepted with" not in happens

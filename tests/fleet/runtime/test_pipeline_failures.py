@@ -26,7 +26,7 @@ def trains_until(rank: int, world_size: int, end: str) -> tuple[str, float]:
 
     def loss(output: Tensor, label: Tensor) -> Tensor:
         nonlocal calls
-        calls += 1
+        calls += torch.is_grad_enabled()  # without, two micro-batches are compared
         if calls == 7:
             if end == "raises":
                 raise ArithmeticError("the loss is not defined")

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fleet.strategies.pipeline.reducer import GradientReducer
+import fleet
+from fleet.strategies.pipeline.reducer import GradientReducer, overlapped_buckets
+from fleet.strategies.pipeline.stage import stage_of
 from tests.helpers.workers import run_workers
 
 
@@ -82,3 +84,36 @@ def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
 def test_gradients_are_exchanged_once() -> None:
     """Section 7.5 and study 4: overlapped and not, divided, over several steps, unused, as float16."""
     run_workers(exchanges, 2, timeout_s=60)
+
+
+def test_buckets_that_travel_during_backward() -> None:
+    """Several start before the end of backward, whatever the full size is; the last one is small and never empty."""
+    layers = [torch.zeros(256 * 1024) for _ in range(8)]  # 1 MiB each
+    assert [len(bucket) for bucket in overlapped_buckets(layers, 32 * 2**20, 2**20)] == [1] * 8
+    assert [len(bucket) for bucket in overlapped_buckets(layers, 32 * 2**20, 2 * 2**20)] == [2, 2, 2, 2]
+    assert [len(bucket) for bucket in overlapped_buckets([torch.zeros(8)] * 64, 64, 32)] == [2] * 31 + [1, 1]
+    biases = [torch.zeros(256), torch.zeros(2**20), torch.zeros(64), torch.zeros(64)]
+    assert [len(bucket) for bucket in overlapped_buckets(biases, 32 * 2**20, 512)] == [2, 2]
+    assert [len(bucket) for bucket in overlapped_buckets([torch.zeros(2**20)], 2**20, 512)] == [1]
+    by_type = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(4)]
+    assert sorted(map(len, overlapped_buckets(by_type, 64, 1024))) == [1, 2]
+
+
+def buckets_of_a_stage(rank: int, world_size: int) -> int:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2, "dp_degree": 2, "pp_configs": {"dp_comm_overlap": True}}
+    strategy.last_comm_group_size_MB = 0.001
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 1}
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    layers = [nn.Linear(16, 16) for _ in range(32)]
+    model = fleet.meta_parallel.PipelineLayer(layers, num_stages=2, loss_fn=lambda out, _: out.mean())
+    fleet.distributed_model(model)
+    stage = stage_of(model)
+    assert stage is not None
+    stage.reducer.begin()
+    return len(stage.reducer._buckets)
+
+
+def test_the_size_of_the_last_bucket_is_the_users() -> None:
+    """16 layers a stage of 1088 bytes each: eight of an eighth, less what the last one takes."""
+    assert run_workers(buckets_of_a_stage, 4, backend=None, timeout_s=60) == [9] * 4
