@@ -26,6 +26,7 @@ HEADER = "# Made by `make docs`; a change belongs into the code that it is made 
 LAZY = (
     "fleet.base",
     "fleet.dataset",
+    "fleet.checkpoint",
     "fleet.elastic",
     "fleet.layers.mpu",
     "fleet.meta_parallel",

@@ -64,6 +64,7 @@ _HOMES = {
 }
 _MODULES = (
     "base",
+    "checkpoint",
     "clip",
     "data_generator",
     "dataset",

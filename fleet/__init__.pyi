@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import fleet as fleet
 from fleet import base as base
+from fleet import checkpoint as checkpoint
 from fleet import clip as clip
 from fleet import data_generator as data_generator
 from fleet import dataset as dataset
@@ -117,6 +118,7 @@ __all__ = [
     "amp_init",
     "barrier_worker",
     "base",
+    "checkpoint",
     "clear_grad",
     "clear_gradient",
     "clear_gradients",
@@ -284,7 +286,11 @@ def distributed_scaler(scaler: Any) -> Any:
     """
 
 def explain(strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
-    """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses."""
+    """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses.
+
+    Without ``strategy``, after ``distributed_model()``, it also says which parameters of this worker are divided,
+    as by ``tensor_parallel_configs["plan"]``: how many, along which dimension, and their bytes.
+    """
 
 def fp16_guard() -> AbstractContextManager[Any]:
     """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bits only inside it.

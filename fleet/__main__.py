@@ -1,4 +1,4 @@
-"""``python -m fleet COMMAND``: explain a strategy, estimate memory, check the installation, describe it, or launch."""
+"""``python -m fleet COMMAND``: explain a strategy, estimate memory, convert checkpoints, check a machine, or launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from fleet._version import __version__
 from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
+    "checkpoint": (
+        "fleet.checkpoint.checkpoint_command",
+        "show, verify or convert a checkpoint, also one of another program",
+    ),
     "env": ("fleet.utils._env_report", "print what to paste into a bug report"),
     "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module will take"),
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),

@@ -66,6 +66,8 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_GLOO_HTTP_ENDPOINT", "launcher", None, "ip:port of the HTTP rendezvous"),
     ("FLAGS_check_nan_inf", "user", 0, "1: stop at the first NaN or Inf and name the module and rank where it appears"),
     ("FLAGS_pp_check_naninf", "user", 0, "the same; Fleet's flag for pipelines"),
+    ("FLAGS_p2p_device_synchronize", "user", 0, "has no effect, with a warning: stages wait for what they receive"),
+    ("PADDLE_P2P_SYNC_SEND", "user", 0, "has no effect, with a warning: a stage keeps what it sends until it has left"),
     ("CPU_NUM", "user", 1, "batches that half-async training sums for one push"),
     ("FLEET_PS_DEADLINE", "user", 120, "seconds a parameter server may be unreachable before a worker gives up"),
     ("FLEET_PS_LEASE", "user", 60, "seconds a worker may be silent before a parameter server stops waiting for it"),

@@ -691,13 +691,18 @@ class Fleet:
         return logging.getLevelName(LOGGER.getEffectiveLevel())
 
     def explain(self, strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
-        """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses."""
+        """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses.
+
+        Without ``strategy``, after ``distributed_model()``, it also says which parameters of this worker are divided,
+        as by ``tensor_parallel_configs["plan"]``: how many, along which dimension, and their bytes.
+        """
         from fleet.options.explain import explain
 
         check_strategy("fleet.explain(strategy)", strategy)
         options = self._need("explain").options if strategy is None else strategy
         size = world_size or (self._session.world_size if self._session else 2)
-        return explain(options, size, collective=not _has_servers(self._session, options))
+        models = [model.module for model in self._session.models] if strategy is None and self._session else []
+        return explain(options, size, collective=not _has_servers(self._session, options), models=models)
 
     # ---- session -------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fleet._log import LOGGER
+from fleet.checkpoint.saving import blind_workers, mark, take
+from fleet.checkpoint.storage import LocalFolder
 from fleet.elastic._faults import Faults
-from fleet.elastic._folder import candidates, read_entry, remove_leftovers, worker_part
+from fleet.elastic._folder import candidates, check_whole, new_name, remove_leftovers, remove_unfinished
 from fleet.elastic._restore import Found, Restore
 from fleet.elastic._sampler import ElasticSampler
 from fleet.elastic._state import (
@@ -28,22 +31,26 @@ from fleet.elastic._state import (
     to_bytes,
     windows,
 )
-from fleet.elastic._write import Background, Write, attempt
+from fleet.elastic._torch_files import worker_part
+from fleet.elastic._write import Background, ShareWrite, Write, attempt
 from fleet.env import Environment
-from fleet.errors import CheckpointError, ConfigError, NotInitializedError
+from fleet.errors import CheckpointError, ConfigError, FleetError, NotInitializedError
 from fleet.runtime.running import running_session
+
+_VISIBLE_S = 2.0  # a worker that sees the folder later than this writes no share of its own in this run
 
 
 class Checkpoint:
     """The checkpoints of one training run in one folder.
 
     Every worker calls :meth:`save` and :meth:`resume` at the same step. A save that is interrupted at any moment, by
-    kill -9 or a power cut, leaves the earlier checkpoints intact. A damaged checkpoint is detected by its SHA-256, and
-    the one before it is used. Nothing in a checkpoint can run code.
+    kill -9 or a power cut, leaves the earlier checkpoints intact. A damaged checkpoint is detected by its sums, and the
+    one before it is used. Nothing in a checkpoint can run code.
 
-    Worker 0 writes; on resume it reads and sends the state to the others, so the folder may be only on its disk. A
-    strategy with a state on each worker (localsgd, dgc, an open window of gradient_merge) needs a folder that all
-    workers share.
+    Where all workers see the folder, each writes its share of the state and reads what its parts need, on any mesh; a
+    checkpoint is then one that :func:`fleet.checkpoint.load` reads as well. Where only worker 0 sees it, worker 0
+    gathers and writes the whole state, and on resume sends it to the others. A strategy with a state on each worker
+    (localsgd, dgc, an open window of gradient_merge) needs a folder that all workers share.
 
     Args:
         path: the folder; one training run in each.
@@ -53,7 +60,8 @@ class Checkpoint:
         epoch: where training begins without a checkpoint; the attribute ``epoch`` is saved.
         data: an :class:`ElasticSampler`, or anything with ``state_dict`` and ``load_state_dict``.
         keep: how many checkpoints are kept.
-        asynchronous: copy the state and write it in a thread; the next ``save`` or ``close`` raises an error.
+        asynchronous: return once the state was copied; a process beside this one writes it. The next step, ``save`` or
+            ``close`` raises an error.
         every: steps between two checkpoints that are written automatically, where the loop asks for its next batch;
             0 turns this off.
 
@@ -92,7 +100,7 @@ class Checkpoint:
             raise NotInitializedError("fleet.elastic.Checkpoint() needs fleet.init() first.")
         _check_arguments(path, model, optimizer, scheduler, data, keep, every, epoch)
         _check_switch("Checkpoint", "asynchronous", asynchronous)
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(os.path.abspath(os.path.expanduser(path)))
         self.epoch, self.keep, self.every = epoch, keep, every
         self.extra: dict[str, Any] = {}
         self._session = session
@@ -101,6 +109,8 @@ class Checkpoint:
         self._counted_from = session.num_steps
         self._saved_at = 0
         self._has_written = self._has_resumed = self._is_superseded = False
+        self._is_shared: bool | None = True if session.world_size == 1 else None
+        self._begun: Path | None = None
         environment = Environment()
         self._faults = Faults.read(
             environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
@@ -147,6 +157,8 @@ class Checkpoint:
         self._saved_at = self.step
         if self._asynchronous and not wait:
             self._background.start(write)
+            if self._raise_failed not in self._session.each_step:
+                self._session.each_step.append(self._raise_failed)
         else:
             self._raise_on_all(attempt(write))
         self._session.beat()
@@ -165,7 +177,7 @@ class Checkpoint:
         self._session.beat(pause=True)
         self._session.meet("Checkpoint.resume()")
         self._raise_on_all(self._background.finish())
-        restore = Restore(self._session, self.path)
+        restore = Restore(self._session, self.path, self._model, self._chain)
         found = restore.find()
         self._has_resumed, self._is_superseded = True, False
         if found is not None:
@@ -177,8 +189,10 @@ class Checkpoint:
         """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""
         if self in self._session.checkpoints:
             self._session.checkpoints.remove(self)
+        if self._raise_failed in self._session.each_step:
+            self._session.each_step.remove(self._raise_failed)
         self._session.meet("Checkpoint.close()")
-        self._raise_on_all(self._background.finish())
+        self._raise_on_all(self._background.close())
 
     def save_when_due(self, sampler: object = None) -> None:
         """Saves when ``every`` steps have passed since the last one; called between two batches.
@@ -200,10 +214,11 @@ class Checkpoint:
 
     def _agree(self, error: str) -> list[dict[str, Any]]:
         """Exchanges what the workers must agree on; raises on every worker when they do not."""
-        chain = self._chain
+        chain, stranger = self._chain, self._stranger()
         report = {
             "error": error,
-            "stranger": self._stranger(),
+            "stranger": stranger,
+            "name": "" if stranger else self._next_name(),
             "step": self.step,
             "own": self._session.world_size > 1 and bool(getattr(chain, "has_own_state", False)),
             "token": secrets.token_hex(6),
@@ -212,6 +227,7 @@ class Checkpoint:
             "place": {**self._session.axes.coordinate(), "data": self._session.data_rank},
         }
         reports = [from_bytes(data) for data in self._session.util.all_gather(to_bytes(report))]
+        self._remove_unfinished()
         _raise_first([found["error"] for found in reports], "the previous checkpoint was not written")
         _check_stranger(self.path, reports[0]["stranger"])
         _check_same("step", [found["step"] for found in reports])
@@ -239,14 +255,46 @@ class Checkpoint:
         with contextlib.suppress(CheckpointError):  # an unreadable folder is reported by the write
             for path in candidates(self.path):
                 with contextlib.suppress(CheckpointError):
-                    return read_entry(path).path.name
+                    check_whole(path)
+                    return path.name
         return ""
 
-    def _plan(self, reports: Sequence[dict[str, Any]]) -> Write:
-        """Takes the state; a collective call."""
+    def _next_name(self) -> str:
+        """Returns, on worker 0, the name of the next checkpoint; before the first, removes what dead saves left."""
+        if self._session.global_rank:
+            return ""
+        if not self._has_written:
+            with contextlib.suppress(CheckpointError, OSError):  # an unreadable folder is reported by the write
+                remove_leftovers(self.path)
+        return new_name(self.path, self.step).name
+
+    def _all_see(self, first: dict[str, Any]) -> bool:
+        """Returns whether every worker sees the folder; ``first`` is worker 0's report. The first time, a collective
+        call that makes the next checkpoint's folder.
+        """
+        if self._is_shared is None:
+            folder = LocalFolder(self.path / first["name"])
+            if self._session.global_rank == 0:
+                with contextlib.suppress(CheckpointError):  # the write says so
+                    mark(folder, first["token"])
+            blind = blind_workers(folder, first["token"], self._session, _VISIBLE_S)
+            if not blind:
+                self._is_shared = True
+            elif 0 not in blind:
+                self._is_shared = False
+                LOGGER.info("Workers %s do not see %s: worker 0 gathers and writes the state.", blind, self.path)
+            if blind and self._session.global_rank == 0:
+                remove_unfinished(Path(folder.path))
+        return self._is_shared is True
+
+    def _plan(self, reports: Sequence[dict[str, Any]]) -> Write | ShareWrite:
+        """Takes the state; a collective call, except where each worker writes its share."""
         session, chain = self._session, self._chain
         own = any(found["own"] for found in reports)
         is_first = session.global_rank == 0
+        self._has_written = True
+        if not own and self._all_see(reports[0]):
+            return self._share(reports)
         files: dict[str, Any] = {}
         if own:
             files[worker_part(session.global_rank)] = take_own(self._model, session, chain)
@@ -254,10 +302,8 @@ class Checkpoint:
             files["model.pt"] = take_model(self._model, session, is_first, self._asynchronous)
             files["optimizer.pt"] = None if chain is None else take_optimizer(chain, is_first, self._asynchronous)
         if is_first:
-            files["rest.pt"] = self._rest(reports)
-        if is_first and not self._has_written:
-            remove_leftovers(self.path)
-        self._has_written = True
+            scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+            files["rest.pt"] = {**self._rest(reports), "scheduler": scheduler}
         return Write(
             folder=self.path,
             staging=self.path / f".step-{self.step:010d}.{reports[0]['token']}.tmp",
@@ -276,6 +322,30 @@ class Checkpoint:
             faults=self._faults,
         )
 
+    def _share(self, reports: Sequence[dict[str, Any]]) -> ShareWrite:
+        """Takes this worker's share of the state."""
+        session, problem, taken = self._session, "", None
+        self._begun = self.path / reports[0]["name"]
+        objects = {"model": self._model, "optimizer": self._chain, "scheduler": self._scheduler}
+        if session.global_rank == 0:
+            objects["run"] = self._rest(reports)
+        try:
+            given = {key: found for key, found in objects.items() if found is not None}
+            taken = take(given, session, "Checkpoint.save()")
+        except FleetError as error:  # every worker must know
+            problem = f"{error}"
+        return ShareWrite(
+            path=self._begun,
+            token=reports[0]["token"],
+            step=self.step,
+            rank=session.global_rank,
+            world_size=session.world_size,
+            keep=self.keep,
+            taken=taken,
+            problem=problem,
+            faults=self._faults,
+        )
+
     def _rest(self, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns everything but model and optimizer, as worker 0 writes it."""
         state = {} if self._chain is None else optimizer_state(self._chain)
@@ -284,7 +354,6 @@ class Checkpoint:
             "step": self.step,
             "world_size": self._session.world_size,
             "k_steps": max((window["k_steps"] for window in windows(state).values()), default=1),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "kinds": kinds_of(self._chain, self._scheduler),
             "extra": dict(self.extra),
             "degrees": {**self._session.axes.degrees, **self._session.axes.experts},
@@ -302,10 +371,23 @@ class Checkpoint:
         restore.put_random(rest)
 
     def _raise_on_all(self, error: str) -> None:
-        if self._session.world_size == 1:
-            _raise_first([error], "it was not written")
-            return
-        _raise_first([f"{found}" for found in self._session.util.all_gather(error or " ")], "it was not written")
+        errors = [error]
+        if self._session.world_size > 1:
+            errors = [f"{found}" for found in self._session.util.all_gather(error or " ")]
+        self._remove_unfinished()
+        _raise_first(errors, "it was not written")
+
+    def _remove_unfinished(self) -> None:
+        """Removes, on worker 0, what a failed save has left; no worker is writing any more."""
+        begun, self._begun = self._begun, None
+        if begun is not None and self._session.global_rank == 0:
+            remove_unfinished(begun)
+
+    def _raise_failed(self) -> None:
+        """Raises CheckpointError if the checkpoint that is being written has failed; does not wait."""
+        if error := self._background.failed():
+            rank = self._session.global_rank
+            raise CheckpointError(f"Checkpoint: the previous checkpoint was not written; worker {rank}: {error}")
 
 
 def _raise_first(errors: Sequence[str], what: str) -> None:

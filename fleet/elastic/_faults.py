@@ -61,26 +61,35 @@ class Fault:
 
 @dataclass
 class Faults:
-    """The faults of this process by point."""
+    """The faults of this process by point.
+
+    Attributes:
+        text: what they were read from.
+        trainer: the process beside which this one writes, which a fault that kills takes along; 0 in the trainer.
+    """
 
     points: dict[str, list[Fault]] = field(default_factory=dict)
     rank: int = 0
     generation: int = 0
+    text: str = ""
+    trainer: int = 0
 
     @classmethod
-    def read(cls, text: str | None, rank: int = 0, generation: int = 0) -> Faults:
+    def read(cls, text: str | None, rank: int = 0, generation: int = 0, trainer: int = 0) -> Faults:
         """Returns the faults that ``text``, the value of ``FLEET_FAULTS``, describes; raises ConfigError."""
         points: dict[str, list[Fault]] = {}
         for entry in (text or "").split(";"):
             if entry.strip():
                 point, fault = _parse(entry.strip())
                 points.setdefault(point, []).append(fault)
-        return cls(points, rank, generation)
+        return cls(points, rank, generation, text or "", trainer)
 
     def meet(self, point: str, step: int) -> None:
         """Triggers the fault requested at ``point``; returns when there is none."""
         for fault in self.points.get(point, ()):
             if fault.meets(self.rank, step, self.generation):
+                if fault.action == "kill" and os.getppid() == self.trainer:
+                    os.kill(self.trainer, signal.SIGKILL)
                 ACTIONS[fault.action]()
 
 

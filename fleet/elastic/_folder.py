@@ -1,11 +1,15 @@
-"""The folder of checkpoints: publishes a checkpoint atomically, and finds the newest complete one.
+"""The folder of checkpoints: names, the newest complete ones, and the removal of what is no longer needed.
 
 [Note: How a checkpoint stays whole]
-Its files are written into a staging folder ``.step-N.TOKEN.tmp`` and flushed to the disk; then the manifest, which
-holds the length and SHA-256 of each; then the staging folder is renamed to ``step-N`` and the parent is flushed. A
-crash at any moment leaves either no ``step-N`` or a complete one. A file damaged later is detected by its sum.
+A checkpoint is a folder ``step-N`` in the format of :mod:`fleet.checkpoint`, which is complete when its ``index.json``
+is there; a save that died leaves the folder without one, and the next run removes it. Where the workers do not all see
+the folder, or each has a state of its own, the files of :mod:`fleet.elastic._torch_files` are written into a staging
+folder ``.step-N.TOKEN.tmp``, which gets a manifest and is renamed to ``step-N``. A file damaged later is detected by
+its sums.
 
 No checkpoint is ever replaced: a second one at the same step is ``step-N.1``.
+
+The process that writes beside the trainer uses this module, which imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -20,42 +24,20 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import torch
-
-from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.files.archive import check_archive
+from fleet.checkpoint.commit import is_data_or_record, read_index
+from fleet.checkpoint.index import INDEX
+from fleet.checkpoint.storage import LocalFolder
+from fleet.errors import CheckpointError
 from fleet.ps.files.own_folder import PLAIN
-from fleet.runtime.save_load import check_readable, flush_folder
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PART = re.compile(r"(model|optimizer|rest|worker-\d{5,})\.pt")
-_BLOCK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 1 << 26  # some 500,000 workers
-
-# The structure of the files, as far as resume() relies on it before it changes anything: a type; a dict of the
-# required entries (`int`: all with an integer key, which are a parameter's); a list of entries with the same
-# structure; a tuple also allows None.
-_OPTIMIZER: Any = {"state": {int: dict}, "param_groups": [{"params": list}]}
-_RANDOM: Any = {"torch": torch.Tensor, "python": list, "numpy": list}
-_FORMS: dict[str, Any] = {
-    MANIFEST: {"step": int, "epoch": int, "world_size": int, "has_worker_parts": bool, "parts": dict},
-    "model.pt": dict,
-    "optimizer.pt": (_OPTIMIZER,),
-    "rest.pt": {
-        "epoch": int,
-        "step": int,
-        "world_size": int,
-        "k_steps": int,
-        "scheduler": object,
-        "extra": dict,
-        "workers": [{"data": object, "random": _RANDOM}],
-    },
-    "worker": {"model": dict, "optimizer": (_OPTIMIZER,)},
-}
+_MANIFEST_FORM = {"step": int, "epoch": int, "world_size": int, "has_worker_parts": bool, "parts": dict}
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint whose manifest was read; :func:`read_part` reads its files."""
+    """One checkpoint whose manifest was read of files of :mod:`fleet.elastic._torch_files`."""
 
     path: Path
     step: int
@@ -82,82 +64,13 @@ class Entry:
     parts: Mapping[str, Part] = field(default_factory=dict)
 
 
-class PartWriter:
-    """A file for ``torch.save``: counts and hashes what it writes, and triggers the faults of a test."""
-
-    def __init__(self, file: BinaryIO, meet: Callable[[str], None]) -> None:
-        self._file, self._meet = file, meet
-        self._sum = hashlib.sha256()
-        self._num_bytes = 0
-
-    def write(self, data: Any) -> int:
-        """Writes ``data`` in blocks."""
-        view = memoryview(data).cast("B")
-        for begin in range(0, len(view), _BLOCK_BYTES):
-            block = view[begin : begin + _BLOCK_BYTES]
-            self._meet("save.block")
-            self._file.write(block)
-            self._sum.update(block)
-            self._num_bytes += len(block)
-        return len(view)
-
-    def flush(self) -> None:
-        """Flushes what was written to the operating system."""
-        self._file.flush()
-
-    def part(self) -> Part:
-        """Returns length and sum of what was written."""
-        return Part(self._num_bytes, self._sum.hexdigest())
-
-
-def write_part(path: Path, obj: Any, meet: Callable[[str], None]) -> Part:
-    """Writes ``obj`` to the new file ``path`` and flushes it to disk; returns its length and sum.
-
-    Raises:
-        ConfigError: ``obj`` holds something that the reader would refuse.
-        OSError: the file cannot be written.
-    """
-    with open(path, "xb") as file:
-        writer = PartWriter(file, meet)
-        try:
-            torch.save(obj, cast(Any, writer))  # all it needs is write()
-        except OSError:
-            raise
-        except Exception as error:  # torch wraps what write() raised; an object's __reduce__ can raise anything
-            found: BaseException | None = error
-            while found is not None and not isinstance(found, OSError):
-                found = found.__context__
-            if found is not None:
-                raise found from None
-            raise ConfigError(f"Checkpoint.save(): {type(obj).__name__} cannot be written: {error}.") from error
-        file.flush()
-        os.fsync(file.fileno())
-    check_readable(path)
-    meet("save.part")
-    return writer.part()
-
-
-def write_manifest(staging: Path, values: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    """Writes the manifest of a staging folder, with a sum over itself, and flushes both."""
-    content = {"format": "fleet-checkpoint", "version": VERSION, **values}
-    content["parts"] = {name: part.as_json() for name, part in parts.items()}
-    text = json.dumps({**content, "sha256": _sum_of(content)}, indent=1, sort_keys=True)
-    with open(staging / MANIFEST, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    flush_folder(staging)
-
-
-def publish(staging: Path, folder: Path, step: int) -> Path:
-    """Renames a finished staging folder to the checkpoint of ``step`` and returns its name."""
+def new_name(folder: Path, step: int) -> Path:
+    """Returns the name of the next checkpoint of ``step``, which is free."""
     name = folder / f"step-{step:010d}"
     turn = 0
-    while name.exists():
+    while os.path.lexists(name):
         turn += 1
         name = folder / f"step-{step:010d}.{turn}"
-    os.rename(staging, name)
-    flush_folder(folder)
     return name
 
 
@@ -177,24 +90,58 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
+def has_index(path: Path) -> bool:
+    """Returns whether the checkpoint at ``path`` is in the format of :mod:`fleet.checkpoint`."""
+    return os.path.lexists(path / INDEX)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Returns whether ``path`` holds no more than what a save has begun that died, or is under way."""
+    try:
+        return not path.is_symlink() and all(is_data_or_record(name) for name in os.listdir(path))
+    except OSError:
+        return False
+
+
+def check_whole(path: Path) -> None:
+    """Raises CheckpointError that says what is wrong, unless a checkpoint has an index and files of its lengths."""
+    if not has_index(path):
+        read_entry(path)
+        return
+    check_no_link(path)
+    try:
+        for name, described in read_index(LocalFolder(path)).files.items():
+            size = os.stat(path / name, follow_symlinks=False).st_size
+            if size != described.num_bytes:
+                raise CheckpointError(f"{path.name}: {name} has {size} bytes; {described.num_bytes} were written")
+    except OSError as error:
+        raise error if isinstance(error, CheckpointError) else _unreadable(path, error) from error
+
+
+def check_no_link(path: Path) -> None:
+    """Raises CheckpointError for a checkpoint that is a link."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path.name}: it is a symbolic link, and may lead to someone else's folder")
+
+
 def read_entry(path: Path) -> Entry:
     """Returns the checkpoint at ``path`` after reading its manifest and the lengths of its files.
 
     Raises CheckpointError that says what is wrong with it.
     """
     try:
-        if path.is_symlink():
-            raise CheckpointError(f"{path.name}: it is a symbolic link, and may lead to someone else's folder")
+        check_no_link(path)
         with open_file(path / MANIFEST) as file:
             content = json.loads(file.read(_MAX_MANIFEST_BYTES))
         stated = content.pop("sha256")
-        if stated != _sum_of(content) or content["format"] != "fleet-checkpoint":
+        if stated != sum_of(content) or content["format"] != "fleet-checkpoint":
             raise CheckpointError(f"{path.name}: {MANIFEST} is damaged")
         if content["version"] > VERSION:
             raise CheckpointError(
                 f"{path.name}: it has version {content['version']}, and this package reads version {VERSION}"
             )
-        check_form(content, MANIFEST, f"{path.name}: {MANIFEST}")
+        if wrong := mismatch(content, _MANIFEST_FORM, ""):
+            raise CheckpointError(f"{path.name}: {MANIFEST} {wrong}")
         parts = {name: Part(part["bytes"], part["sha256"]) for name, part in content["parts"].items()}
         for name, part in parts.items():
             if not _PART.fullmatch(name):
@@ -206,7 +153,7 @@ def read_entry(path: Path) -> Entry:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path.name}: {Path(error.filename or '').name}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: {MANIFEST} is damaged ({error})") from error
 
@@ -220,60 +167,6 @@ def open_file(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def open_part(entry: Entry, name: str) -> BinaryIO:
-    """Returns one file, open at its beginning, after verifying its sum.
-
-    Raises CheckpointError that says what is wrong with it. A link is not followed.
-    """
-    part = entry.parts.get(name)
-    if part is None:
-        raise CheckpointError(f"{entry.path.name}: it has no {name}")
-    try:
-        file = open_file(entry.path / name)
-    except OSError as error:
-        raise CheckpointError(f"{entry.path.name}: {name}: {error.strerror or error}") from error
-    try:
-        found = hashlib.sha256()
-        while block := file.read(_BLOCK_BYTES):
-            found.update(block)
-        if found.hexdigest() != part.sha256:
-            raise CheckpointError(f"{entry.path.name}: {name} does not match its SHA-256: it was damaged later")
-        file.seek(0)
-    except OSError as error:
-        file.close()
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{entry.path.name}: {name}: {error.strerror or error}") from error
-    return file
-
-
-def read_part(entry: Entry, name: str) -> Any:
-    """Returns what one file holds, on the host; code in the file is never run. Raises CheckpointError."""
-    with open_part(entry, name) as file:
-        content = parse_part(file, f"{entry.path.name}: {name}")
-    check_form(content, name, f"{entry.path.name}: {name}")
-    return content
-
-
-def parse_part(file: BinaryIO, label: str) -> Any:
-    """Returns what ``file`` holds; raises CheckpointError that begins with ``label``."""
-    try:
-        check_archive(file, label)
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{label} cannot be read ({f'{error}'.splitlines()[0][:200]})") from error
-
-
-def check_form(content: Any, name: str, label: str) -> None:
-    """Raises CheckpointError that begins with ``label`` unless ``content`` has the structure of the file ``name``."""
-    wrong = _mismatch(content, _FORMS["worker" if name.startswith("worker-") else name], "")
-    if wrong:
-        raise CheckpointError(f"{label} {wrong}")
-
-
 def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -> None:
     """Removes the oldest checkpoints beyond the ``keep`` newest complete ones; damaged ones stay for inspection.
 
@@ -284,7 +177,8 @@ def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -
     found = candidates(folder)
     for path in found[found.index(written) :] if written in found else ():
         try:
-            whole.append(read_entry(path).path)
+            check_whole(path)
+            whole.append(path)
         except CheckpointError:
             continue
     for path in whole[keep:]:
@@ -295,29 +189,31 @@ def prune(folder: Path, keep: int, written: Path, meet: Callable[[str], None]) -
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what dead processes left behind: staging folders and half-removed checkpoints."""
+    """Removes what dead processes left behind: staging folders, half-removed checkpoints and those without an index."""
     for pattern in (".step-*.tmp", ".step-*.trash"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+    for path in candidates(folder):
+        remove_unfinished(path)
 
 
-def worker_part(rank: int) -> str:
-    """Returns the name of the file with one worker's own state."""
-    return f"worker-{rank:05d}.pt"
+def remove_unfinished(path: Path) -> None:
+    """Removes a checkpoint that has no index, and nothing that another program has put there."""
+    if is_unfinished(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def all_parts(has_worker_parts: bool, world_size: int) -> Iterable[str]:
-    """Returns the names of the files of a checkpoint."""
-    shared = ["rest.pt"] if has_worker_parts else ["model.pt", "optimizer.pt", "rest.pt"]
-    return [*shared, *(worker_part(rank) for rank in range(world_size) if has_worker_parts)]
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path.name}: {Path(error.filename or '').name}: {error.strerror or error}")
 
 
-def _sum_of(content: Mapping[str, Any]) -> str:
+def sum_of(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of the JSON of ``content``."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _mismatch(value: Any, form: Any, place: str) -> str:
-    """Returns where ``value`` does not have the structure ``form``, one of ``_FORMS``, or an empty string."""
+def mismatch(value: Any, form: Any, place: str) -> str:
+    """Returns where ``value`` does not have the structure ``form``, of types, or an empty string."""
     if isinstance(form, tuple):
         if value is None:
             return ""
@@ -336,6 +232,6 @@ def _mismatch(value: Any, form: Any, place: str) -> str:
     for key, entry in inner:
         if isinstance(value, dict) and key not in value:
             return f"lacks {place}[{key!r}]"
-        if wrong := _mismatch(value[key], entry, f"{place}[{key!r}]"):
+        if wrong := mismatch(value[key], entry, f"{place}[{key!r}]"):
             return wrong
     return ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.elastic._folder import (
-    Entry,
-    candidates,
-    check_form,
-    open_part,
-    parse_part,
-    read_entry,
-    read_part,
-    worker_part,
-)
+from fleet._log import LOGGER
+from fleet.elastic._folder import Entry, candidates, check_whole, has_index, is_unfinished, read_entry
+from fleet.elastic._pieces import Pieces, sum_of_index
 from fleet.elastic._places import is_same_mesh, predecessor
 from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
 from fleet.elastic._state import (
@@ -41,7 +36,8 @@ from fleet.elastic._state import (
     without_tensors,
     without_windows,
 )
-from fleet.errors import CheckpointError, OptionWarning
+from fleet.elastic._torch_files import check_form, open_part, parse_part, read_part, worker_part
+from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.exchanged_texts import broadcast_bits
 from fleet.strategies._shared.parts import PART
@@ -58,7 +54,8 @@ class Found:
     """The checkpoint that every worker loads.
 
     ``rest`` is what all workers need. Worker 0 holds ``model`` and the bytes of ``optimizer``. Where workers have
-    parts, each holds its own in ``part``, if there are as many workers as at the save.
+    parts, each holds its own in ``part``, if there are as many workers as at the save. Of a checkpoint with an index,
+    whose sum is ``index_sum``, each worker has ``pieces``.
     """
 
     name: str
@@ -69,13 +66,16 @@ class Found:
     model: dict[str, Any] | None = None
     optimizer: bytes = b""
     part: dict[str, Any] | None = None
+    index_sum: str = ""
+    pieces: Pieces | None = None
 
 
 class Restore:
-    """Loads one checkpoint of ``folder`` on all workers of ``session``."""
+    """Loads one checkpoint of ``folder`` into ``model`` and ``optimizer`` on all workers of ``session``."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
+    def __init__(self, session: Session, folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._session, self._folder = session, folder
+        self._model, self._optimizer = model, optimizer
         self._is_first = session.global_rank == 0
 
     def find(self) -> Found | None:
@@ -87,16 +87,22 @@ class Restore:
                 found, rest = next(waiting, (None, b""))
             except CheckpointError as error:  # the folder cannot be read: every worker must know
                 found, rest, problem = None, b"", f"{error}"
-            text = json.dumps([found.name, found.world_size, found.has_worker_parts] if found else problem or None)
+            text = json.dumps(
+                [found.name, found.world_size, found.has_worker_parts, found.index_sum] if found else problem or None
+            )
             said = json.loads(self._broadcast(text.encode()))
             if said is None:
                 return None
             if isinstance(said, str):
                 raise CheckpointError(said)
             if found is None:
-                found = Found(*said)
-            found.rest = parse_part(io.BytesIO(self._broadcast(rest)), f"{found.name}: rest.pt")
-            problems = self._read_own_part(found)
+                name, world_size, has_worker_parts, index_sum = said
+                found = Found(name, world_size, has_worker_parts, index_sum=index_sum)
+            if found.index_sum:
+                problems = self._read_pieces(found)
+            else:
+                found.rest = parse_part(io.BytesIO(self._broadcast(rest)), f"{found.name}: rest.pt")
+                problems = self._read_own_part(found)
             if not problems:
                 return found
             if self._is_first:
@@ -107,7 +113,10 @@ class Restore:
         declared = declared_scales(optimizer)
         try:
             self._check_kinds(found, kinds_of(optimizer, scheduler))
-            if found.part is not None:
+            if found.pieces is not None:
+                with self._without_word_of_other_workers(optimizer):
+                    found.pieces.load(optimizer)
+            elif found.part is not None:
                 put_model(model, self._session, found.part["model"])
                 self._put_optimizer(optimizer, found.part["optimizer"])
             elif found.has_worker_parts:
@@ -163,7 +172,14 @@ class Restore:
     def _whole_ones(self) -> Iterator[tuple[Found, bytes]]:
         """Yields, on worker 0, the checkpoints whose files are intact as far as it reads them, newest first."""
         for path in candidates(self._folder):
+            if is_unfinished(path):
+                LOGGER.info("%s is a save that did not finish; it is passed over.", path)
+                continue
             try:
+                check_whole(path)
+                if has_index(path):
+                    yield Found(path.name, 0, False, index_sum=sum_of_index(path)), b""
+                    continue
                 entry = read_entry(path)
                 found = Found(path.name, entry.world_size, entry.has_worker_parts, entry=entry)
                 rest = _checked_bytes(entry, "rest.pt")
@@ -189,6 +205,46 @@ class Restore:
         except CheckpointError as error:
             problem = f"{error} (worker {self._session.global_rank})"
         return [f"{text}" for text in self._session.util.all_gather(problem) if f"{text}".strip()]
+
+    def _read_pieces(self, found: Found) -> list[str]:
+        """Verifies what this worker needs of a checkpoint with an index; returns what is damaged on any worker.
+
+        Where some worker does not see the folder, worker 0 reads for all.
+        """
+        names = states_of(self._model, self._session).elsewhere
+        pieces = Pieces(self._session, self._folder / found.name, self._model, self._optimizer)
+        damage, is_blind = pieces.open(found.index_sum, names)
+        said = [
+            json.loads(f"{text}")
+            for text in self._session.util.all_gather(
+                json.dumps([damage and f"{damage} (worker {self._session.global_rank})", is_blind, pieces.misfits])
+            )
+        ]
+        if (damaged := [text for text, _, _ in said if text]) or not any(is_blind for _, is_blind, _ in said):
+            pieces.misfits = next((texts for _, _, texts in said if texts), [])
+            found.pieces, found.rest, found.world_size = pieces, pieces.rest, int(pieces.rest.get("world_size", 0))
+            return damaged
+        return self._read_for_others(found, pieces)
+
+    def _read_for_others(self, found: Found, pieces: Pieces) -> list[str]:
+        """Reads the whole state on worker 0, whose disk alone has it, and the rest on every worker."""
+        problem, refusal, data = "", "", b""
+        if self._is_first:
+            try:
+                found.model, optimizer, rest = pieces.whole()
+                found.optimizer, data = _bytes_of(optimizer), _bytes_of(rest)
+            except ConfigError as error:
+                refusal = f"Checkpoint.resume(): {str(self._folder)}/{found.name}: {error}"
+            except CheckpointError as error:
+                problem = f"{found.name}: {error}"
+        said, refused = json.loads(f"{self._session.util.all_gather(json.dumps([problem, refusal]))[0]}")
+        if refused:
+            raise ConfigError(refused)
+        if said:
+            return [said]
+        found.rest = parse_part(io.BytesIO(self._broadcast(data)), f"{found.name}: run")
+        found.world_size = int(found.rest["world_size"])
+        return []
 
     def _load_whole(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._put_model(model, found.model)
@@ -266,11 +322,16 @@ class Restore:
     def _put_optimizer(self, optimizer: Optimizer | None, state: Any) -> None:
         if optimizer is None or state is None:
             return
+        with self._without_word_of_other_workers(optimizer):
+            put_optimizer(optimizer, state)
+
+    @contextmanager
+    def _without_word_of_other_workers(self, optimizer: Optimizer | None) -> Iterator[None]:
         with warnings.catch_warnings():
             if self._session.world_size > 1 and isinstance(optimizer, FleetOptimizer):
                 # dgc would repeat for one worker's state what _load_merged has said about all.
                 warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
-            put_optimizer(optimizer, state)
+            yield
 
     def _broadcast(self, data: bytes) -> bytes:
         """Returns worker 0's ``data`` on every worker."""
@@ -304,6 +365,12 @@ def _add_up(found: Found, mean: Mean) -> bytes:
     return buffer.getvalue()
 
 
+def _bytes_of(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
 def _checked_bytes(entry: Entry, name: str) -> bytes:
     """Returns the bytes of one file after checking what it holds. Raises CheckpointError."""
     with open_part(entry, name) as file:
@@ -314,8 +381,9 @@ def _checked_bytes(entry: Entry, name: str) -> bytes:
 
 
 def _warn_of(folder: Path, problem: str) -> None:
+    where = "" if problem.startswith(f"{os.path.abspath(folder)}/") else f"{folder}/"  # an index names its whole path
     warnings.warn(
-        f"Checkpoint.resume(): {str(folder)}/{problem}. It is skipped, and the one before it is tried.",
+        f"Checkpoint.resume(): {where}{problem.rstrip('.')}. It is skipped, and the one before it is tried.",
         UserWarning,
         stacklevel=2,
     )

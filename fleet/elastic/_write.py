@@ -1,4 +1,4 @@
-"""Writes one checkpoint to disk, in the foreground or in a thread."""
+"""Writes one checkpoint to disk: in the foreground, by the process beside the trainer, or in a thread."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from fleet._log import LOGGER
+from fleet.checkpoint.commit import Share, leave_error
+from fleet.checkpoint.saving import Taken
+from fleet.checkpoint.storage import LocalFolder
+from fleet.checkpoint.writer import own_writer
+from fleet.elastic._around import around
 from fleet.elastic._faults import Faults
-from fleet.elastic._folder import Part, prune, publish, worker_part, write_manifest, write_part
+from fleet.elastic._folder import Part, prune
+from fleet.elastic._torch_files import publish, worker_part, write_manifest, write_part
 from fleet.errors import CheckpointError, FleetError
 
 # Another worker's part must appear within this time; its write began at the same step.
@@ -25,8 +31,60 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShareWrite:
+    """What this worker contributes to a checkpoint of which every worker writes its share.
+
+    Attributes:
+        path: the checkpoint.
+        token: of this save, the same on all workers.
+        taken: the share; ``None`` where ``problem`` says why there is none.
+    """
+
+    path: Path
+    token: str
+    step: int
+    rank: int
+    world_size: int
+    keep: int
+    taken: Taken | None
+    problem: str
+    faults: Faults
+
+    @property
+    def folder(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path.parent
+
+    def run(self) -> None:
+        """Writes the share; on worker 0, commits the checkpoint as well. Raises OSError, FleetError."""
+        meet, after = around(self.faults, self.path, self.step, self.keep)
+        self._checked().write(LocalFolder(self.path), self.token, meet)
+        after()
+
+    def start(self) -> None:
+        """Copies the share and lets the process beside this one do the same. Raises FleetError."""
+        faults = self.faults
+        arguments = {
+            "faults": faults.text,
+            "rank": faults.rank,
+            "generation": faults.generation,
+            "trainer": os.getpid(),
+            "path": f"{self.path}",
+            "step": self.step,
+            "keep": self.keep,
+        }
+        self._checked().start(LocalFolder(self.path), self.token, "fleet.elastic._around", arguments)
+
+    def _checked(self) -> Taken:
+        if self.taken is None:
+            leave_error(LocalFolder(self.path), Share(self.token, self.rank, self.world_size, []), self.problem)
+            raise CheckpointError(self.problem)
+        return self.taken
+
+
+@dataclass(frozen=True, kw_only=True)
 class Write:
-    """What this worker contributes to one checkpoint.
+    """What this worker contributes to a checkpoint that worker 0 publishes.
 
     ``files`` holds the contents by name. With ``has_worker_parts`` every worker writes one file into ``staging``, and
     worker 0, which writes the rest and publishes, waits for the records that the others leave beside theirs.
@@ -116,17 +174,23 @@ class Write:
 
 
 class Background:
-    """At most one write running in a thread, and the error it ended with.
+    """At most one write under way beside the program, and the error it ended with.
 
-    The thread is not a daemon: a program that exits waits for its last checkpoint.
+    A program that exits waits for its last checkpoint.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error = ""
 
-    def start(self, write: Write) -> None:
+    def start(self, write: Write | ShareWrite) -> None:
         """Starts ``write``; the previous one must have finished."""
+        if isinstance(write, ShareWrite):
+            try:
+                write.start()
+            except FleetError as error:  # the other workers are told at the next save, or when this one steps
+                self._error = f"{error}"
+            return
         self._thread = threading.Thread(target=self._run, args=(write,), name="fleet-checkpoint")
         self._thread.start()
 
@@ -135,6 +199,19 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        return own_writer().finish() or self._take_error()
+
+    def close(self) -> str:
+        """Does the same, and ends the process that has written, with its copy of the state."""
+        error = self.finish()
+        own_writer().close()
+        return error
+
+    def failed(self) -> str:
+        """Returns the error of a write that has ended, once, without waiting; an empty string otherwise."""
+        return own_writer().failed() or ("" if self._thread is not None else self._take_error())
+
+    def _take_error(self) -> str:
         error, self._error = self._error, ""
         return error
 
@@ -144,7 +221,7 @@ class Background:
             LOGGER.error("The checkpoint of step %d was not written: %s", write.step, self._error)
 
 
-def attempt(write: Write) -> str:
+def attempt(write: Write | ShareWrite) -> str:
     """Runs ``write``; returns what went wrong, or an empty string."""
     try:
         write.run()

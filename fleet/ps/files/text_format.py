@@ -170,17 +170,23 @@ def text_parts(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("part-*") if _PART.fullmatch(path.name))
 
 
-def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = None) -> int:
+def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, folder: str | None = None) -> int:
     """Returns how many rows were put into the table from the text parts of any number of servers.
+
+    Args:
+        table: the table; rows of the same keys are replaced, others stay.
+        dirname: the checkpoint's folder.
+        mine: which of the given keys belong here; ``None`` takes all.
+        folder: the folder in it that has the parts; ``None`` is the one of the table's name.
 
     Raises:
         CheckpointError: no parts, or a line that is not a row of this table (the message names file and line). A
             table that was empty before is empty again.
     """
-    folder = table_folder(dirname, table.config.name)
-    paths = text_parts(folder)
+    parts = table_folder(dirname, table.config.name if folder is None else folder)
+    paths = text_parts(parts)
     if not paths:
-        raise CheckpointError(f"{folder}: no text parts here (part-NNN-NNNNN, or the same with .gz).")
+        raise CheckpointError(f"{parts}: no text parts here (part-NNN-NNNNN, or the same with .gz).")
     row = _TextRow(table)
     loaded = 0
     was_empty = table.num_rows == 0

@@ -65,7 +65,7 @@ def test_the_state_that_is_written_is_that_of_the_call(tmp_path: Path) -> None:
 
 def spoil(path: Path, how: str) -> None:
     """Damages a checkpoint."""
-    target = path / ("manifest.json" if "manifest" in how else "model.pt")
+    target = path / "index.json" if "index" in how else next(path.glob("data-*"))
     data = target.read_bytes()
     if how == "cut":
         target.write_bytes(data[:-10])
@@ -73,15 +73,15 @@ def spoil(path: Path, how: str) -> None:
         target.write_bytes(data[:700] + bytes([data[700] ^ 1]) + data[701:])
     elif how == "missing":
         target.unlink()
-    elif how == "manifest is no JSON":
+    elif how == "index is no JSON":
         target.write_bytes(data[:50])
-    elif how == "manifest changed":
+    elif how == "index changed":
         target.write_text(target.read_text().replace('"step": 7', '"step": 8'))
     elif how == "link":
         copy = path.parent / "elsewhere"
         target.rename(copy)
         target.symlink_to(copy)
-    elif how == "a pipe as manifest":
+    elif how == "a pipe as index":
         target.unlink()
         os.mkfifo(target)
     elif how == "folder is a link":
@@ -92,13 +92,13 @@ def spoil(path: Path, how: str) -> None:
         content = json.loads(data)
         content["version"] = 99
         content.pop("sha256")
-        from fleet.elastic._folder import _sum_of
+        from fleet.elastic._folder import sum_of
 
-        target.write_text(json.dumps({**content, "sha256": _sum_of(content)}))
+        target.write_text(json.dumps({**content, "sha256": sum_of(content)}))
 
 
-LINKS = ["link", "a pipe as manifest", "folder is a link"]
-DAMAGE = ["cut", "flipped", "missing", *LINKS, "manifest is no JSON", "manifest changed", "manifest of a later version"]
+LINKS = ["link", "a pipe as index", "folder is a link"]
+DAMAGE = ["cut", "flipped", "missing", *LINKS, "index is no JSON", "index changed", "index of a later version"]
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -121,13 +121,14 @@ def test_nothing_whole_means_a_new_beginning(tmp_path: Path) -> None:
     training.run(1, stop_at=4)
     spoil(tmp_path / "step-0000000004", "cut")
     again = Training(tmp_path, epoch=2)
-    with pytest.warns(UserWarning, match=r"model\.pt has \d+ bytes; \d+ were written"):
+    with pytest.warns(UserWarning, match=r"data-\S+ has \d+ bytes; \d+ were written"):
         assert not again.checkpoint.resume()
     assert (again.checkpoint.epoch, again.checkpoint.step) == (2, 0)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    from fleet.elastic._folder import Part, write_manifest
+    from fleet.elastic._folder import Part
+    from fleet.elastic._torch_files import write_manifest
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -404,3 +405,8 @@ def test_another_number_of_workers_goes_on_from_the_mean(option: str, tmp_path: 
     if option == "localsgd":  # gradient_merge has just updated: nothing is a worker's own
         assert not torch.equal(two[0]["weight"], two[1]["weight"])
         assert any("mean of the models" in text for text in one["said"])
+
+
+def test_a_tilde_in_the_path_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", f"{tmp_path}")
+    assert Training(Path("~/run")).checkpoint.path == tmp_path / "run"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fleet
+from fleet.checkpoint.checkpoint_command import _parser
 from fleet.elastic._faults import ACTIONS, POINTS
 from fleet.launch.cli.flags import BY_SPELLING
 from tests.helpers.sources import ROOT
@@ -23,9 +24,15 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def only_block(word: str) -> str:
+    """Returns the one piece of Python code that holds the word."""
+    (found,) = (block for block in blocks(NAMES[0]) if word in block)
+    return found
+
+
 @pytest.mark.slow
 def test_the_program_runs_and_goes_on(tmp_path: Path) -> None:
-    program, _, keep, scale = blocks(NAMES[0])
+    program, keep, scale = (only_block(word) for word in ("start_epoch = checkpoint", "keep_global_batch", "scale_lr"))
     (tmp_path / "train.py").write_text(program + "print('at', checkpoint.epoch, checkpoint.step)\n")
     (tmp_path / "declare.py").write_text(f"from fleet import fleet\n{keep}\nprint(strategy.gradient_merge_configs)\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -53,11 +60,17 @@ def test_both_languages_say_the_same() -> None:
     assert blocks(NAMES[0]) == blocks(NAMES[1])
 
 
+def command_flags() -> set[str]:
+    """Returns the flags of ``python -m fleet checkpoint``."""
+    (commands,) = (action.choices for action in _parser()._actions if action.choices)
+    return {flag for command in commands.values() for flag in command._option_string_actions}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_flags_names_and_points_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    flags = set(re.findall(r"--[a-z_]{3,}", text))
-    assert {"--heartbeat_timeout", "--preempt_grace", "--max_restart"} <= flags <= set(BY_SPELLING)
+    flags = set(re.findall(r"--[a-z][a-z_-]+[a-z]", text))
+    assert {"--heartbeat_timeout", "--preempt_grace", "--max_restart"} <= flags <= {*BY_SPELLING, *command_flags()}
     for found in set(re.findall(r"fleet\.elastic\.([A-Za-z_]+)", text)):
         assert hasattr(fleet.elastic, found)
     assert set(re.findall(r"`(save\.\w+|step)`", text)) >= {*POINTS, "step"}

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fleet.elastic._folder import Part, write_manifest
+from fleet.elastic._folder import Part
+from fleet.elastic._torch_files import write_manifest
 from fleet.errors import CheckpointError
 from tests.fleet.elastic.training import Training
 from tests.helpers.workers import run_workers
@@ -57,7 +58,8 @@ WRONG_FORMS: dict[str, tuple[str, Any, str]] = {
 
 def resume_misshapen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Returns, by what is wrong with the newest checkpoint, what was resumed and what worker 0 warned of."""
-    training = Training(f"{folder}/right")
+    own = folder if rank == 0 else f"{folder}/of worker {rank}"  # so that worker 0 writes files of torch.save
+    training = Training(f"{own}/right")
     wanted = training.run(1, stop_at=2).numbers()
     training.run(1, stop_at=3)
     found: dict[str, Any] = {}
@@ -65,7 +67,7 @@ def resume_misshapen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         if rank == 0:
             shutil.copytree(f"{folder}/right", f"{folder}/{how}")
             rewrite(Path(folder, how, "step-0000000003"), name, content)
-        again = Training(f"{folder}/{how}")
+        again = Training(f"{own}/{how}")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             resumed = again.checkpoint.resume(), again.checkpoint.step, equal(again.numbers(), wanted)

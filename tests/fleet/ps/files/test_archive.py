@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import fleet
-from fleet.elastic._folder import Part, parse_part, read_entry, write_manifest
+from fleet.elastic._folder import Part, read_entry
+from fleet.elastic._torch_files import parse_part, write_manifest
 from fleet.errors import CheckpointError
 from fleet.ps.files.archive import check_archive
 

@@ -1,0 +1,42 @@
+"""Checkpoints that every mesh can load, written while training goes on.
+
+Names are resolved at first use, so that the process that writes starts without torch.
+
+Example:
+    >>> fleet.checkpoint.save("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 3})
+    >>> fleet.checkpoint.load("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 0})["epoch"]
+    3
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "load": "fleet.checkpoint.loading",
+    "load_paddle_table": "fleet.checkpoint.foreign.paddle_tables",
+    "paddle_dense": "fleet.checkpoint.foreign.paddle_tables",
+    "paddle_optimizer_state": "fleet.checkpoint.foreign.paddle_optimizer",
+    "paddle_state": "fleet.checkpoint.foreign.paddle_state",
+    "propose_map": "fleet.checkpoint.foreign.paddle_names",
+    "read_paddle": "fleet.checkpoint.foreign.paddle_pickle",
+    "save": "fleet.checkpoint.saving",
+    "wait": "fleet.checkpoint.saving",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    from fleet.errors import did_you_mean
+
+    raise AttributeError(f"fleet.checkpoint has no {name!r}.{did_you_mean(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

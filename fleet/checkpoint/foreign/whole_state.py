@@ -1,0 +1,296 @@
+"""Whole states: what every converter reads and writes, one tensor at a time.
+
+[Note: Names]
+All formats are read as one: a tensor is called ``KEY/NAME``, where KEY is the entry of the state (``model``) and NAME
+that of the parameter; of an optimizer, ``KEY/PARAMETER/STATE``. What is no tensor is a value by such a name, or by KEY
+alone. A file that holds nothing but tensors by their names has no entries: it is *bare*, and its KEY is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.checkpoint.commit import Share, write_share
+from fleet.checkpoint.data_files import DataReader, FileBlock, in_file_order
+from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, Index, Piece
+from fleet.checkpoint.storage import Folder, LocalFolder, open_folder
+from fleet.checkpoint.values import tensor_names
+from fleet.errors import CheckpointError, did_you_mean
+
+DEFAULT_KEY = "model"
+OBJECTS = "#objects"  # the value that says of what kind each entry of a Fleet checkpoint is, and of which class
+_GROUPS = "groups@"
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+# Whole numbers of the same width as a type, which every operation knows.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Described:
+    """Type and shape of a whole tensor; ``dtype`` is torch's name: ``"float32"``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * DTYPES[self.dtype][0]
+
+
+@dataclass
+class WholeState:
+    """A state whose tensors are read one at a time.
+
+    Attributes:
+        label: how errors name it.
+        kind: the format, in words.
+        tensors: what there is, by name.
+        read: returns a tensor by its name, in memory of its own or that is not written to. Raises CheckpointError.
+        aliases: second names of tensors.
+        values: what is no tensor, as :mod:`fleet.checkpoint.values` encodes it.
+        is_bare: whether the source had no entries, so that the first part of each name is a chosen KEY.
+        damage_of_files: returns what is wrong with the files, where the format has sums.
+        kinds: of each entry: ``"module"``, ``"optimizer"``, ``"state"`` or ``"value"``, and its class if it is known.
+        job: the job that saved it, where the format says so.
+        pieces: how many pieces each tensor is stored in, where the format divides tensors.
+        notes: what was left out or may surprise, for the user.
+    """
+
+    label: str
+    kind: str
+    tensors: dict[str, Described]
+    read: Callable[[str], Tensor]
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    is_bare: bool = False
+    damage_of_files: Callable[[], list[str]] | None = None
+    kinds: dict[str, list[str]] = field(default_factory=dict)
+    job: dict[str, Any] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def keys(self) -> list[str]:
+        """Returns the entries, in order."""
+        return list(dict.fromkeys(key_of(name) for name in (*self.tensors, *self.aliases, *self.values)))
+
+    def groups(self, key: str) -> list[dict[str, Any]] | None:
+        """Returns the parameter groups of an optimizer, each with the names of all stages; ``None`` of another entry.
+
+        A group has ``params``, the names, and ``settings``, encoded.
+        """
+        stages = [value for name, value in self.values.items() if key_of(name) == key and is_groups(name)]
+        found: list[dict[str, Any]] = []
+        for stage in stages:
+            for number, group in enumerate(stage):
+                if number == len(found):
+                    found.append({"params": [], "settings": group["settings"]})
+                found[number]["params"] += [name for name in group["params"] if name not in found[number]["params"]]
+        return found if stages else None
+
+    def damage(self) -> list[str]:
+        """Reads everything; returns what is wrong, one sentence for each cause."""
+        if self.damage_of_files is not None:
+            return self.damage_of_files()
+        wrong: dict[str, None] = {}
+        for name in self.tensors:
+            try:
+                self.read(name)
+            except CheckpointError as error:
+                wrong[f"{error}"] = None
+        return list(wrong)
+
+    def only(self, key: str) -> WholeState:
+        """Returns the entry ``key`` alone; ``notes`` say what stays behind. Raises CheckpointError without it."""
+        keys = self.keys()
+        if key not in keys:
+            raise CheckpointError(
+                f"--key {key}: {self.label} has no such entry, only {keys!r}.{did_you_mean(key, keys)}"
+            )
+        others = [one for one in keys if one != key]
+        return WholeState(
+            self.label, self.kind, _of(key, self.tensors), self.read, _of(key, self.aliases), _of(key, self.values),
+            is_bare=True, kinds=_of(key, self.kinds),
+            notes=[*self.notes, *([f"left out: {', '.join(others)}"] if others else [])],
+        )  # fmt: skip
+
+    def renamed(self, names: Mapping[str, str]) -> WholeState:
+        """Returns the state with parameters renamed, in every entry that has them.
+
+        Args:
+            names: what each new name, without KEY, is now; other names stay.
+
+        Raises:
+            CheckpointError: no tensor has the name now, or two tensors would have one name.
+        """
+        unknown = set(names.values())
+        if len(unknown) < len(names):
+            twice = Counter(names.values()).most_common(1)[0][0]
+            raise CheckpointError(f"--map: {twice!r} would get two names.")
+        new_names = {old: new for new, old in names.items()}
+
+        def new(name: str) -> str:
+            key, _, rest = name.partition("/")
+            parameter, _, last = rest.rpartition("/") if self.groups(key) is not None else (rest, "", "")
+            if parameter not in new_names:
+                return name
+            unknown.discard(parameter)
+            return f"{key}/{new_names[parameter]}" + (f"/{last}" if last else "")
+
+        inside = {name for value in self.values.values() for name in tensor_names(value)}
+        changed = {name: name if name in inside else new(name) for name in (*self.tensors, *self.aliases)}
+        values = [(new(name), _with_new_names(name, value, new_names)) for name, value in self.values.items()]
+        if unknown:
+            first, known = sorted(unknown)[0], [name.partition("/")[2] for name in changed]
+            raise CheckpointError(f"--map: {first!r} is no tensor of {self.label}.{did_you_mean(first, known)}")
+        kept = [now for before, now in changed.items() if before not in inside]
+        for group in ([*changed.values()], [*kept, *(name for name, _ in values)]):
+            if several := [name for name, count in Counter(group).items() if count > 1]:
+                raise CheckpointError(f"--map: two tensors would be called {several[0].partition('/')[2]!r}.")
+        old = {now: before for before, now in changed.items()}
+        return WholeState(
+            self.label, self.kind, {changed[n]: d for n, d in self.tensors.items()}, lambda name: self.read(old[name]),
+            {changed[a]: changed[n] for a, n in self.aliases.items()}, dict(values), self.is_bare, None, self.kinds,
+            self.job,
+            {changed[n]: count for n, count in self.pieces.items() if n in changed}, self.notes,
+        )  # fmt: skip
+
+
+def _with_new_names(name: str, value: Any, names: Mapping[str, str]) -> Any:
+    """Returns ``value``; in an optimizer's groups, with the new names of parameters."""
+    if not is_groups(name):
+        return value
+    return [{**group, "params": [names.get(one, one) for one in group["params"]]} for group in value]
+
+
+def is_groups(name: str) -> bool:
+    """Returns whether ``name`` is that of an optimizer's groups, one value for each stage of a pipeline."""
+    return name.partition("/")[2].startswith(_GROUPS)
+
+
+def _of(key: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in found.items() if key_of(name) == key}
+
+
+def check_key(key: str, label: str) -> None:
+    """Raises CheckpointError, with ``label``, unless ``key`` can be the name of an entry."""
+    if not key or set(key) & set("/@#+"):
+        raise CheckpointError(f"{label}: {key!r} cannot be an entry: a text without '/', '@', '#' and '+'.")
+
+
+def key_of(name: str) -> str:
+    """Returns the entry that ``name`` belongs to."""
+    return name.partition("/")[0]
+
+
+def describe(tensor: Tensor, label: str) -> Described:
+    """Returns type and shape of ``tensor``. Raises CheckpointError, with ``label``, for a type that no file has."""
+    dtype = f"{tensor.dtype}".removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{label} is a tensor of {tensor.dtype} with {tensor.layout}; a checkpoint holds dense tensors of "
+            f"{', '.join(TORCH_DTYPES)}."
+        )
+    return Described(dtype, tuple(tensor.shape))
+
+
+def as_bytes(tensor: Tensor) -> memoryview | bytes:
+    """Returns the bytes of ``tensor`` in the order of its elements; without a copy where it is contiguous."""
+    if not tensor.numel():
+        return b""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def from_bytes(data: memoryview | bytes, described: Described) -> Tensor:
+    """Returns a tensor of ``described`` with a copy of ``data``."""
+    made = torch.empty(described.shape, dtype=TORCH_DTYPES[described.dtype])
+    if described.num_bytes:
+        target = made.reshape(-1).view(torch.uint8).numpy().data
+        target[:] = memoryview(data).cast("B")
+    return made
+
+
+def fleet_state(folder: Folder, index: Index) -> WholeState:
+    """Returns the state of a checkpoint of this package; a worker's own state, which no other can load, stays behind.
+
+    Its ``read`` raises CheckpointError where a file is missing, has another length, or does not match its sums.
+    """
+
+    @cache
+    def reader(file: str) -> DataReader:
+        return DataReader(folder.open_ranges(file), index.files[file], f"{folder.path}/{file}")
+
+    def read(name: str) -> Tensor:
+        entry = index.tensors[name]
+        size = DTYPES[entry.dtype][0]
+        made = None
+        for piece in entry.pieces:
+            found = reader(piece.file).range(piece.begin, piece.begin + piece.numel * size)
+            part = from_bytes(found, Described(entry.dtype, piece.sizes))
+            if piece.sizes == entry.shape:
+                return part
+            made = torch.empty(entry.shape, dtype=part.dtype) if made is None else made
+            made.view(_BITS[size])[_slices(piece)] = part.view(_BITS[size])
+        return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]) if made is None else made  # without elements
+
+    def damage() -> list[str]:
+        wrong = []
+        for file, described in index.files.items():
+            for first in range(0, described.num_bytes, BLOCK_BYTES):
+                try:
+                    reader(file).range(first, min(first + BLOCK_BYTES, described.num_bytes))
+                except CheckpointError as error:
+                    wrong.append(f"{error}")
+                    break
+        inside = {name for value in index.values.values() for name in tensor_names(value)}
+        return wrong + [f"A value names the tensor {name!r}, which is missing." for name in inside - {*index.tensors}]
+
+    tensors = {name: Described(entry.dtype, entry.shape) for name, entry in index.tensors.items()}
+    own = [name for name in (*tensors, *index.values, *index.aliases) if name.startswith("@")]
+    return WholeState(
+        folder.path, "a Fleet checkpoint", _shared(tensors), read, _shared(index.aliases), _shared(index.values),
+        kinds=index.values.get(OBJECTS, {}),
+        damage_of_files=damage, job=index.job, pieces={name: len(one.pieces) for name, one in index.tensors.items()},
+        notes=[f"left out: each worker's own state ({len(own)} entries)"] if own else [],
+    )  # fmt: skip
+
+
+def write_fleet(state: WholeState, target: str) -> None:
+    """Writes ``state`` as a checkpoint of this package, one tensor at a time.
+
+    Raises CheckpointError when it cannot be written; a local folder that was made for it is gone then.
+    """
+    folder = open_folder(target)
+    blocks = in_file_order(
+        FileBlock(name, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for name, one in state.tensors.items()
+    )
+    share = Share(secrets.token_hex(4), 0, 1, blocks, {**state.values, OBJECTS: state.kinds}, state.aliases, state.job)
+    try:
+        write_share(folder, share, (as_bytes(state.read(block.name)) for block in blocks))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            if isinstance(folder, LocalFolder):
+                os.rmdir(folder.path)
+        if isinstance(error.__cause__, CheckpointError):
+            raise error.__cause__ from None  # what is wrong with the source, not with the target
+        raise
+
+
+def _shared(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in found.items() if name[:1] not in ("@", "#")}
+
+
+def _slices(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))

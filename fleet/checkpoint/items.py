@@ -1,0 +1,205 @@
+"""Items: the tensors of a checkpoint as this worker holds them; what it writes of them, and how it fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.checkpoint.boxes import HeldBox, copy_from, divided_among, row_range
+from fleet.checkpoint.data_files import DataReader, FileBlock, in_file_order
+from fleet.checkpoint.index import DTYPES, Index, Piece, TensorEntry
+from fleet.checkpoint.storage import Folder
+from fleet.checkpoint.values import tensor_names
+from fleet.errors import CheckpointError, did_you_mean
+
+_CHUNK_BYTES = 4 << 20  # of a file that is read
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of a checkpoint, as far as this worker holds it.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the whole tensor.
+        boxes: what this worker holds of it.
+        holders: the ranks, in order, that hold the same boxes.
+        alone: whether the first holder writes all of it, because the copies may differ.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: Sequence[HeldBox]
+    holders: tuple[int, ...]
+    alone: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers."""
+        return self.boxes[0].view.dtype
+
+
+def written_by(items: Iterable[Item], rank: int) -> list[tuple[FileBlock, Tensor]]:
+    """Returns what the worker ``rank`` writes of ``items``, in the order of a file: blocks, and views of their numbers.
+
+    Raises CheckpointError for a type that the files cannot hold.
+    """
+    groups: dict[tuple[int, ...], list[tuple[Item, HeldBox]]] = {}
+    for item in items:
+        holders = item.holders[:1] if item.alone else item.holders
+        if rank in holders:
+            groups.setdefault(holders, []).extend((item, box) for box in item.boxes)
+    found: list[tuple[FileBlock, Tensor]] = []
+    for holders, pairs in groups.items():
+        boxes = [box for _, box in pairs]
+        for place, box in divided_among(boxes, holders.index(rank), len(holders)):
+            item = pairs[place][0]
+            dtype = f"{box.view.dtype}".removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise CheckpointError(
+                    f"save(): {item.name!r} has the type {dtype}, which safetensors files cannot hold."
+                )
+            found.append((FileBlock(item.name, dtype, item.shape, box.offsets, tuple(box.view.shape)), box.view))
+    order = {id(block): place for place, block in enumerate(in_file_order(block for block, _ in found))}
+    return sorted(found, key=lambda pair: order[id(pair[0])])
+
+
+def raw_bytes(views: Iterable[Tensor]) -> Iterator[Any]:
+    """Yields the bytes of each of ``views``; what is contiguous on the host is not copied."""
+    for view in views:
+        yield view.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def copy_into(buffer: Any, written: Sequence[tuple[FileBlock, Tensor]]) -> None:
+    """Copies the numbers of ``written`` into ``buffer``, one after the other as a file has them."""
+    begin = 0
+    for block, view in written:
+        if block.num_bytes:
+            count = view.numel()
+            place = torch.frombuffer(buffer, dtype=view.dtype, count=count, offset=begin)
+            place.view(view.shape).copy_(view)
+        begin += block.num_bytes
+
+
+class SavedTensors:
+    """The tensors of one checkpoint, read as they are asked for.
+
+    Args:
+        folder: the folder of the checkpoint.
+        index: what it holds.
+        check_sums: verify every block that is touched.
+    """
+
+    def __init__(self, folder: Folder, index: Index, check_sums: bool = True) -> None:
+        self.index, self._folder, self._check_sums = index, folder, check_sums
+        self._readers: dict[str, DataReader] = {}
+        self._below: dict[str, list[str]] = {}
+        for name in (*index.tensors, *index.values):
+            parent, _, last = name.rpartition("/")
+            self._below.setdefault(parent, []).append(last)
+
+    def below(self, name: str) -> list[str]:
+        """Returns the last parts of the names of tensors and values directly below ``name``."""
+        return self._below.get(name, [])
+
+    @property
+    def num_read(self) -> int:
+        """Bytes read so far."""
+        return sum(reader.num_read for reader in self._readers.values())
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """Returns the tensor ``name``, which may be another one's second name; ``None`` where there is none."""
+        return self.index.tensors.get(self.index.aliases.get(name, name))
+
+    def fill(self, name: str, boxes: Sequence[HeldBox]) -> None:
+        """Copies the tensor ``name`` into ``boxes``, reading no more than they need. Raises CheckpointError."""
+        for box, part, dtype, data in self._read(name, boxes):
+            copy_from(part, torch.frombuffer(data, dtype=dtype).view(part.sizes), [box])
+
+    def verify(self, name: str, boxes: Sequence[HeldBox] | None = None) -> None:
+        """Reads and verifies what :meth:`fill` would copy; ``None`` for the whole tensor. Raises CheckpointError."""
+        if boxes is None:
+            shape = self._known(name).shape
+            boxes = [HeldBox((0,) * len(shape), torch.empty(shape, device="meta"))]
+        for _ in self._read(name, boxes):
+            pass
+
+    def verify_inside(self, name: str) -> None:
+        """Reads and verifies the tensors inside the value ``name``, if there is one. Raises CheckpointError."""
+        for inner in tensor_names(self.index.values.get(name)):
+            self.verify(inner)
+
+    def _known(self, name: str) -> TensorEntry:
+        entry = self.entry(name)
+        if entry is None:
+            raise CheckpointError(f"{self._folder.path!r} holds no {name!r}.{did_you_mean(name, self.index.tensors)}")
+        return entry
+
+    def _read(self, name: str, boxes: Sequence[HeldBox]) -> Iterator[tuple[HeldBox, Piece, torch.dtype, memoryview]]:
+        """Yields a box, the rows of a piece that it needs, and their type and bytes."""
+        entry, seen = self._known(name), set()
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        for piece in entry.pieces:
+            if (piece.offsets, piece.sizes) in seen or not piece.numel:
+                continue  # several stages wrote it
+            seen.add((piece.offsets, piece.sizes))
+            for box in boxes:
+                for first, last in _in_chunks(piece, entry, row_range(piece, [box])):
+                    part, end = _rows_of(piece, dtype, first, last)
+                    reader = self._reader(piece.file)
+                    yield box, part, dtype, reader.range(part.begin, end)
+                    reader.release(part.begin, end)
+
+    def whole(self, name: str) -> Tensor:
+        """Returns the whole tensor ``name``, in memory of its own."""
+        entry = self._known(name)
+        found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self.fill(name, [HeldBox((0,) * found.dim(), found)])
+        return found
+
+    def close(self) -> None:
+        """Closes the files."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _reader(self, name: str) -> DataReader:
+        if name not in self._readers:
+            label = f"{self._folder.path}/{name}"
+            described = self.index.files[name]
+            self._readers[name] = DataReader(self._folder.open_ranges(name), described, label, self._check_sums)
+        return self._readers[name]
+
+
+def _rows_of(piece: Piece, dtype: torch.dtype, first: int, last: int) -> tuple[Piece, int]:
+    """Returns the rows of ``piece`` from ``first`` up to ``last`` as a piece, and where its bytes end."""
+    if not piece.sizes:
+        return piece, piece.begin + dtype.itemsize
+    row = piece.numel // piece.sizes[0] * dtype.itemsize
+    offsets = (piece.offsets[0] + first, *piece.offsets[1:])
+    part = Piece(piece.file, piece.begin + first * row, offsets, (last - first, *piece.sizes[1:]))
+    return part, piece.begin + last * row
+
+
+def _in_chunks(piece: Piece, entry: TensorEntry, rows: tuple[int, int] | None) -> Iterator[tuple[int, int]]:
+    """Yields ``rows`` a few at a time: verified and copied while they are in the processor's cache, then let go."""
+    if rows is not None:
+        row = piece.numel // (piece.sizes[0] if piece.sizes else 1) * DTYPES[entry.dtype][0]
+        step = max(1, _CHUNK_BYTES // row)
+        for first in range(rows[0], rows[1], step):
+            yield first, min(first + step, rows[1])
+
+
+def misfits(items: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorEntry | None]) -> list[str]:
+    """Returns what of ``items``, names and whole shapes, does not fit what a checkpoint holds, as texts."""
+    missing = [name for name in items if found.get(name) is None]
+    shapes = [
+        f"{name!r} is {list(entry.shape)} in the checkpoint and {list(shape)} here"
+        for name, shape in items.items()
+        if (entry := found.get(name)) is not None and entry.shape != shape
+    ]
+    texts = [f"missing: {missing[:6]!r} ({len(missing)} in all)"] if missing else []
+    return texts + ([f"of another shape: {'; '.join(shapes[:4])} ({len(shapes)} in all)"] if shapes else [])

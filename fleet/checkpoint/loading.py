@@ -1,0 +1,200 @@
+"""load: each worker reads what its parts need, whatever mesh wrote the checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from fleet.checkpoint.commit import read_index
+from fleet.checkpoint.index import Index
+from fleet.checkpoint.items import SavedTensors
+from fleet.checkpoint.model_tensors import refuse
+from fleet.checkpoint.saved_objects import OBJECTS, StateTaker, takers_of
+from fleet.checkpoint.saving import agreed, axes_of, check_call, steps_of, wait, world_size_of
+from fleet.checkpoint.storage import Folder
+from fleet.checkpoint.values import decode, tensor_names
+from fleet.errors import CheckpointError, FleetError, did_you_mean
+from fleet.runtime.running import running_session
+
+
+def load(
+    path: str | os.PathLike[str], objects: Mapping[str, Any] | None = None, *, check_sums: bool = True
+) -> dict[str, Any]:
+    """Loads the checkpoint in the folder ``path`` into ``objects``; every worker calls it, on any mesh.
+
+    Each worker reads the bytes of the parts that it holds, straight into the memory of its parameters. All of it is
+    checked first, with its sums: where something does not fit on one worker, nothing is changed on any.
+
+    Args:
+        path: what :func:`save` wrote.
+        objects: by the keys of the save; a part of them may be left out. A module, an optimizer and what has
+            ``load_state_dict`` is loaded in place; of a value the present one is ignored. ``None`` returns everything,
+            tensors whole and on the host; a single worker may do that.
+        check_sums: verify the sum of each block of 1 MiB that is touched. ``False`` reads exactly what is needed.
+
+    Returns:
+        By key, the objects, and the saved values.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged or incomplete, or does not fit: names, shapes, the class
+            of the optimizer, or a state that each worker of another mesh had for itself. Raised on every worker.
+        ConfigError: the workers give other paths or other keys, or call it after different steps.
+        RendezvousError: not every worker calls it.
+
+    Example:
+        >>> fleet.checkpoint.save("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 3})
+        >>> epoch = fleet.checkpoint.load("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 0})["epoch"]
+    """
+    call = "fleet.checkpoint.load()"
+    session = running_session()
+    folder = check_call(path, session, call)
+    if objects is None:
+        wait()
+        with closing(_source(folder, check_sums)) as source:
+            return everything(source)
+    _meet(objects, folder.path, session, call)
+    source, takers = _fitting(objects, folder, session, call, check_sums)
+    with closing(source):
+        return _load_into(objects, takers, source, folder.path, call)
+
+
+def _meet(objects: Any, path: str, session: Any, call: str) -> None:
+    """Returns when every worker has come here, and what all of them have saved is on disk.
+
+    Raises ConfigError, CheckpointError, RendezvousError.
+    """
+    problem = ""
+    try:
+        wait()
+    except CheckpointError as error:
+        if world_size_of(session) == 1:
+            raise
+        problem = f"CheckpointError: {error}"
+    keys = [f"{key}" for key in objects] if isinstance(objects, Mapping) else []
+    report = {"path": path, "problem": problem, "step": steps_of(session), "digests": dict.fromkeys(keys, 0)}
+    agreed(session, report, call)
+
+
+def _source(folder: Folder, check_sums: bool) -> SavedTensors:
+    index = read_index(folder)
+    if holes := index.holes():
+        raise CheckpointError(f"{folder.path!r}: parts of {holes[:4]!r} are missing ({len(holes)} tensors in all).")
+    return SavedTensors(folder, index, check_sums)
+
+
+def _fitting(
+    objects: Mapping[str, Any], folder: Folder, session: Any, call: str, check_sums: bool
+) -> tuple[SavedTensors, list[StateTaker]]:
+    """Returns the checkpoint and what takes its states, once it fits on every worker; a collective call.
+
+    Raises ConfigError, CheckpointError on every worker where one of them cannot load. Nothing is changed then.
+    """
+    source, takers, problem = None, [], ""
+    try:
+        source = _source(folder, check_sums)
+        takers = takers_of(objects, session, axes_of(session), call, own=bool(source.index.job.get("own")))
+        _check_takers(takers, source, folder.path, session)
+        if check_sums:
+            for taker in takers:
+                taker.verify(source)
+    except FleetError as error:
+        if world_size_of(session) == 1:
+            if source is not None:
+                source.close()
+            raise
+        problem = f"{type(error).__name__}: {error}"
+    files = sorted(source.index.files) if source is not None else []
+    report = {"path": folder.path, "problem": problem, "step": steps_of(session), "digests": {}, "files": files}
+    try:
+        if any(other["files"] != files for other in agreed(session, report, call)):
+            raise CheckpointError(
+                f"{call}: a save to {folder.path!r} has replaced the checkpoint meanwhile. Load again."
+            )
+    except FleetError:
+        if source is not None:
+            source.close()
+        raise
+    assert source is not None
+    return source, takers
+
+
+def _check_takers(takers: Sequence[StateTaker], source: SavedTensors, path: str, session: Any) -> None:
+    """Raises CheckpointError where the checkpoint does not fit."""
+    kinds = source.index.values.get(OBJECTS, {})
+    problems = []
+    for taker in takers:
+        if taker.key not in kinds:
+            problems.append(f"it has no {taker.key!r}, but {sorted(kinds)!r}{did_you_mean(taker.key, kinds)}")
+            continue
+        kind, class_name = kinds[taker.key]
+        mine = getattr(taker, "class_name", "")
+        is_converted = class_name == ""  # from a file that names no classes, and no state apart from a value
+        is_of_kind = kind == taker.kind or (is_converted and (kind, taker.kind) == ("value", "state"))
+        if not is_of_kind or (class_name != mine and not is_converted and kind in ("optimizer", "state")):
+            problems.append(
+                f"{taker.key!r} was saved from {_called(kind, class_name)} and is {_called(taker.kind, mine)} here"
+            )
+    refuse(problems, path)
+    _check_own(source.index, session, axes_of(session), path)
+    refuse([text for taker in takers for text in taker.check(source)], path)
+
+
+def _load_into(
+    objects: Mapping[str, Any], takers: Sequence[StateTaker], source: SavedTensors, path: str, call: str
+) -> dict[str, Any]:
+    found = dict(objects)
+    for taker in takers:
+        try:
+            loaded = taker.load(source)
+        except FleetError:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{call}: {taker.key!r} does not take its state from {path!r}: {type(error).__name__}: {error}. It was "
+                "saved from an object of another form."
+            ) from error
+        if taker.kind == "value":
+            found[taker.key] = loaded
+    return found
+
+
+def _called(kind: str, class_name: str) -> str:
+    return {"module": "a module", "value": "a value"}.get(kind, f"a {class_name}")
+
+
+def _check_own(index: Index, session: Any, axes: Any, path: str) -> None:
+    """Raises CheckpointError where each worker of another mesh has saved a state of its own."""
+    if not index.job.get("own"):
+        return
+    saved = (index.job["world_size"], index.job["degrees"])
+    now = (1 if session is None else session.world_size, {**axes.degrees, **axes.experts})
+    if saved != now:
+        raise CheckpointError(
+            f"load(path={path!r}): {', '.join(index.job['own'])} had a state on each of {saved[0]} workers "
+            f"({_mesh(saved[1])}), which no other mesh can take over; this job has {now[0]} ({_mesh(now[1])}). Load it "
+            "on the same mesh, or save where the workers agree: after an update (gradient_merge), with the option off."
+        )
+
+
+def _mesh(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1) or "one process"
+
+
+def everything(source: SavedTensors) -> dict[str, Any]:
+    """Returns all that a checkpoint holds, by key: states of modules and optimizers as nested dictionaries."""
+    found: dict[str, Any] = {}
+    inside = {inner for value in source.index.values.values() for inner in tensor_names(value)}
+    for key, (kind, _) in source.index.values.get(OBJECTS, {}).items():
+        if kind in ("state", "value"):
+            found[key] = decode(source.index.values[key], source.whole)
+            continue
+        begin = f"{key}/"
+        names = [n for n in (*source.index.tensors, *source.index.aliases) if n.startswith(begin) and n not in inside]
+        state: dict[str, Any] = {name.removeprefix(begin): source.whole(name) for name in names}
+        for name, value in source.index.values.items():
+            if name.startswith(begin):
+                state[name.removeprefix(begin)] = decode(value, source.whole)
+        found[key] = state
+    return found

@@ -1,0 +1,354 @@
+"""The state of an optimizer in a checkpoint: by the names of its parameters, whatever the mesh.
+
+[Note: Names of an optimizer's state]
+``KEY/weight/exp_avg`` is the state ``exp_avg`` of the parameter ``weight`` of a module that is saved or wrapped beside
+the optimizer; what is no tensor stands in the values under the same names. The parameter groups are the value
+``KEY/groups@STAGE``: their settings, and the names of their parameters on that stage of a pipeline, or of the workers
+with the same experts. What a strategy adds to the state (the loss scale of amp) is the value ``KEY/+NAME``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
+from fleet.checkpoint.items import Item, SavedTensors
+from fleet.checkpoint.values import decode, encode
+from fleet.errors import CheckpointError
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parameter_layout import layout_of
+from fleet.strategies._shared.parts import PART, is_part, local
+from fleet.strategies.sharding.owners import PartitionedOptimizer
+
+_NAMED = "#state"  # what an optimizer keeps in its state under a name of its own, for no parameter
+
+
+class OptimizerTensors:
+    """Takes and loads the state of one optimizer.
+
+    Args:
+        key: its name in the checkpoint.
+        optimizer: a plain or a distributed one.
+        names: of the parameters.
+        axes: the place of this worker.
+        own: the rank, where each worker keeps a state of its own; ``None`` elsewhere.
+        homes: of each parameter the key of its module, empty for one that is not among the objects, and its name there.
+    """
+
+    kind = "optimizer"
+
+    def __init__(
+        self, key: str, optimizer: Optimizer, names: Mapping[Tensor, str], axes: Axes, own: int | None = None,
+        homes: Mapping[Tensor, tuple[str, str]] | None = None,
+    ) -> None:  # fmt: skip
+        self.key, self.optimizer, self._axes, self._own = key, optimizer, axes, own
+        self._prefix = key if own is None else f"@{own}/{key}"
+        self._parameters: list[Tensor] = []
+        self._names: list[str] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                self._parameters.append(parameter)
+                self._names.append(names.get(parameter) or f"#{number}.{place}")
+        self._homes = [(homes or {}).get(parameter, ("", "")) for parameter in self._parameters]
+        self._partitioned = partitioned_in(optimizer)
+
+    @property
+    def class_name(self) -> str:
+        """The class of the user's optimizer."""
+        return type(getattr(self.optimizer, "user_optimizer", self.optimizer)).__name__
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the state as this worker has it."""
+        if isinstance(self.optimizer, OptimizerWrapper):
+            return OptimizerWrapper.state_dict(self.optimizer)
+        return self.optimizer.state_dict()
+
+    def take(self) -> tuple[list[Item], dict[str, str], dict[str, Any]]:
+        """Returns the tensors, no second names, and what is no tensor."""
+        state = self._state()
+        items: list[Item] = []
+        values: dict[str, Any] = {}
+        for place, name in enumerate(self._names):
+            for key, value in state["state"].get(place, {}).items():
+                full = f"{self._prefix}/{name}/{key}"
+                if isinstance(value, Tensor):
+                    items.append(self._item(full, value, self._parameters[place]))
+                else:
+                    values[full] = self._encoded(full, value, items, self._parameters[place])
+        along = ("pp", "ep") if self._axes.experts else ("pp",)  # the names differ along these
+        stage = 0 if self._own is not None else self._axes.rank(*along)
+        values[f"{self._prefix}/groups@{stage}"] = self._groups(state, items)
+        if named := {key: value for key, value in state["state"].items() if not isinstance(key, int)}:
+            values[f"{self._prefix}/{_NAMED}"] = self._encoded(f"{self._prefix}/{_NAMED}", named, items)
+        for key, value in state.items():
+            if key not in ("state", "param_groups", PART):
+                values[f"{self._prefix}/+{key}"] = self._encoded(f"{self._prefix}/+{key}", value, items)
+        return items, {}, values
+
+    def _encoded(self, name: str, value: Any, items: list[Item], parameter: Tensor | None = None) -> Any:
+        tensors: dict[str, Tensor] = {}
+        found = encode(value, name, tensors)
+        items += [self._plain_item(inner, tensor, parameter) for inner, tensor in tensors.items()]
+        return found
+
+    def _groups(self, state: dict[str, Any], items: list[Item]) -> list[Any]:
+        found = []
+        for number, group in enumerate(state["param_groups"]):
+            settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            named = [self._names[place] for place in group["params"]]
+            at = f"{self._prefix}/groups/{number}"
+            shapes = [list(self._whole_shape(self._parameters[place])) for place in group["params"]]
+            keys = list(dict.fromkeys(key for place in group["params"] for key in state["state"].get(place, {})))
+            encoded = self._encoded(at, settings, items)
+            found.append({"params": named, "shapes": shapes, "settings": encoded, "keys": keys})
+        return found
+
+    def _whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        return tuple(local(parameter).shape) if self._own is not None else whole_shape(parameter, layout_of(parameter))
+
+    def _item(self, name: str, value: Tensor, parameter: Tensor) -> Item:
+        if self._own is not None:
+            return self._plain_item(name, local(value))
+        layout = layout_of(parameter)
+        is_like = tuple(value.shape) == tuple(parameter.shape)
+        if value.dim() and not is_like and layout is not None and layout.parts > 1:
+            raise CheckpointError(
+                f"save(): the optimizer keeps {name!r} of shape {list(value.shape)} for a part of shape "
+                f"{list(layout.shape)}, and how such parts make a whole is unknown. Use an optimizer whose state has "
+                "the shape of its parameters, or do not divide this layer."
+            )
+        layout = layout if is_like else None
+        owned = self._partitioned is not None
+        shape = whole_shape(value, layout)
+        holders = holders_of(self._axes, value if is_part(value) else parameter, layout, is_expert(parameter), owned)
+        return Item(name, shape, held_boxes(value, layout), holders)
+
+    def _plain_item(self, name: str, value: Tensor, parameter: Tensor | None = None) -> Item:
+        """Returns a tensor that no parameter divides; with ``parameter``, one that only its holders have."""
+        own = local(value).detach()
+        holders = self._axes.ranks(*self._axes.degrees)
+        if self._own is not None:
+            holders = (self._own,)
+        elif parameter is not None:
+            owned = self._partitioned is not None
+            holders = holders_of(self._axes, parameter, layout_of(parameter), is_expert(parameter), owned)
+        return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=True)
+
+    def check(self, source: SavedTensors) -> list[str]:
+        """Returns why the checkpoint does not fit the optimizer; an empty list where it does. Nothing is changed."""
+        saved = self._saved_groups(source)
+        found = []
+        self._match_by_place(saved)
+        self._match_by_module(saved)
+        if len(saved) != len(self.optimizer.param_groups):
+            return [
+                f"{self.key!r}: {len(saved)} parameter groups are in the checkpoint, and the optimizer has "
+                f"{len(self.optimizer.param_groups)}"
+            ]
+        start = 0
+        for number, (group, other) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
+            mine = self._names[start : start + len(group["params"])]
+            start += len(mine)
+            known, here = set(other["params"]), set(mine)
+            missing = [name for name in mine if name not in known]
+            elsewhere = self._axes.size("pp") > 1 or bool(self._axes.experts)
+            gone = [] if elsewhere else [name for name in other["params"] if name not in here]
+            if missing or gone:
+                found.append(
+                    f"{self.key!r}: group {number} has {missing[:4]!r}, which the saved one lacks"
+                    if missing
+                    else f"{self.key!r}: the saved group {number} has {gone[:4]!r}, which this one lacks"
+                )
+        shapes = {
+            name: tuple(shape)
+            for group in saved
+            for name, shape in zip(group["params"], group["shapes"], strict=True)
+            if shape is not None
+        }
+        for parameter, name in zip(self._parameters, self._names, strict=True):
+            whole = self._whole_shape(parameter)
+            if shapes.get(name, whole) != whole:
+                found.append(f"{self.key!r}: {name!r} is {list(shapes[name])} in the checkpoint and {list(whole)} here")
+        return found
+
+    def verify(self, source: SavedTensors) -> None:
+        """Reads and verifies what :meth:`load` needs, and changes nothing. Raises CheckpointError."""
+        for place, _, full in self._needed(source):
+            if full in source.index.values:
+                source.verify_inside(full)
+            else:
+                parameter, entry = self._parameters[place], source.entry(full)
+                is_cut = entry is not None and self._is_cut(parameter, entry.shape)
+                source.verify(full, held_boxes(parameter, layout_of(parameter)) if is_cut else None)
+        for name in source.index.values:
+            if name.startswith((f"{self._prefix}/+", f"{self._prefix}/groups@", f"{self._prefix}/{_NAMED}")):
+                source.verify_inside(name)
+
+    def _needed(self, source: SavedTensors) -> Iterator[tuple[int, str, str]]:
+        """Yields the state that this worker keeps: place of the parameter, key, and name in the checkpoint."""
+        order = list(dict.fromkeys(key for group in self._saved_groups(source) for key in group.get("keys", ())))
+        for place, name in enumerate(self._names):
+            if self._partitioned is None or self._partitioned.owns(self._parameters[place]):
+                keys = self._keys(source, name)
+                for key in sorted(keys, key=lambda key: order.index(key) if key in order else len(order)):
+                    yield place, key, f"{self._prefix}/{name}/{key}"
+
+    def _is_cut(self, parameter: Tensor, shape: tuple[int, ...]) -> bool:
+        """Returns whether a state of ``shape`` is divided like its parameter."""
+        return self._own is None and bool(shape) and shape == whole_shape(parameter, layout_of(parameter))
+
+    @torch.no_grad()
+    def load(self, source: SavedTensors) -> None:
+        """Gives the optimizer the saved state; :meth:`check` found nothing."""
+        own = self._state()
+        entries: dict[Any, dict[str, Any]] = {}
+        for place, key, full in self._needed(source):
+            if full in source.index.values:
+                value = decode(source.index.values[full], source.whole)
+            else:
+                value = self._filled(source, full, self._parameters[place])
+            entries.setdefault(place, {})[key] = value
+        if (named := source.index.values.get(f"{self._prefix}/{_NAMED}")) is not None:
+            entries |= decode(named, source.whole)
+        groups = []
+        for group, saved in zip(own["param_groups"], self._saved_groups(source), strict=True):
+            settings = decode(saved["settings"], source.whole)
+            groups.append({**group, **settings, "params": group["params"]})
+        extras = {
+            key: decode(source.index.values[f"{self._prefix}/+{key}"], source.whole)
+            for key in own
+            if f"{self._prefix}/+{key}" in source.index.values
+        }
+        kept = {key: value for key, value in own.items() if key not in ("state", "param_groups", *extras)}
+        state = {**kept, **extras, "state": entries, "param_groups": groups}
+        if isinstance(self.optimizer, OptimizerWrapper):
+            OptimizerWrapper.load_state_dict(self.optimizer, state)
+        else:
+            self.optimizer.load_state_dict(state)
+
+    def _filled(self, source: SavedTensors, full: str, parameter: Tensor) -> Tensor:
+        """Returns the saved tensor ``full``, or this worker's part of it where it is laid out like ``parameter``."""
+        entry = source.entry(full)
+        assert entry is not None
+        layout = layout_of(parameter)
+        dtype = getattr(torch, entry.dtype)
+        device = local(parameter).device if entry.shape else torch.device("cpu")
+        if not self._is_cut(parameter, entry.shape):
+            return self._own_or_whole(source, full, parameter, device)
+        made = torch.empty(local(parameter).shape, dtype=dtype, device=device)
+        if is_part(parameter):
+            from torch.distributed.tensor import DTensor
+
+            made = DTensor.from_local(
+                made, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                stride=parameter.stride(),
+            )  # fmt: skip
+        source.fill(full, held_boxes(made, layout))
+        return made
+
+    def _own_or_whole(self, source: SavedTensors, full: str, parameter: Tensor, device: torch.device) -> Tensor:
+        found = source.whole(full).to(device)
+        if self._own is not None and is_part(parameter) and found.shape == local(parameter).shape:
+            from torch.distributed.tensor import DTensor
+
+            return DTensor.from_local(
+                found, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                stride=parameter.stride(),
+            )  # fmt: skip
+        return found
+
+    def _match_by_place(self, saved: list[dict[str, Any]]) -> None:
+        """Takes the saved names, in order, where parameters here or there belong to no module that has names."""
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        named = [name for group in saved for name in group["params"]]
+        unnamed = any(name.startswith("#") for name in (*named, *self._names))
+        if unnamed and sizes == [len(group["params"]) for group in saved]:
+            self._names = named
+
+    def _match_by_module(self, saved: list[dict[str, Any]]) -> None:
+        """Takes the saved names of parameters whose name several modules have.
+
+        The first module of a save has the plain names and the others their key before it, and the objects of a load may
+        come in another order, or be fewer.
+        """
+        like: dict[str, list[str]] = {}
+        for name in (name for group in saved for name in group["params"]):
+            like.setdefault(name.rpartition(":")[2], []).append(name)
+        claimed: set[str] = set()
+        for is_given in (True, False):  # what belongs to a module among the objects is certain
+            for place, (key, bare) in enumerate(self._homes):
+                if not bare or bool(key) != is_given:
+                    continue
+                exact = f"{key}:{bare}" if is_given else self._names[place]
+                free = [name for name in like.get(bare, ()) if name not in claimed]
+                if exact not in free and is_given:
+                    free = [name for name in free if name == bare]
+                if exact in free:
+                    self._names[place] = exact
+                elif len(free) == 1:
+                    self._names[place] = free[0]
+                claimed.add(self._names[place])
+
+    def _keys(self, source: SavedTensors, name: str) -> list[str]:
+        """Returns the names of the saved state of the parameter ``name``, in order."""
+        return source.below(f"{self._prefix}/{name}")
+
+    def _saved_groups(self, source: SavedTensors) -> list[dict[str, Any]]:
+        return saved_groups(source, self._prefix)
+
+
+def saved_groups(source: SavedTensors, key: str) -> list[dict[str, Any]]:
+    """Returns the saved parameter groups of the optimizer ``key``, each with the names of all stages."""
+    found: list[dict[str, Any]] = []
+    begin = f"{key}/groups@"
+    stages = [name for name in source.index.values if name.startswith(begin)]
+    for name in sorted(stages, key=lambda name: int(name.removeprefix(begin))):
+        for number, group in enumerate(source.index.values[name]):
+            if number == len(found):
+                found.append({**group, "params": [], "shapes": [], "keys": []})
+            one = found[number]
+            known = set(one["params"])
+            shapes = group.get("shapes") or [None] * len(group["params"])  # a converted one has none
+            for parameter, shape in zip(group["params"], shapes, strict=True):
+                if parameter not in known:
+                    one["params"].append(parameter)
+                    one["shapes"].append(shape)
+            one["keys"] += [name for name in group.get("keys", ()) if name not in one["keys"]]
+    return found
+
+
+def whole_state(source: SavedTensors, key: str) -> dict[str, Any]:
+    """Returns the state of the optimizer ``key`` as ``state_dict()`` of one process has it, on the host."""
+
+    def read(name: str) -> Any:
+        value = source.index.values.get(name)
+        return source.whole(name) if value is None else decode(value, source.whole)
+
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group in saved_groups(source, key):
+        places: list[int] = []
+        for name in group["params"]:
+            places.append(sum(len(other["params"]) for other in groups) + len(places))
+            if keys := source.below(f"{key}/{name}"):
+                state[places[-1]] = {one: read(f"{key}/{name}/{one}") for one in [*group["keys"], *keys] if one in keys}
+        groups.append({**decode(group["settings"], source.whole), "params": places})
+    state |= read(f"{key}/{_NAMED}") if f"{key}/{_NAMED}" in source.index.values else {}
+    more = [name for name in source.index.values if name.startswith(f"{key}/+")]
+    return {**{name.removeprefix(f"{key}/+"): read(name) for name in more}, "state": state, "param_groups": groups}
+
+
+def partitioned_in(optimizer: Optimizer) -> PartitionedOptimizer | None:
+    """Returns the wrapper that gives each worker whole parameters to update, where there is one."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, PartitionedOptimizer):
+            return optimizer
+        optimizer = optimizer.optimizer
+    return None

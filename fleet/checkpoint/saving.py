@@ -1,0 +1,317 @@
+"""save: every worker writes its share of the state; one index makes them a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet._log import LOGGER
+from fleet._version import __version__
+from fleet.checkpoint.commit import Share, check_target, leave_error, raise_here, write_share
+from fleet.checkpoint.data_files import FileBlock
+from fleet.checkpoint.items import Item, copy_into, raw_bytes, written_by
+from fleet.checkpoint.optimizer_tensors import OptimizerTensors
+from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, StateTaker, own_state_of, takers_of
+from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
+from fleet.checkpoint.writer import own_writer
+from fleet.errors import CheckpointError, ConfigError, FleetError
+from fleet.runtime.running import running_session
+from fleet.strategies._shared.axes import Axes
+
+_VISIBLE_S = 20.0
+_POLL_S = 0.02
+
+
+def save(path: str | os.PathLike[str], objects: Mapping[str, Any], *, asynchronous: bool = False) -> None:
+    """Writes a checkpoint of ``objects`` to the folder ``path``; every worker calls it after the same step.
+
+    Each worker writes what it holds, and what several hold they divide by bytes; nothing is gathered. The checkpoint
+    appears at once when all of it is on disk; until then, and if the save is killed at any moment, the one that was
+    there before stands. :func:`load` reads it on any mesh.
+
+    Args:
+        path: a folder of its own, which all workers share, or an address such as ``s3://bucket/run`` (extra
+            ``remote``). A checkpoint that is there already is replaced.
+        objects: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, and plain values (numbers,
+            texts, tensors, lists, dictionaries), by key. Of the last two kinds, each worker's is saved where they
+            differ, and only as many workers can load it then. Of a module that the job did not wrap, and of buffers,
+            worker 0's are saved.
+        asynchronous: return once the state was copied to host memory; a process beside this one writes it. The next
+            save waits for it. An error is raised by the next step of a distributed optimizer, by the next call of this
+            module, or at exit, with exit status 1.
+
+    Raises:
+        ConfigError: the arguments differ between workers, or hold something that a file without code cannot.
+        CheckpointError: it could not be written, on whichever worker; raised on every worker. With ``asynchronous``,
+            the save before it could not be written.
+
+    Example:
+        >>> fleet.checkpoint.save("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 3})
+    """
+    call = "fleet.checkpoint.save()"
+    session = running_session()
+    folder = _checked(path, asynchronous, session, call)
+    if session is not None:
+        session.beat(pause=True)
+    taken, token = _settled(folder, objects, session, call)
+    try:
+        if asynchronous and not getattr(folder, "is_of_this_process", False):
+            taken.start(folder, token)
+            if session is not None and raise_failed not in session.each_step:
+                session.each_step.append(raise_failed)
+            return
+        taken.write(folder, token, agree=partial(_raise_on_all, session))
+    finally:
+        if session is not None:
+            session.beat()
+
+
+def _settled(folder: Any, objects: Mapping[str, Any], session: Any, call: str) -> tuple[Taken, str]:
+    """Returns what this worker writes, and the token of the save, once all workers agree; a collective call.
+
+    Raises ConfigError, CheckpointError on every worker when one of them cannot save.
+    """
+    problem = ""
+    takers: list[StateTaker] = []
+    taken: Taken | None = None
+    token = secrets.token_hex(6)
+    try:
+        if (error := own_writer().finish()) != "":
+            raise CheckpointError(f"the save before this one failed: {error}")
+        takers = takers_of(objects, session, axes_of(session), call)
+        taken = taken_by(takers, session)
+        if _rank(session) == 0:
+            check_target(folder)
+            mark(folder, token)
+    except FleetError as error:
+        problem = f"{type(error).__name__}: {error}"
+        if session is None or session.world_size == 1:
+            raise
+    states = [taker for taker in takers if isinstance(taker, ObjectState)]
+    digests = {taker.key: taker.digest() for taker in states} if world_size_of(session) > 1 and not problem else {}
+    report = {
+        "path": folder.path, "token": token, "problem": problem, "step": steps_of(session), "digests": digests,
+    }  # fmt: skip
+    reports = agreed(session, report, call)
+    token = reports[0]["token"]
+    _check_shared(folder, token, session)
+    for taker in states:
+        taker.differs = len({other["digests"][taker.key] for other in reports}) > 1 if digests else False
+    if any(taker.differs for taker in states):
+        taken = taken_by(takers, session)
+    assert taken is not None
+    return taken, token
+
+
+def wait() -> None:
+    """Waits until this worker's asynchronous save is on disk.
+
+    Raises CheckpointError if it could not be written.
+    """
+    if error := own_writer().finish():
+        raise CheckpointError(error)
+
+
+def raise_failed() -> None:
+    """Raises CheckpointError if this worker's asynchronous save has failed meanwhile; does not wait."""
+    if error := own_writer().failed():
+        raise CheckpointError(error)
+
+
+def axes_of(session: Any) -> Axes:
+    """Returns the place of this worker; a single process before ``fleet.init``."""
+    if session is None or not session.collective or not session.axes.degrees:
+        return Axes({}, 0)
+    found: Axes = session.axes
+    return found
+
+
+def check_call(path: Any, session: Any, call: str) -> LocalFolder | RemoteFolder:
+    """Returns the folder that ``path`` names. Raises ConfigError where such a checkpoint cannot be in this job."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"{call}: path={path!r}; it takes the name of a folder.")
+    if session is not None and session.server_job is not None:
+        raise ConfigError(
+            f"{call}: the tables of this job are on parameter servers, which save them: call "
+            "fleet.save_persistables(). fleet.save() writes a dense state."
+        )
+    return open_folder(path)
+
+
+def _checked(path: Any, asynchronous: Any, session: Any, call: str) -> LocalFolder | RemoteFolder:
+    if not isinstance(asynchronous, bool):
+        raise ConfigError(f"{call}: asynchronous={asynchronous!r}; it is True or False.")
+    return check_call(path, session, call)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What this worker writes of a checkpoint.
+
+    Attributes:
+        share: what it says of it, without a token.
+        written: the blocks of its file, and views of their numbers in the memory of the objects.
+    """
+
+    share: Share
+    written: Sequence[tuple[FileBlock, Tensor]]
+
+    def write(
+        self, folder: Folder, token: str, meet: Callable[[str], None] = lambda point: None,
+        agree: Callable[[str], None] = raise_here,
+    ) -> None:  # fmt: skip
+        """Writes it from the memory of the objects; see :func:`write_share`."""
+        data = raw_bytes(view for _, view in self.written)
+        write_share(folder, replace(self.share, token=token), data, meet, LOGGER.warning, agree)
+
+    def start(self, folder: Folder, token: str, hooks: str = "", arguments: dict[str, Any] | None = None) -> None:
+        """Copies it, and lets the writer of this process write the copy; see :meth:`Writer.start`.
+
+        Raises CheckpointError where the machine has no memory for the copy.
+        """
+        share, writer = replace(self.share, token=token), own_writer()
+        try:
+            buffer = writer.buffer(sum(block.num_bytes for block, _ in self.written))
+            copy_into(buffer, self.written)
+            if any(view.is_cuda for _, view in self.written):
+                torch.cuda.synchronize()
+        except Exception as error:
+            leave_error(folder, share, f"{error}")
+            raise
+        writer.start(folder.path, share, hooks, arguments)
+
+
+def take(objects: Mapping[str, Any], session: Any, call: str) -> Taken:
+    """Returns what this worker writes of ``objects``. Raises ConfigError, CheckpointError that names ``call``."""
+    return taken_by(takers_of(objects, session, axes_of(session), call), session)
+
+
+def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
+    """Returns what this worker writes of the objects of ``takers``. Raises ConfigError, CheckpointError."""
+    axes = axes_of(session)
+    items: list[Item] = []
+    aliases: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for taker in takers:
+        tensors, names, found = taker.take()
+        items += tensors
+        aliases |= names
+        values |= found
+    kinds = {taker.key: [taker.kind, getattr(taker, "class_name", "")] for taker in takers}
+    own = own_state_of([taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)], session)
+    job = {
+        "world_size": world_size_of(session),
+        "degrees": {**axes.degrees, **axes.experts},
+        "own": _own_options(values) if own else [],
+        "torch": torch.__version__,
+        "fleet": __version__,
+    }
+    written = written_by(items, _rank(session))
+    values[OBJECTS] = kinds
+    blocks = [block for block, _ in written]
+    return Taken(Share("", _rank(session), world_size_of(session), blocks, values, aliases, job), written)
+
+
+def _own_options(values: Mapping[str, Any]) -> list[str]:
+    """Returns the options that have added their state to that of an optimizer."""
+    return sorted({name.rpartition("/+")[2] for name in values if "/+" in name} - {"amp"})
+
+
+def mark(folder: Folder, token: str) -> None:
+    """Makes the folder, with a file in it that other workers look for."""
+    try:
+        folder.prepare()
+        if isinstance(folder, LocalFolder):
+            folder.touch(_marker(token))
+    except OSError as error:
+        raise CheckpointError(f"save(path={folder.path!r}): {explained(error)}.") from error
+
+
+def agreed(session: Any, report: dict[str, Any], call: str) -> list[dict[str, Any]]:
+    """Returns what all workers report; a collective call.
+
+    Raises ConfigError, CheckpointError on all of them where one has a problem, or they must agree and differ.
+    """
+    if session is None or session.world_size == 1:
+        return [report]
+    session.meet(call)
+    reports = [json.loads(str(text)) for text in session.util.all_gather(json.dumps(report))]
+    for rank, other in enumerate(reports):
+        if other["problem"]:
+            kind, _, text = other["problem"].partition(": ")
+            raise (ConfigError if kind == "ConfigError" else CheckpointError)(f"{call}: worker {rank}: {text}")
+    for name in ("path", "step"):
+        said = [other[name] for other in reports]
+        if any(one != said[0] for one in said):
+            raise ConfigError(
+                f"{call}: the workers are at different places: {name} by rank is {said!r}. Every worker calls it with "
+                "the same path, after the same step."
+            )
+    keys = [sorted(other["digests"]) for other in reports]
+    if any(one != keys[0] for one in keys):
+        raise ConfigError(f"{call}: the workers name different objects: {keys!r} by rank. Give the same keys to all.")
+    return reports
+
+
+def blind_workers(folder: Folder, token: str, session: Any, limit_s: float) -> list[int]:
+    """Returns, on every worker, the ranks that do not see what :func:`mark` has made, ``limit_s`` seconds later."""
+    deadline = time.monotonic() + limit_s
+    while not (seen := _sees(folder, _marker(token))) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return [rank for rank, found in enumerate(session.util.all_gather(int(seen))) if not int(found)]
+
+
+def _marker(token: str) -> str:
+    return f"record-{token}-00000.json"
+
+
+def _check_shared(folder: Any, token: str, session: Any) -> None:
+    """Raises CheckpointError on every worker unless all of them see the folder that worker 0 has made."""
+    if session is None or session.world_size == 1 or not isinstance(folder, LocalFolder):
+        return
+    if blind := blind_workers(folder, token, session, _VISIBLE_S):
+        folder.remove(_marker(token))
+        raise CheckpointError(
+            f"fleet.checkpoint.save(path={folder.path!r}): workers {blind} do not see the folder that worker 0 made. "
+            "Every worker writes its share, so name a folder that all of them share."
+        )
+
+
+def _sees(folder: Folder, marker: str) -> bool:
+    try:
+        return marker in folder.names()
+    except OSError:  # a file, or a folder of another user: this worker says so, and does not leave the others alone
+        return False
+
+
+def _raise_on_all(session: Any, failed: str) -> None:
+    if session is None or session.world_size == 1:
+        if failed:
+            raise CheckpointError(failed)
+        return
+    for rank, text in enumerate(session.util.all_gather(failed or " ")):
+        if f"{text}".strip():
+            raise CheckpointError(f"fleet.checkpoint.save(): worker {rank}: {text}")
+
+
+def _rank(session: Any) -> int:
+    return 0 if session is None else int(session.global_rank)
+
+
+def world_size_of(session: Any) -> int:
+    """Returns the number of workers of the job; 1 before ``fleet.init``."""
+    return 1 if session is None else int(session.world_size)
+
+
+def steps_of(session: Any) -> int:
+    """Returns the number of steps that this worker has made."""
+    return 0 if session is None else int(session.num_steps)
