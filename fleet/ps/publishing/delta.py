@@ -19,6 +19,7 @@ __all__ = [
     "Sink",
     "StaleDelta",
     "check_encoding",
+    "check_position",
     "decode",
     "encode",
     "pack_rows",
@@ -44,12 +45,14 @@ class RowsDelta:
         keys: distinct ids, int64 [n].
         values: their rows as a pull gives them, float32 [n, dim].
         deleted: ids whose rows are gone, int64 [m]; none of them is in ``keys``.
+        routing: how ids are spread over the servers, see :func:`fleet.ps.servers_of_keys`.
     """
 
     table: str
     keys: NDArray[np.int64]
     values: NDArray[np.float32]
     deleted: NDArray[np.int64]
+    routing: str = "range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,27 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Releases connections and files."""
+
+
+def check_position(delta: Delta, held: tuple[str, int] | None) -> None:
+    """Raises :class:`StaleDelta` unless a sink that holds position ``held`` may take ``delta``.
+
+    Histories of a server are ordered: each begins with its number, so a later one compares above an earlier one. A
+    whole delta may replace any earlier position, so a publisher that was overtaken can write nothing any more.
+
+    Example:
+        >>> delta = Delta("ads", 0, 1, "00000001-a", 7, 9, 3, 0.0, False, ())
+        >>> check_position(delta, ("00000001-a", 7))
+        >>> check_position(delta, ("00000001-a", 9))
+        Traceback (most recent call last):
+        fleet.ps.publishing.delta.StaleDelta: server 0 of job 'ads': the sink holds ('00000001-a', 9), not ...
+    """
+    if delta.whole and (held is None or held <= (delta.history, delta.watermark)):
+        return
+    if not delta.whole and held == (delta.history, delta.previous):
+        return
+    wanted = "an earlier position" if delta.whole else f"{(delta.history, delta.previous)}"
+    raise StaleDelta(f"server {delta.server} of job {delta.job!r}: the sink holds {held}, not {wanted}.")
 
 
 def check_encoding(name: object, encoding: object) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fleet.errors import ConfigError
-from fleet.ps.publish.delta import ENCODINGS, check_encoding, decode, encode, pack_rows, row_bytes, unpack_rows
+from fleet.ps.publishing.delta import ENCODINGS, check_encoding, decode, encode, pack_rows, row_bytes, unpack_rows
 
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
