@@ -19,77 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fleet.errors import PSError
+from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 
-__all__ = ["Channel", "Fenced", "GeoRecorder", "Held", "Refused", "JobState", "Worker"]
+__all__ = ["Channel", "Fenced", "Held", "JobState", "Published", "Refused", "Worker"]
 
 _KEPT_FENCED = 64
 _KEPT_MARKS = 4096
-
-
-_MERGE_AT = 64
-
-Keys = NDArray[np.int64]
-
-
-class GeoRecorder:
-    """Keeps, per worker and table, the ids that other workers have changed.
-
-    A worker numbers its questions. The ids of an answer are kept until the next number comes, so an answer that was
-    lost can be repeated, with the values of that moment. The caller does the locking.
-
-    Example:
-        >>> recorder = GeoRecorder(2)
-        >>> recorder.mark(rank=0, table_id=1, keys=np.array([5, 7]))
-        >>> recorder.take(rank=1, table_id=1, number=1).tolist(), recorder.take(0, 1, 1).tolist()
-        ([5, 7], [])
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._pending: dict[tuple[int, int], list[Keys]] = {}
-        self._answered: dict[tuple[int, int], tuple[int, Keys]] = {}
-
-    def mark(self, rank: int, table_id: int, keys: Keys) -> None:
-        """Notes that worker ``rank`` changed ``keys``; the array is kept and must not change afterwards."""
-        for other in range(self._num_workers):
-            if other == rank:
-                continue
-            lists = self._pending.setdefault((other, table_id), [])
-            lists.append(keys)
-            if len(lists) >= _MERGE_AT:
-                lists[:] = [np.unique(np.concatenate(lists))]
-
-    def take(self, rank: int, table_id: int, number: int) -> Keys:
-        """Returns the sorted ids for question ``number`` of worker ``rank``."""
-        place = (rank, table_id)
-        answered = self._answered.get(place)
-        if answered is not None and answered[0] == number:
-            return answered[1]
-        lists = self._pending.pop(place, [])
-        keys = np.unique(np.concatenate(lists)) if lists else np.empty(0, np.int64)
-        self._answered[place] = (number, keys)
-        return keys
-
-    def capture(self) -> dict[tuple[int, int], Keys]:
-        """Returns the ids each worker may not have yet, by (rank, table)."""
-        captured = {}
-        for place in {*self._pending, *self._answered}:
-            lists = [*self._pending.get(place, [])]
-            if place in self._answered:
-                lists.append(self._answered[place][1])
-            keys = np.unique(np.concatenate(lists)) if lists else np.empty(0, np.int64)
-            if len(keys):
-                captured[place] = keys
-        return captured
-
-    def restore(self, captured: dict[tuple[int, int], Keys]) -> None:
-        """Takes over what :meth:`capture` returned."""
-        self._answered.clear()
-        self._pending = {place: [keys] for place, keys in captured.items()}
 
 
 class Refused(PSError):
@@ -155,6 +91,38 @@ class Worker:
         return self.channels.setdefault(number, Channel())
 
 
+@dataclass(slots=True)
+class Published:
+    """How far this server's rows have come on their way to a sink, see :mod:`fleet.ps.publishing.publisher`.
+
+    Attributes:
+        on: this server publishes.
+        history: identity of the journal for sinks; empty until a sink was asked what it holds.
+        kept_for: boot of the machine and level of the journal at which the history was written.
+        confirmed: the last record whose changes the sink is known to hold.
+        whole: the next delta replaces every row.
+        writing_whole: such a delta is being made or written.
+        loading: rows change without a record; no delta may be made.
+        oldest: when the oldest change that the sink lacks came, unix time; 0 without one.
+        counts: deltas, rows and deletions written, and failures to write.
+    """
+
+    on: bool = False
+    history: str = ""
+    kept_for: tuple[str, int] = ("", 0)
+    confirmed: int = 0
+    whole: bool = True
+    writing_whole: bool = False
+    loading: bool = False
+    oldest: float = 0.0
+    counts: dict[str, int] = field(default_factory=lambda: {"deltas": 0, "rows": 0, "deletions": 0, "failures": 0})
+
+    def begin(self, history: str, kept_for: tuple[str, int], lsn: int) -> None:
+        """Notes a new history, which begins with record ``lsn``: the next delta is whole, or the sink has one."""
+        self.history, self.kept_for, self.confirmed = history, kept_for, lsn
+        self.whole = self.writing_whole = False
+
+
 class JobState:
     """The workers of a server and what it has agreed with them.
 
@@ -179,7 +147,8 @@ class JobState:
         self.arrived: dict[tuple[str, int], set[int]] = {}
         self.standing: dict[int, tuple[str, float]] = {}  # by rank: the call it stands in, and since when
         self.stuck: dict[int, str] = {}  # by rank: why it waits in vain, until it has been told
-        self.recorder = GeoRecorder(num_workers)
+        self.recorder = KeyRecorder()
+        self.published = Published()
         self.saved: dict[str, dict[str, Any]] = {}  # answers of the latest saves, by save id
         self.stopped = False
 
@@ -251,6 +220,16 @@ class JobState:
         if step:
             for table in table_ids:
                 worker.steps[table] = max(step, worker.steps.get(table, 0))
+
+    # -- publishing ----------------------------------------------------------------------------------------------
+
+    def note_changed(self, table_id: int, keys: Keys, *, gone: bool = False) -> None:
+        """Notes ids whose rows have changed, or are ``gone``, for the sink; the array must not change afterwards."""
+        published = self.published
+        if published.on and len(keys):
+            published.oldest = published.oldest or time.time()
+            if published.history and not published.whole:
+                self.recorder.mark([GONE if gone else TOUCHED], table_id, keys)
 
     # -- sync mode -----------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class RecordKind:
     ALTER = 7
     BARRIER = 8
     GOODBYE = 9
+    HISTORY = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,6 +253,12 @@ class ServedSparse:
             raise Refused(f"{action!r} is not an action of sparse tables.")
         return self.table.num_rows
 
+    def alter_and_tell(self, action: str, fields: dict[str, Any]) -> tuple[int, NDArray[np.int64]]:
+        """Does :meth:`alter`; returns the rows affected and the ids whose rows are gone. The gate is held."""
+        before = self.table.keys()
+        rows = self.alter(action, fields)
+        return rows, before[~self.table.contains(before)]
+
     def _begin_day(self, day: object) -> None:
         """Advances the day, unless it has the name of the last one: a restarted worker may name it again."""
         if day is not None and not (isinstance(day, str) and len(day) <= _LONGEST_DAY):

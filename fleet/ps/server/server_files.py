@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +97,29 @@ def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
     with state.saving:
         if load_id and load_id in state.job.saved:
             return state.job.saved[load_id]
-        with state.snapshots:
-            for table_id in ids:
-                rows += _load(state, config, table_id, dirname)
-        state.forget_held(ids)
-        if load_id:
-            _note_done(state, load_id, rows)
-        if config.folder is not None:
-            write_snapshot(state, config.folder)
+        with _rows_without_records(state):
+            with state.snapshots:
+                for table_id in ids:
+                    rows += _load(state, config, table_id, dirname)
+            state.forget_held(ids)
+            if load_id:
+                _note_done(state, load_id, rows)
+            if config.folder is not None:
+                write_snapshot(state, config.folder)
     return {"rows": rows}
+
+
+@contextmanager
+def _rows_without_records(state: ServerState) -> Iterator[None]:
+    """Keeps the publisher away until a snapshot has the rows: a restart would not know what a sink had got."""
+    published = state.job.published
+    with state.job.changed:
+        published.whole = published.loading = True
+    try:
+        yield
+    finally:
+        with state.job.changed:
+            published.loading = False
 
 
 def _load(state: ServerState, config: ServerConfig, table_id: int, dirname: Path) -> int:

@@ -34,10 +34,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+
 from fleet.errors import ConfigError, PSError
 from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
-from fleet.ps.server.served_table import ServedTable, Stamps, merge_parts, missing_parts
+from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
+from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.table.table_spec import difference_of_specs
 from fleet.ps.wire.bfloat16 import from_bfloat16
 from fleet.ps.wire.messages import Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
@@ -46,6 +49,8 @@ __all__ = ["ServerState"]
 
 MAX_AHEAD = 4  # steps that one worker may be ahead of the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
+_KEEPS_ROWS = ("learning_rate", "advance_day")  # actions that neither remove rows nor change their weights
+_NONE = np.empty(0, np.int64)
 MakeTable = Callable[[dict[str, Any]], ServedTable]
 
 
@@ -201,12 +206,19 @@ class ServerState:
         self.job.note_step(worker, step, fresh)
         if not record.flags & MessageFlag.NO_CLOCK:
             worker.clock = max(worker.clock, step)
-        if record.kind == RecordKind.ADD:
-            for part in parts:
-                if part.ids is not None and part.table_id in fresh:
-                    self.job.recorder.mark(worker.rank, part.table_id, part.ids.copy())
+        for part in parts:
+            if part.ids is not None and part.table_id in fresh:
+                self._note_changed(record, worker.rank, part.table_id, part.ids)
         self.counts["duplicates"] += len(ids) - len(fresh)
         return fresh
+
+    def _note_changed(self, record: Record, rank: int, table_id: int, ids: Keys) -> None:
+        is_addition = record.kind == RecordKind.ADD
+        if is_addition or self.job.published.on:
+            kept = ids.copy()
+            self.job.note_changed(table_id, kept)
+            if is_addition:
+                self.job.recorder.mark([w.rank for w in self.job.workers if w.rank != rank], table_id, kept)
 
     def _apply(self, kind: int, parts: Sequence[TablePart]) -> None:
         for part in parts:
@@ -263,6 +275,7 @@ class ServerState:
                         self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
                         self._unfinished = step
                         self.job.take_held(step, ranks)
+                        self._note_merged(merged)
                     try:
                         self._apply(RecordKind.PUSH, merged)
                     except BaseException as error:
@@ -271,6 +284,11 @@ class ServerState:
                 with self.job.changed:
                     self._unfinished = None
                     self.job.changed.notify_all()
+
+    def _note_merged(self, merged: Sequence[TablePart]) -> None:
+        for part in merged:
+            if part.ids is not None:
+                self.job.note_changed(part.table_id, part.ids)
 
     def forget_held(self, table_ids: Sequence[int]) -> None:
         """Drops what the held gradients have for these tables; their steps stay open.
@@ -320,14 +338,30 @@ class ServerState:
                 return Status.DUPLICATE, 0
             with self.snapshots, table.order, table.gate.exclusive():
                 try:
-                    rows = table.alter(action, fields)
+                    rows, gone = self._altered(table, action, fields)
                 except (ConfigError, KeyError, TypeError, ValueError) as error:
                     raise Refused(f"{action} of table {table_id}: {error}") from None
                 with self.job.changed:
                     body = {"table": table_id, "action": action, "fields": fields}
                     record = _control(RecordKind.ALTER, body, worker.rank, number, header.seq)
                     channel.note(self.journal.append(record), header.seq)
+                    self.job.note_changed(table_id, gone, gone=True)
         return Status.OK, rows
+
+    def _altered(self, table: ServedTable, action: str, fields: dict[str, Any]) -> tuple[int, Keys]:
+        """Alters ``table``; returns the rows affected and, where rows are published, the ids that lost theirs."""
+        if self.job.published.on and isinstance(table, ServedSparse) and action not in _KEEPS_ROWS:
+            return table.alter_and_tell(action, fields)
+        return table.alter(action, fields), _NONE
+
+    def begin_history(self, history: str, boot: str) -> None:
+        """Notes the identity that sinks know this server's journal by from now on; empty: rows are not published."""
+        with self.job.changed:
+            kept_for = (boot, self.journal.level)
+            fields = {"history": history, "boot": boot, "level": self.journal.level}
+            lsn = self.journal.append(_control(RecordKind.HISTORY, fields))
+            self.job.published.begin(history, kept_for, lsn)
+            self.job.recorder.drop(TOUCHED, GONE)
 
     def settle(self) -> None:
         """Opens the barriers at which all active workers stand, once everything they pushed before is applied."""
@@ -381,14 +415,19 @@ class ServerState:
             self._install({key: self.make_table(spec) for key, spec in specs.items()}, specs)
         elif record.kind == RecordKind.APPLY:
             merged = self._merged(self.job.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
+            self._note_merged(merged)
             self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn))
         elif record.kind == RecordKind.ALTER:
             worker.channel(record.channel).note(record.lsn, record.seq)
             table_id = fields["table"]
             if table_id not in stamps or record.lsn > stamps[table_id].latest:
-                self.tables[table_id].alter(fields["action"], fields["fields"])
+                _, gone = self._altered(self.tables[table_id], fields["action"], fields["fields"])
+                self.job.note_changed(table_id, gone, gone=True)
         elif record.kind == RecordKind.BARRIER:
             self.job.pass_barrier(fields["name"], fields["number"], fields.get("key", ""))
+        elif record.kind == RecordKind.HISTORY:
+            self.job.published.begin(fields["history"], (fields["boot"], fields["level"]), record.lsn)
+            self.job.recorder.drop(TOUCHED, GONE)
         else:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 

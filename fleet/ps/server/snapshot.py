@@ -101,6 +101,17 @@ def _capture(job: JobState) -> dict[str, Any]:
         "saved": dict(job.saved),
         "held": [(step, rank, held) for step, ranks in job.held.items() for rank, held in ranks.items()],
         "recorded": sorted(job.recorder.capture().items()),
+        "published": _capture_published(job),
+    }
+
+
+def _capture_published(job: JobState) -> dict[str, Any]:
+    kept = job.published
+    return {
+        "history": kept.history,
+        "kept_for": kept.kept_for,
+        "confirmed": kept.confirmed,
+        "whole": kept.whole or kept.writing_whole,
     }
 
 
@@ -257,6 +268,10 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
     for rank, table in fields["recorded"]:
         recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
     job.recorder.restore(recorded)
+    if "published" in fields:
+        known = fields["published"]
+        job.published.begin(known["history"], tuple(known["kept_for"]), known["confirmed"])
+        job.published.whole = known["whole"]
     return lsn, fields
 
 

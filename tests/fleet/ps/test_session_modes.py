@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.server.job_state import GeoRecorder
+from fleet.ps.server.key_recorder import KeyRecorder
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
@@ -328,25 +328,18 @@ def test_a_load_drops_what_an_open_step_holds_for_its_tables(tmp_path):
 
 def test_the_recorder_gives_what_others_changed_once_and_again_when_asked_again():
     """D.7: pull returns rows changed by others since the last pull."""
-    recorder = GeoRecorder(3)
-    recorder.mark(0, 7, ids(5, 3))
-    recorder.mark(1, 7, ids(3, 9))
+    recorder = KeyRecorder()
+    recorder.mark([1, 2], 7, ids(5, 3))
+    recorder.mark([0, 2], 7, ids(3, 9))
     assert recorder.take(2, 7, 1).tolist() == [3, 5, 9]
     assert recorder.take(2, 7, 1).tolist() == [3, 5, 9]  # the answer was lost
     assert recorder.take(2, 7, 2).tolist() == []
     assert recorder.take(0, 7, 1).tolist() == [3, 9]
     assert recorder.take(0, 8, 1).tolist() == []
-    other = GeoRecorder(3)
+    other = KeyRecorder()
     other.restore(recorder.capture())
     assert other.take(1, 7, 1).tolist() == [3, 5]
     assert other.take(0, 7, 1).tolist() == [3, 9]  # may have been lost on its way: given again
-
-
-def test_the_recorder_stays_small():
-    recorder = GeoRecorder(2)
-    for _ in range(1000):
-        recorder.mark(0, 1, np.arange(100))
-    assert sum(len(keys) for keys in recorder._pending[1, 1]) <= 64 * 100
 
 
 def test_a_push_without_a_step_is_refused_in_sync_mode():

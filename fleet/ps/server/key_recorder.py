@@ -1,0 +1,127 @@
+"""KeyRecorder: which ids have changed since a reader last took them; for geo workers and for publishing.
+
+[Note: What a reader has not confirmed is kept]
+Changed ids collect per reader and table. :meth:`KeyRecorder.move` hands them out and holds them; they are dropped by
+:meth:`~KeyRecorder.forget`, when the reader has them for certain, or become changed again by
+:meth:`~KeyRecorder.put_back`. A snapshot captures both kinds, so after a restart a reader may be told of an id twice
+and never too seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["GONE", "TOUCHED", "KeyRecorder"]
+
+Keys = NDArray[np.int64]
+TOUCHED, GONE = -1, -2  # readers beside the workers' ranks: what publishing must send as rows, and as deleted
+_LOOSE = 1 << 16
+
+
+class _KeySet:
+    """Distinct ids; arrays collect until they are as long as what is merged, so an id is merged a few times only."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Keys] = []
+        self._merged = self._loose = 0
+
+    def __len__(self) -> int:
+        """The number of ids, repeated ones that are not merged yet included."""
+        return self._merged + self._loose
+
+    def add(self, keys: Keys) -> None:
+        self._arrays.append(keys)
+        self._loose += len(keys)
+        if self._loose > max(_LOOSE, self._merged) or len(self._arrays) > _LOOSE:
+            self.sorted()
+
+    def sorted(self) -> Keys:
+        if self._loose or len(self._arrays) > 1:
+            self._arrays = [np.unique(np.concatenate(self._arrays))]
+        self._merged, self._loose = (len(self._arrays[0]) if self._arrays else 0), 0
+        return self._arrays[0] if self._arrays else np.empty(0, np.int64)
+
+
+class KeyRecorder:
+    """Keeps, per reader and table, the ids that have changed. The caller does the locking.
+
+    A geo worker numbers its questions. The ids of an answer are kept until the next number comes, so an answer that was
+    lost can be repeated, with the values of that moment.
+
+    Example:
+        >>> recorder = KeyRecorder()
+        >>> recorder.mark([1], table_id=1, keys=np.array([5, 7]))
+        >>> recorder.take(reader=1, table_id=1, number=1).tolist(), recorder.take(0, 1, 1).tolist()
+        ([5, 7], [])
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[int, int], _KeySet] = {}
+        self._held: dict[tuple[int, int], _KeySet] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def mark(self, readers: Iterable[int], table_id: int, keys: Keys) -> None:
+        """Notes for ``readers`` that ``keys`` have changed; the array is kept and must not change afterwards."""
+        for reader in readers:
+            self._pending.setdefault((reader, table_id), _KeySet()).add(keys)
+
+    def take(self, reader: int, table_id: int, number: int) -> Keys:
+        """Returns the sorted ids for question ``number`` of ``reader``; a new number confirms the one before."""
+        place = (reader, table_id)
+        if self._numbers.get(place) != number:
+            self._numbers[place] = number
+            self._held[place] = self._pending.pop(place, _KeySet())
+        return self._held[place].sorted()
+
+    def move(self, reader: int, table_id: int) -> Keys:
+        """Returns the sorted ids that changed since the last call; they are held with those of earlier calls."""
+        keys = self._pending.pop((reader, table_id), _KeySet()).sorted()
+        if len(keys):
+            self._held.setdefault((reader, table_id), _KeySet()).add(keys)
+        return keys
+
+    def put_back(self, *readers: int) -> None:
+        """Makes what is held for ``readers`` changed again: they did not get it."""
+        for place in [place for place in self._held if place[0] in readers]:
+            self._pending.setdefault(place, _KeySet()).add(self._held.pop(place).sorted())
+
+    def forget(self, *readers: int) -> None:
+        """Drops what is held for ``readers``: they have it."""
+        for place in [place for place in self._held if place[0] in readers]:
+            del self._held[place]
+
+    def drop(self, *readers: int) -> None:
+        """Drops everything that is kept for ``readers``."""
+        self.put_back(*readers)
+        for place in [place for place in self._pending if place[0] in readers]:
+            del self._pending[place]
+
+    def count(self, *readers: int) -> int:
+        """Returns how many ids ``readers`` do not have for certain; one that changed often may count several times."""
+        return sum(
+            len(keys)
+            for places in (dict(self._pending), dict(self._held))
+            for place, keys in places.items()
+            if place[0] in readers
+        )
+
+    def capture(self) -> dict[tuple[int, int], Keys]:
+        """Returns the ids each reader may not have yet, by (reader, table)."""
+        captured = {}
+        for place in {*self._pending, *self._held}:
+            found = [kept[place].sorted() for kept in (self._pending, self._held) if place in kept]
+            keys = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
+            if len(keys):
+                captured[place] = keys
+        return captured
+
+    def restore(self, captured: dict[tuple[int, int], Keys]) -> None:
+        """Takes over what :meth:`capture` returned."""
+        self._held.clear()
+        self._numbers.clear()
+        self._pending = {}
+        for place, keys in captured.items():
+            self._pending.setdefault(place, _KeySet()).add(keys)
