@@ -44,6 +44,7 @@ _HOMES = {
     "load_dense": "files.table_files",
     "save_dense": "files.table_files",
     "save_table": "files.table_files",
+    "Reader": "serving.reader",
 }
 
 __all__ = sorted(_HOMES)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import CheckpointError
-from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, write_atomically
+from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, read_block, write_atomically
 from fleet.ps.table.layout import Int64s
+from fleet.ps.table.rows import RowBlock
 
 FORMAT = 1
 _NAME = re.compile(r"part-([0-9]{3,9})\.json")
@@ -197,6 +198,33 @@ def read_parts(folder: Path) -> list[Manifest]:
                 f"{part.num_bytes} bytes. The file is damaged; load another checkpoint."
             )
     return parts
+
+
+def extents_of(part: Manifest, ranges: tuple[int, int] | None) -> list[Extent]:
+    """Returns the extents that hold keys of ``ranges``: (first, last + 1) virtual ranges, ``None`` for all."""
+    return [e for e in part.extents if ranges is None or (e.first < ranges[1] and ranges[0] <= e.last)]
+
+
+def blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None = None) -> Iterator[tuple[int, RowBlock]]:
+    """Yields each block of a part that may hold keys of ``ranges``, and the byte of the row file where it begins.
+
+    Raises:
+        CheckpointError: the row file is damaged, or holds other numbers of rows than the manifest says.
+    """
+    path = folder / part.data
+    with open_plain(path) as file:
+        for extent in extents_of(part, ranges):
+            file.seek(extent.offset)
+            rows = 0
+            while (start := file.tell()) < extent.offset + extent.num_bytes:
+                block = read_block(file, path)
+                rows += len(block)
+                yield start, block
+            if rows != extent.rows:
+                raise CheckpointError(
+                    f"{path}: {rows} rows at byte {extent.offset}; the manifest says {extent.rows}. "
+                    "The file is damaged; load another checkpoint."
+                )
 
 
 def paddle_model_in(folder: Path) -> str:

@@ -67,6 +67,11 @@ def encode_block(block: RowBlock) -> bytes:
     return head + struct.pack("<II", zlib.crc32(head), 0) + payload
 
 
+def values_offset(rows: int) -> int:
+    """Returns how many bytes of a block of ``rows`` rows come before their values."""
+    return HEADER_BYTES + (LEAST_ROW_BYTES - 4) * rows
+
+
 def read_block(file: BinaryIO, path: Path) -> RowBlock:
     """Returns the block at the file's position.
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,8 @@ from fleet.ps.files.manifest import (
     Manifest,
     Mine,
     Saved,
+    blocks_of,
+    extents_of,
     manifest_path,
     part_number,
     read_manifest,
@@ -40,7 +42,7 @@ from fleet.ps.files.manifest import (
     table_folder,
     write_manifest,
 )
-from fleet.ps.files.row_file import encode_block, open_plain, read_block, temporary_file
+from fleet.ps.files.row_file import encode_block, open_plain, temporary_file
 from fleet.ps.files.text_format import import_text, text_parts
 from fleet.ps.table.accessor import accessor_score
 from fleet.ps.table.dense_table import DenseTable
@@ -106,7 +108,7 @@ def save_table(
     )
     _publish_part(folder, manifest)
     if mode in (1, 2):
-        for block in _blocks_of(folder, manifest, None):
+        for _, block in blocks_of(folder, manifest):
             if block.statistics is not None:
                 table.settle(block.keys, block.statistics.delta_scores)
     if mode == 3:
@@ -139,10 +141,10 @@ def load_table(
         _check_fits(manifest_path(folder, part.server), table.config, part)
     was_empty = table.num_rows == 0
     loaded = 0
-    table.reserve(sum(extent.rows for part in parts for extent in _extents_of(part, ranges)))
+    table.reserve(sum(extent.rows for part in parts for extent in extents_of(part, ranges)))
     try:
         for part in parts:
-            for block in _blocks_of(folder, part, ranges):
+            for _, block in blocks_of(folder, part, ranges):
                 chosen = block if mine is None else block.take(mine(block.keys))
                 if len(chosen):
                     table.insert(chosen)
@@ -212,28 +214,6 @@ def _selected(config: SparseTableConfig, block: RowBlock, mode: int) -> RowBlock
     if mode == 1:
         keep &= kept.delta_scores >= accessor.delta_threshold
     return block.take(keep)
-
-
-def _extents_of(part: Manifest, ranges: tuple[int, int] | None) -> list[Extent]:
-    """Returns the extents that hold keys of ``ranges``."""
-    return [e for e in part.extents if ranges is None or (e.first < ranges[1] and ranges[0] <= e.last)]
-
-
-def _blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None) -> Iterator[RowBlock]:
-    path = folder / part.data
-    with open_plain(path) as file:
-        for extent in _extents_of(part, ranges):
-            file.seek(extent.offset)
-            rows = 0
-            while file.tell() < extent.offset + extent.num_bytes:
-                block = read_block(file, path)
-                rows += len(block)
-                yield block
-            if rows != extent.rows:
-                raise CheckpointError(
-                    f"{path}: {rows} rows at byte {extent.offset}; the manifest says {extent.rows}. "
-                    "The file is damaged; load another checkpoint."
-                )
 
 
 def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:

@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from fleet.errors import ConfigError
 
-__all__ = ["Bags", "bags_of", "keys_of_slots"]
+__all__ = ["COMBINERS", "Bags", "bags_of", "combined", "keys_of_slots"]
+
+COMBINERS = ("none", "sum", "mean")
 
 Keys = NDArray[np.int64]
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -42,6 +45,12 @@ class Bags:
             raise ConfigError(f"show and click have {len(numbers)} numbers for {samples} samples; give one for each.")
         counts: NDArray[np.float32] = np.repeat(np.repeat(numbers, num_slots), self.lengths)
         return counts
+
+
+    def without(self, padding_idx: int | None) -> Keys | None:
+        """Returns the places of the ids that are not ``padding_idx``, ``None`` where all are."""
+        padding = self.ids == padding_idx
+        return np.flatnonzero(~padding) if padding_idx is not None and padding.any() else None
 
 
 def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, num_slots: int) -> Bags:
@@ -99,6 +108,32 @@ def keys_of_slots(bags: Bags, num_slots: int) -> Keys:
         slots = np.repeat(np.arange(len(bags.lengths), dtype=np.uint64) % np.uint64(num_slots), bags.lengths)
     keys: Keys = (bags.ids.view(np.uint64) + slots * _SLOT_FACTOR).view(np.int64)
     return keys
+
+
+def combined(bags: Bags, present: Keys | None, rows: Tensor, places: Tensor, combiner: str) -> Tensor:
+    """Returns the rows of ids, or their sum or mean per bag, in the shape of ``bags``.
+
+    Args:
+        bags: the ids.
+        present: places of the ids that have a row; the others count as zeros, or not at all in a bag. ``None``: all.
+        rows: float32 [u, dim].
+        places: int64, for each id that has a row, its place in ``rows``.
+        combiner: as in :func:`bags_of`.
+    """
+    dim = rows.shape[1]
+    if bags.offsets is None:
+        found = F.embedding(places, rows)
+        if present is not None:
+            spread = rows.new_zeros(len(bags.ids), dim)
+            found = spread.index_copy(0, torch.from_numpy(present).to(rows.device), found)
+        return found.view(*bags.shape, dim)
+    starts = bags.offsets
+    if present is not None:  # the rest of each bag begins after the rest of those before it
+        starts = np.searchsorted(present, bags.offsets)
+    if not len(rows):  # embedding_bag refuses a table without rows
+        return rows.new_zeros(len(starts), dim).view(*bags.shape, dim)
+    found = F.embedding_bag(places, rows, torch.from_numpy(starts).to(rows.device), mode=combiner)
+    return found.view(*bags.shape, dim)
 
 
 def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor | None) -> Bags:

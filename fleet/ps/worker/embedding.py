@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.table.accessor import Accessor
@@ -17,13 +16,12 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
-from fleet.ps.worker.bags import Bags, bags_of, keys_of_slots
+from fleet.ps.worker.bags import COMBINERS, Bags, bags_of, combined, keys_of_slots
 from fleet.ps.worker.lookup import LocalRows, RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight
 
 __all__ = ["COMBINERS", "SparseEmbedding", "scale_gradient"]
 
-COMBINERS = ("none", "sum", "mean")
 Ids = Tensor | Sequence[Any]
 _INT64 = (-(2**63), 2**63 - 1)
 
@@ -262,31 +260,16 @@ class SparseEmbedding(WatchesWeight):
 
     def _combined(self, bags: Bags, keys: np.ndarray, shows: Any, clicks: Any) -> Tensor:
         device = self.weight.device
-        present = None
-        if self.padding_idx is not None:
-            padding = bags.ids == self.padding_idx
-            if padding.any():
-                present = np.flatnonzero(~padding)
-                keys = keys[present]
-                shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
+        present = bags.without(self.padding_idx)
+        if present is not None:
+            keys = keys[present]
+            shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
         if self.lookup.source is None:
             self.lookup.source = LocalRows(self.table_config(Rule("sgd")))
         rows, places = self.lookup.find(
             np.ascontiguousarray(keys), device, shows, clicks, trained=self.weight.requires_grad
         )
-        if bags.offsets is None:
-            found = F.embedding(places, rows)
-            if present is not None:
-                spread = rows.new_zeros(len(bags.ids), rows.shape[1])
-                found = spread.index_copy(0, torch.from_numpy(present).to(device), found)
-            return found.view(*bags.shape, rows.shape[1])
-        starts = bags.offsets
-        if present is not None:  # the rest of each bag begins after the rest of those before it
-            starts = np.searchsorted(present, bags.offsets)
-        if not len(rows):  # embedding_bag refuses a table without rows
-            return rows.new_zeros(len(starts), rows.shape[1]).view(*bags.shape, rows.shape[1])
-        found = F.embedding_bag(places, rows, torch.from_numpy(starts).to(device), mode=self.combiner)
-        return found.view(*bags.shape, rows.shape[1])
+        return combined(bags, present, rows, places, self.combiner)
 
     def _counts(self, bags: Bags, show: Tensor | None, click: Tensor | None) -> tuple[Any, Any]:
         if isinstance(self.entry, ShowClickEntry) and (show is None or click is None):

@@ -1,0 +1,257 @@
+"""Reader: the rows of a job's tables for the serving side: looked up by id, and followed while they are trained."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from fleet.errors import ConfigError, FleetError
+from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
+from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
+from fleet.ps.serving.redis_rows import RedisRows
+from fleet.ps.serving.saved_rows import SavedRows, is_save
+from fleet.ps.table.layout import Int64s
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Reader"]
+
+_REMOTE = ("redis://", "rediss://", "unix://")
+
+
+class _Files(Protocol):
+    state: LocalState
+
+    def refresh(self) -> bool: ...
+
+
+class Reader:
+    """Looks up rows of the tables of a job, without any process of that job.
+
+    A folder is mapped into memory; every 20 bytes of memory hold where one row is. Redis is asked at each lookup.
+    Lookups may come from any number of threads, while :meth:`follow` or :meth:`refresh` takes up what is new: a lookup
+    sees the rows of one state, with each delta whole or not at all.
+
+    Args:
+        source: a folder that ``fleet.ps.publish`` writes, a folder of ``fleet.save_persistables`` or
+            ``fleet.save_inference_model`` (mode 0), either with or without ``folder:`` before it; or the address of a
+            Redis that ``fleet.ps.publish`` writes to.
+        job: Redis: the job's name, needed where several jobs publish there.
+
+    Raises:
+        ConfigError: the source is none of these.
+        CheckpointError: files in the folder are damaged.
+        PSError: Redis does not answer.
+
+    Example:
+        >>> table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("ads", 4))
+        >>> table.add(np.array([7, 8]), np.ones((2, 4), np.float32))
+        >>> saved = fleet.ps.save_table(table, folder)
+        >>> reader = fleet.ps.Reader(folder)
+        >>> rows, found = reader.lookup("ads", [7, 10**15], found=True)
+        >>> rows.shape, found.tolist()
+        ((2, 4), [True, False])
+    """
+
+    def __init__(self, source: str | Path, *, job: str | None = None) -> None:
+        self._label = f"fleet.ps.Reader({str(source)!r})"
+        self._redis: RedisRows | None = None
+        self._refreshing = threading.Lock()
+        self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        if isinstance(source, str) and source.startswith(_REMOTE):
+            self._redis = RedisRows(source, job)
+            return
+        if not isinstance(source, str | Path) or (isinstance(source, str) and "://" in source) or not str(source):
+            raise ConfigError(f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0.")
+        if job is not None:
+            raise ConfigError(f"{self._label[:-1]}, job={job!r}): a folder has the rows of one job. Omit job=.")
+        self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")))
+        self._files.refresh()
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """The columns of each table, by its name."""
+        return dict(self._dims())
+
+    @property
+    def position(self) -> dict[int, Position]:
+        """How far the rows of each server are: its history, watermark and step, and when the newest was pushed."""
+        self._check_open()
+        return dict(self._redis.positions if self._redis is not None else self._files.state.positions)
+
+    def lookup(self, table: str, ids: Any, *, found: bool = False) -> Any:
+        """Returns the rows of ``ids``; an id without a row gives zeros.
+
+        Args:
+            table: the table's name; of an embedding without a name of its own, the name of the module in the model.
+            ids: integers of any shape: a numpy array, a list, or a torch tensor.
+            found: returns which ids have a row as well.
+
+        Returns:
+            float32 [*ids.shape, dim]: a tensor on the ids' device for a tensor, otherwise an array. With ``found`` also
+            a bool of the shape of ids.
+
+        Raises:
+            ConfigError: there is no such table, or ids are not integers.
+            CheckpointError, PSError: the rows cannot be read.
+        """
+        self._check_open()
+        keys, shape = _keys_of(ids)
+        rows, mask = self._lookup(table, keys)
+        rows, mask = rows.reshape(*shape, rows.shape[1]), mask.reshape(shape)
+        if _is_tensor(ids):
+            import torch
+
+            tensors = torch.from_numpy(rows).to(ids.device), torch.from_numpy(mask).to(ids.device)
+            return tensors if found else tensors[0]
+        return (rows, mask) if found else rows
+
+    def lookup_bags(
+        self,
+        table: str,
+        ids: Tensor | Sequence[Any],
+        offsets: Tensor | None = None,
+        *,
+        combiner: str = "sum",
+        num_slots: int = 1,
+        separate_slots: bool = False,
+        padding_idx: int | None = None,
+    ) -> Tensor:
+        """Returns what ``fleet.SparseEmbedding`` with these arguments gives for ``ids``, to the bit.
+
+        Ids, offsets and the shape of the result are those of :class:`fleet.SparseEmbedding`; ids without a row count
+        as zeros.
+        """
+        import torch
+
+        from fleet.ps.worker.bags import COMBINERS, bags_of, combined, keys_of_slots
+
+        self._check_open()
+        if combiner not in COMBINERS:
+            raise ConfigError(f"reader.lookup_bags(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
+        bags = bags_of(ids, offsets, combiner, num_slots)
+        keys = keys_of_slots(bags, num_slots) if separate_slots else bags.ids
+        present = bags.without(padding_idx)
+        rows = torch.from_numpy(self._lookup(table, keys if present is None else keys[present])[0])
+        found = combined(bags, present, rows, torch.arange(len(rows)), combiner)
+        return found.to(ids.device) if isinstance(ids, torch.Tensor) else found
+
+    def refresh(self) -> bool:
+        """Takes up what is new and returns whether there was anything; lookups meanwhile see the rows before it.
+
+        Raises:
+            CheckpointError, PSError: the newest rows cannot be read; the rows from before stay.
+        """
+        self._check_open()
+        with self._refreshing:
+            return self._redis.refresh() if self._redis is not None else self._files.refresh()
+
+    def follow(self, every_s: float = 1.0) -> Reader:
+        """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
+
+        What cannot be read is logged once and tried again; the rows from before stay. Redis needs no following.
+        """
+        self._check_open()
+        number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
+        if not number or not 0 < every_s < threading.TIMEOUT_MAX:
+            raise ConfigError(f"reader.follow(every_s={every_s!r}) takes a number of seconds above 0.")
+        if self._redis is None:
+            self._stop_following()
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._follow, args=(float(every_s), self._stop), name="fleet-reader", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
+        self._is_closed = True
+        self._stop_following()
+        if self._redis is not None:
+            self._redis.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _dims(self) -> Mapping[str, int]:
+        self._check_open()
+        return self._redis.dims if self._redis is not None else self._files.state.dims
+
+    def _lookup(self, table: str, keys: Int64s) -> Found:
+        if self._redis is not None:
+            return self._redis.lookup(table, keys)
+        state = self._files.state  # read once: another thread may put a newer one there
+        return state.lookup(check_table(self._label, table, state.dims), keys)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"{self._label} is closed; make another one.")
+
+    def _follow(self, every_s: float, stop: threading.Event) -> None:
+        told = ""
+        while not stop.wait(every_s):
+            try:
+                with self._refreshing:
+                    self._files.refresh()
+                told = ""
+            except (FleetError, OSError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    logging.getLogger("FLEET").warning("%s keeps its rows: %s", self._label, error)
+
+    def _stop_following(self) -> None:
+        if self._stop is not None and self._thread is not None:
+            self._stop.set()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            self._stop = self._thread = None
+
+
+def _open_folder(label: str, folder: Path) -> _Files:
+    if not folder.is_dir():
+        raise ConfigError(f"{label}: there is no such folder.")
+    if is_delta_folder(folder):
+        return DeltaRows(folder)
+    if is_save(folder):
+        return SavedRows(folder)
+    names = sorted(path.name for path in folder.iterdir())[:5]
+    raise ConfigError(
+        f"{label}: neither rows that fleet.ps.publish writes (MANIFEST.json) nor a save of tables; the folder holds "
+        f"{names or 'nothing'}. A publisher's folder has rows once the servers have written the first ones."
+    )
+
+
+def _is_tensor(ids: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(ids, torch.Tensor)
+
+
+def _keys_of(ids: Any) -> tuple[Int64s, tuple[int, ...]]:
+    """Returns ids as flat int64, and their shape; an id above 2**63 has the key of the same 64 bits."""
+    array = ids.detach().cpu().numpy() if _is_tensor(ids) else ids
+    try:
+        array = np.asarray(array)
+    except ValueError:
+        raise ConfigError("reader.lookup: ids are lists of unequal lengths; use lookup_bags for bags of ids.") from None
+    if not array.size and array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not _is_tensor(ids):
+        array = array.astype(np.int64)  # [] has no type of its own
+    if array.dtype.kind not in "iu":
+        raise ConfigError(f"reader.lookup: ids are {array.dtype}; they must be integers of at most 64 bits.")
+    flat = array.reshape(-1)
+    keys = flat.view(np.int64) if flat.dtype == np.uint64 else flat.astype(np.int64, copy=False)
+    return np.ascontiguousarray(keys), array.shape

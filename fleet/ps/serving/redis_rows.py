@@ -1,0 +1,148 @@
+"""The rows that a publisher keeps in Redis: each lookup asks for them in one transaction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps.publishing.delta import ENCODINGS, row_bytes, unpack_rows
+from fleet.ps.serving.local_rows import Found, Position, check_table
+from fleet.ps.table.layout import Int64s
+
+__all__ = ["RedisRows"]
+
+_TIMEOUT_S, _RETRIES = 10.0, 5
+_T = TypeVar("_T")
+
+
+class RedisRows:
+    """Rows of one job in Redis; nothing is kept here, so every lookup is of the newest ones.
+
+    A lookup reads the table's description and its rows in one transaction, and a publisher writes a delta in one: a
+    batch sees all of a delta or nothing. A Redis that is away is tried again for about three seconds.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``, as ``redis.Redis.from_url`` takes it.
+        job: the job's name, ``None`` for the only one that publishes there.
+    """
+
+    def __init__(self, url: str, job: str | None) -> None:
+        try:
+            import redis
+            from redis.backoff import ExponentialBackoff
+            from redis.retry import Retry
+        except ImportError:
+            raise ConfigError(
+                f"fleet.ps.Reader({_without_password(url)!r}) needs the redis package: "
+                "pip install 'torch-fleet[redis]'."
+            ) from None
+        self._label = _without_password(url)
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=_TIMEOUT_S,
+                socket_connect_timeout=_TIMEOUT_S,
+                retry=Retry(ExponentialBackoff(cap=1.0, base=0.1), _RETRIES),
+                retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
+            )
+        except ValueError as error:
+            raise ConfigError(f"fleet.ps.Reader({self._label!r}): {error}.") from None
+        self._job = self._find_job() if job is None else job
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """The columns of each table that has rows there now."""
+        pattern = f"fleet:{_plain(self._job)}:*"
+        dims: dict[str, int] = {}
+        for key in self._ask(lambda: list(self._redis.scan_iter(match=pattern, count=1000, _type="hash"))):
+            name = key.decode().removeprefix(f"fleet:{self._job}:")
+            if name != "position":
+                dims[name] = self._described(name, self._ask(lambda key=key: self._redis.hgetall(key)))[0]
+        return dims
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """What Redis holds of each server."""
+        held = self._ask(lambda: self._redis.hgetall(f"fleet:{self._job}:position"))
+        try:
+            return {int(server): _position_of(json.loads(text)) for server, text in held.items()}
+        except (ValueError, KeyError, TypeError):
+            raise PSError(f"{self._label}: fleet:{self._job}:position is none that a publisher wrote: {held}.") from None
+
+    def refresh(self) -> bool:
+        """Returns False: a lookup is of the newest rows in any case. Raises :class:`PSError` when Redis is away."""
+        self._ask(self._redis.ping)
+        return False
+
+    def lookup(self, table: str, keys: Int64s) -> Found:
+        """Returns the rows of ``keys``, zeros where there is none, and which were found."""
+        if not isinstance(table, str):
+            check_table(self._label, table, self.dims)
+        prefix = f"fleet:{self._job}:{table}"
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(prefix)
+            if len(keys):
+                pipe.mget([f"{prefix}:{key}" for key in keys.tolist()])
+            meta, *answer = self._ask(pipe.execute)
+        if not meta:
+            check_table(self._label, table, self.dims)
+        dim, encoding = self._described(table, meta)
+        rows = answer[0] if answer else []
+        found = np.fromiter((row is not None for row in rows), np.bool_, len(rows))
+        out = np.zeros((len(keys), dim), np.float32)
+        width = row_bytes(dim, encoding)
+        held = [row for row in rows if row is not None]
+        if any(len(row) != width for row in held):
+            raise PSError(
+                f"{self._label}: a row of {table!r} has not the {width} bytes of {dim} columns as {encoding}. "
+                "Something else than the publisher has written there."
+            )
+        if held:
+            out[found] = unpack_rows(held, dim, encoding)
+        return out, found
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._redis.close()
+
+    def _find_job(self) -> str:
+        keys = self._ask(lambda: list(self._redis.scan_iter(match="fleet:*:position", count=1000, _type="hash")))
+        jobs = sorted(key.decode().removeprefix("fleet:").removesuffix(":position") for key in keys)
+        if len(jobs) != 1:
+            what = f"has the rows of {jobs}; choose one" if jobs else "has no rows of a job yet; name the job"
+            raise ConfigError(f"fleet.ps.Reader({self._label!r}): Redis {what} with job=.")
+        return jobs[0]
+
+    def _described(self, table: str, meta: Mapping[bytes, bytes]) -> tuple[int, str]:
+        try:
+            dim, encoding = int(meta[b"dim"]), meta[b"values"].decode()
+        except (KeyError, ValueError):
+            dim, encoding = 0, ""
+        if dim < 1 or encoding not in ENCODINGS:
+            raise PSError(f"{self._label}: fleet:{self._job}:{table} describes no table: {dict(meta)}.")
+        return dim, encoding
+
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        try:
+            return request()
+        except self._errors as error:
+            raise PSError(f"{self._label}: Redis does not answer: {error}. Lookups work again once it does.") from None
+
+
+def _position_of(held: Mapping[str, Any]) -> Position:
+    return Position(held["history"], held["watermark"], held.get("step", 0), held.get("pushed_at", 0.0))
+
+
+def _plain(name: str) -> str:
+    """Returns ``name`` as a pattern that matches only itself."""
+    return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in name)
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
