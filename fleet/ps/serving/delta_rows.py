@@ -1,10 +1,181 @@
-"""Stub."""
+"""The rows that a publisher keeps in a folder: a mapped base for each server, and the deltas after it.
+
+[Note: What a lookup sees while the folder changes]
+``refresh`` reads the manifest, then the files it names that are new, and puts one new state in place when all of them
+are read and checked; states are never changed, so a lookup sees one manifest's rows, every delta whole. A file that the
+publisher has removed meanwhile stands in an older manifest: the newest one is read again. Files that a state uses stay
+mapped after they are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
-from fleet.ps.serving.local_rows import LocalState
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import CheckpointError
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.publishing.folder_sink import MANIFEST
+from fleet.ps.publishing.tensor_file import read_tensors
+from fleet.ps.serving.local_rows import LocalState, Position, Share
+from fleet.ps.serving.mapped_rows import MappedRows
+
+__all__ = ["DeltaRows", "is_delta_folder"]
+
+_MOST_BYTES = 1 << 28
+_TRIES = 20
+_ENCODINGS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # of the arrays' dtypes
+
+
 def is_delta_folder(folder: Path) -> bool:
-    return (folder / "MANIFEST.json").exists()
+    """Returns whether a publisher has written to ``folder``."""
+    return (folder / MANIFEST).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """What has been read of one server: the entries of its files, oldest first, and the rows by table."""
+
+    entries: tuple[tuple[str, int], ...]  # (file, CRC-32)
+    shares: dict[str, Share]
+
+
 class DeltaRows:
+    """Reads the folder of ``fleet.ps.publish``, and what was added to it since."""
+
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._chains: dict[int, _Chain] = {}
+        self._text = b""
         self.state = LocalState()
+
     def refresh(self) -> bool:
-        return False
+        """Returns whether there is a newer state than before; ``state`` is whole either way.
+
+        Raises:
+            CheckpointError: the manifest or a file is damaged.
+        """
+        for _ in range(_TRIES):
+            text = self._manifest_text()
+            if text == self._text:
+                return False
+            try:
+                self._take(text)
+                return True
+            except (FileNotFoundError, CheckpointError):
+                if text == self._manifest_text():  # not because the folder went on
+                    raise
+        raise CheckpointError(f"{self._folder}: its files are replaced faster than they can be read.")
+
+    def _manifest_text(self) -> bytes:
+        with open_plain(self._folder / MANIFEST) as file:
+            return file.read(_MOST_BYTES)
+
+    def _take(self, text: bytes) -> None:
+        chains: dict[int, _Chain] = {}
+        positions: dict[int, Position] = {}
+        for server, state in sorted(_servers_of(self._folder / MANIFEST, text).items()):
+            chains[server] = self._read_chain(server, [state["base"], *state["deltas"]])
+            positions[server] = Position(state["history"], state["watermark"], state["step"], state["pushed_at"])
+        shares = {(name, server): share for server, chain in chains.items() for name, share in chain.shares.items()}
+        dims: dict[str, int] = {}
+        for (name, server), share in shares.items():
+            dim = share.files[0].dim
+            if dims.setdefault(name, dim) != dim:
+                raise CheckpointError(
+                    f"{self._folder}: server {server} has rows of table {name!r} with {dim} columns, another server "
+                    f"with {dims[name]}. Remove the folder; the servers' next deltas write all rows."
+                )
+        self.state = LocalState(dims, shares, positions)
+        self._chains = chains
+        self._text = text
+
+    def _read_chain(self, server: int, entries: list[dict[str, Any]]) -> _Chain:
+        wanted = tuple((entry["file"], entry["crc32"]) for entry in entries)
+        known = self._chains.get(server)
+        if known is not None and wanted[: len(known.entries)] == known.entries:
+            shares = dict(known.shares)
+            start = len(known.entries)
+        else:
+            shares, start = {}, 0
+        for entry in entries[start:]:
+            self._add(shares, entry)
+        return _Chain(wanted, shares)
+
+    def _add(self, shares: dict[str, Share], entry: dict[str, Any]) -> None:
+        path = self._folder / entry["file"]
+        try:
+            with open_plain(path) as file:
+                size = file.seek(0, 2)
+        except CheckpointError:
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: the manifest names it, but it is absent.") from None
+            raise
+        if size != entry["bytes"] or zlib.crc32(np.memmap(path, np.uint8, "r")) != entry["crc32"]:
+            raise CheckpointError(
+                f"{path}: the checksum or the size is wrong ({size} bytes; the manifest says {entry['bytes']}). The "
+                "file is damaged. Remove the folder; the servers' next deltas write all rows."
+            )
+        tensors = read_tensors(path)
+        for name in [key.removesuffix(".keys") for key in tensors if key.endswith(".keys")]:
+            try:
+                shares[name] = _extended(shares.get(name, Share()), name, tensors)
+            except (KeyError, ValueError, IndexError) as error:
+                raise CheckpointError(f"{path}: its arrays are no rows of table {name!r}: {error}.") from None
+
+
+def _extended(share: Share, name: str, tensors: dict[str, NDArray[Any]]) -> Share:
+    keys, values, deleted = (tensors[f"{name}.{part}"] for part in ("keys", "values", "deleted"))
+    encoding = _ENCODINGS[values.dtype.name]
+    n, dim = values.shape
+    scales = tensors[f"{name}.scales"] if encoding == "int8" else None
+    if keys.shape != (n,) or (scales is not None and scales.shape != (n,)) or deleted.ndim != 1 or dim < 1:
+        raise ValueError(f"{keys.shape} keys for {values.shape} values")
+    if share.files and share.files[0].dim != dim:
+        raise ValueError(f"{dim} columns after {share.files[0].dim}")
+    octets = values.reshape(-1).view(np.uint8)
+    rows = MappedRows(octets, dim, encoding, scales=scales)
+    offsets = dim * values.itemsize * np.arange(n, dtype=np.int64)
+    return share.extended(np.asarray(keys, np.int64), offsets, rows, np.asarray(deleted, np.int64))
+
+
+def _servers_of(path: Path, text: bytes) -> dict[int, dict[str, Any]]:
+    """Returns what the manifest says of each server, checked.
+
+    Raises:
+        CheckpointError: it is no manifest, or its deltas do not follow each other.
+    """
+    try:
+        manifest = json.loads(text)
+        if manifest["format"] != 1:
+            raise CheckpointError(f"{path}: a manifest of format {manifest['format']!r:.40}; this release reads 1.")
+        servers = {int(server): state for server, state in manifest["servers"].items()}
+        for server, state in servers.items():
+            _check_state(path, server, state)
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not a manifest of published rows ({type(error).__name__}: {error!s:.200}). The file is damaged, "
+            "or another program's."
+        ) from None
+    return servers
+
+
+def _check_state(path: Path, server: int, state: dict[str, Any]) -> None:
+    entries = [state["base"], *state["deltas"]]
+    for entry in entries:
+        kinds = [type(entry[key]) for key in ("file", "bytes", "crc32", "previous", "watermark")]
+        if kinds != [str, int, int, int, int] or Path(entry["file"]).name != entry["file"]:
+            raise ValueError(f"an entry of server {server} is {entry}")
+    reached = [entry["watermark"] for entry in entries]
+    if [entry["previous"] for entry in entries[1:]] != reached[:-1] or reached[-1] != state["watermark"]:
+        raise CheckpointError(f"{path}: the deltas of server {server} do not follow each other. The file is damaged.")
+    kinds = [type(state[key]) for key in ("history", "step")]
+    if kinds != [str, int] or not isinstance(state["pushed_at"], int | float):
+        raise ValueError(f"the position of server {server} is {state}")
