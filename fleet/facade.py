@@ -556,11 +556,15 @@ class Fleet:
         main_program: object = None,
         export_for_deployment: bool = True,
         mode: int = 0,
+        *,
+        example_inputs: Sequence[Any] | None = None,
     ) -> None:
         """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
 
-        Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
-        ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding with unbounded ids.
+        Every worker calls it; worker 0 writes the state. With ``example_inputs`` it writes the dense part as a program
+        too, and :class:`fleet.ps.Predictor` predicts from the folder. Without, build the model, load the state with
+        ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding with unbounded ids; or make the
+        program afterwards with ``python -m fleet.ps export``.
 
         Args:
             executor: accepted for Fleet's signature; the folder may stand in its place.
@@ -568,6 +572,7 @@ class Fleet:
             feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
                 model is the module that was given to ``distributed_model``.
             mode: as in :meth:`save_persistables`.
+            example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
         """
         folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
         job = self._job("save_inference_model", "worker")
@@ -578,6 +583,10 @@ class Fleet:
         state = model.state_dict()
         if self.is_first_worker():
             save_load.save(state, os.path.join(folder, "model.pt"))
+            if example_inputs is not None:
+                from fleet.ps.serving.export import export
+
+                export(model, example_inputs, folder)
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from fleet._python_file import object_in
 from fleet.errors import ConfigError, OptionWarning, did_you_mean
 
 _ABOUT = """Prints the memory that one worker takes to train a module: parameters, gradients, optimizer state,
@@ -38,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
             print("\n".join(str(error) for error in refused), file=sys.stderr)
             return 1
         estimate_memory(
-            _factory(arguments.model),
+            object_in(arguments.model),
             batch,
             strategy,
             optimizer=arguments.optimizer,
@@ -111,33 +110,3 @@ def _strategy(path: str | None) -> Any:
         elif path is not None:
             strategy = DistributedStrategy.load(path)
     return strategy
-
-
-def _factory(place: str) -> Any:
-    """Returns what ``FILE:NAME`` names; the file is imported, with its folder on the import path."""
-    file, colon, name = place.rpartition(":")
-    path = Path(file)
-    if not colon or not name or not file:
-        raise ConfigError(f"{place!r}: write the file and the name in it, such as model.py:make_model.")
-    if not path.is_file():
-        raise ConfigError(f"{file!r} is no file. Give the path of the Python file that defines {name!r}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{file!r} is no Python file; its name ends in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    replaced = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # dataclasses and the like look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        if replaced is None:
-            del sys.modules[path.stem]
-        else:
-            sys.modules[path.stem] = replaced
-        raise ConfigError(f"{file!r} could not be imported: {type(error).__name__}: {error}") from error
-    if not hasattr(module, name):
-        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = did_you_mean(name, known) or f" It defines {', '.join(known[:12])}." if known else ""
-        raise ConfigError(f"{file!r} has no {name!r}.{near}")
-    return getattr(module, name)

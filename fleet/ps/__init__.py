@@ -45,6 +45,8 @@ _HOMES = {
     "save_dense": "files.table_files",
     "save_table": "files.table_files",
     "Reader": "serving.reader",
+    "Predictor": "serving.predictor",
+    "export": "serving.export",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,0 +1,283 @@
+"""Export of a model for serving: its dense part as a program of torch, whose inputs include the rows of its tables.
+
+A folder that was exported to has, beside the tables of a save::
+
+    export.json                  which lookups the model makes, and the names of the two files
+    dense-xxxxxxxx.pt2           (rows, *inputs) -> the model's output
+    ids-xxxxxxxx.pt2             (*inputs) -> the ids of each lookup
+
+``rows`` is a tuple with what each embedding returned, in the order of the calls. ``export.json`` is replaced by one
+rename, so that a process that serves the folder sees the older program or the newer one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental._config
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps.files.row_file import write_atomically
+from fleet.ps.worker.embedding import SparseEmbedding
+
+__all__ = ["EXPORT", "RowsInput", "export"]
+
+EXPORT = "export.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RowsInput:
+    """One lookup of an exported model, and so one of its inputs.
+
+    Attributes:
+        module: the embedding's name in the model.
+        table: the table's name.
+        dim: columns of a row.
+        combiner, num_slots, separate_slots, padding_idx: those of ``fleet.SparseEmbedding``.
+        num_embeddings: of an ``nn.Embedding``: ids are below it; ``None`` takes any id.
+    """
+
+    module: str
+    table: str
+    dim: int
+    combiner: str = "none"
+    num_slots: int = 1
+    separate_slots: bool = False
+    padding_idx: int | None = None
+    num_embeddings: int | None = None
+
+    def shape(self, ids: Tensor, offsets: Tensor | None) -> tuple[Any, ...]:
+        """Returns the shape of what the embedding returns for ``ids``."""
+        if offsets is not None:
+            bags = (offsets.shape[0],) if self.num_slots == 1 else (offsets.shape[0] // self.num_slots, self.num_slots)
+            return (*bags, self.dim)
+        return (*(ids.shape if self.combiner == "none" else ids.shape[:-1]), self.dim)
+
+
+class _Calls:
+    """What the embeddings of a model that is traced are asked for, and what they answer."""
+
+    def __init__(self) -> None:
+        self.rows: Sequence[Tensor] | None = None  # None: zeros
+        self.asked: list[tuple[Tensor, Tensor | None]] = []
+        self.lookups: list[RowsInput] = []
+
+    def begin(self, rows: Sequence[Tensor] | None) -> None:
+        self.rows = rows
+        self.asked, self.lookups = [], []
+
+    def answer(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None) -> Tensor:
+        self.asked.append((ids, offsets))
+        self.lookups.append(lookup)
+        if self.rows is None:
+            return torch.zeros(lookup.shape(ids, offsets))
+        return self.rows[len(self.asked) - 1]
+
+
+class _Slot(nn.Module):
+    """Stands where an embedding was."""
+
+    def __init__(self, calls: _Calls, lookup: RowsInput) -> None:
+        super().__init__()
+        self.calls, self.lookup = calls, lookup
+
+    def forward(self, ids: Any, offsets: Tensor | None = None, *, show: object = None, click: object = None) -> Tensor:
+        """Returns the rows that are an input of the program."""
+        if not isinstance(ids, Tensor):
+            raise ConfigError(
+                f"fleet.ps.export(): {self.lookup.module} is called with a {type(ids).__name__}; a program takes "
+                "tensors. Call it with a tensor of ids, or with flat ids and offsets."
+            )
+        return self.calls.answer(self.lookup, ids, offsets)
+
+
+class _Dense(nn.Module):
+    def __init__(self, model: nn.Module, calls: _Calls) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = calls
+
+    def forward(self, rows: tuple[Tensor, ...], *inputs: Any) -> Any:
+        self.calls.begin(rows)
+        return self.model(*inputs)
+
+
+class _Ids(nn.Module):
+    def __init__(self, model: nn.Module, calls: _Calls) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = calls
+
+    def forward(self, *inputs: Any) -> tuple[tuple[Tensor, ...], ...]:
+        self.calls.begin(None)
+        self.model(*inputs)
+        return tuple((ids,) if offsets is None else (ids, offsets) for ids, offsets in self.calls.asked)
+
+
+def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) -> Path:
+    """Writes the dense part of ``model`` into ``folder`` as a program that takes the rows of its embeddings as inputs.
+
+    :class:`fleet.ps.Predictor` runs it. The model stays as it is; what is written is its copy in evaluation mode, with
+    the weights that this process has now. Of a model in training, one worker calls it; ``fleet.save_inference_model``
+    with ``example_inputs`` does that and writes the tables beside it.
+
+    Args:
+        model: the module, as built or as ``fleet.distributed_model`` returned it. Every ``fleet.SparseEmbedding`` and
+            ``nn.Embedding(sparse=True)`` in it becomes an input.
+        example_inputs: a tuple of what the model is called with: tensors of a batch of 2 or more samples. The program
+            takes batches of any size.
+        folder: where; made when missing.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the model or the inputs cannot be exported; the message says why.
+        CheckpointError: the folder cannot be written; a program from before stays.
+
+    Example:
+        >>> model = nn.Sequential(fleet.SparseEmbedding(4, name="ads", combiner="sum"), nn.Linear(4, 1))
+        >>> path = fleet.ps.export(model, (torch.tensor([[7, 8], [9, 0]]),), folder)
+        >>> sorted(name.split("-")[0] for name in os.listdir(path))
+        ['dense', 'export.json', 'ids']
+    """
+    inputs = _checked_inputs(example_inputs)
+    calls = _Calls()
+    traced = _without_rows(model, calls)
+    rows, lookups = _asked_rows(traced, calls, inputs)
+    target = Path(folder)
+    made = {"dense": _Dense(traced, calls), "ids": _Ids(traced, calls)}
+    arguments = {"dense": (rows, *inputs), "ids": inputs}
+    names = {part: f"{part}-{secrets.token_hex(4)}.pt2" for part in made}
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for part, module in made.items():
+            torch.export.save(_program(part, module, arguments[part]), target / names[part])
+        body = json.dumps({**names, "lookups": [asdict(lookup) for lookup in lookups]}, sort_keys=True)
+        before = [path for part in made for path in target.glob(f"{part}-*.pt2") if path.name not in names.values()]
+        text = json.dumps({"format": _FORMAT, "crc32": zlib.crc32(body.encode()), "export": body})
+        write_atomically(target / EXPORT, text.encode())
+    except OSError as error:
+        raise CheckpointError(f"fleet.ps.export(): {target} cannot be written: {error}.") from error
+    for path in sorted(before, key=os.path.getmtime)[: -len(made)]:  # one older program may be about to be read
+        path.unlink(missing_ok=True)
+    return target
+
+
+def _checked_inputs(example_inputs: object) -> tuple[Any, ...]:
+    if not isinstance(example_inputs, tuple | list) or not example_inputs:
+        raise ConfigError(
+            f"fleet.ps.export(example_inputs={type(example_inputs).__name__}) takes a tuple of what the model is called "
+            "with, such as (ids, dense)."
+        )
+    for leaf in tree_leaves(tuple(example_inputs)):
+        if not isinstance(leaf, Tensor):
+            raise ConfigError(
+                f"fleet.ps.export(): an example input is {leaf!r:.100}; a program takes tensors. Lists of ids become a "
+                "tensor of flat ids and one of offsets."
+            )
+        if leaf.ndim and leaf.shape[0] < 2:
+            raise ConfigError(
+                f"fleet.ps.export(): an example input has the shape {tuple(leaf.shape)}; give 2 samples or more, so "
+                "that it shows which size is the batch's."
+            )
+    detached: tuple[Any, ...] = tree_map(lambda leaf: leaf.detach().cpu(), tuple(example_inputs))
+    return detached
+
+
+def _without_rows(model: nn.Module, calls: _Calls) -> nn.Module:
+    """Returns a copy of ``model`` on the CPU, in evaluation mode, with a slot for each embedding with rows."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"fleet.ps.export(model={type(model).__name__}) takes a torch.nn.Module.")
+    inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and not any(inner is child for child in model.children()):
+        model = inner  # what distributed_model returned: its submodules are those of the user's module
+    slots: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if (found := _lookup_of(name, module)) is not None:
+            slots[id(module)] = _Slot(calls, found)
+    if not slots:
+        raise ConfigError(
+            "fleet.ps.export(): the model has no fleet.SparseEmbedding and no nn.Embedding(sparse=True), so no rows to "
+            "serve. torch.export.export and torch.export.save write a model without them."
+        )
+    if id(model) in slots:
+        model = nn.Sequential(model)
+    try:
+        copied = copy.deepcopy(model, slots)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"fleet.ps.export(): the model cannot be copied: {error}") from error
+    for parameter in copied.parameters():
+        parameter.requires_grad_(False)
+    return copied.cpu().eval()
+
+
+def _lookup_of(name: str, module: nn.Module) -> RowsInput | None:
+    name = name or "embedding"
+    if isinstance(module, SparseEmbedding):
+        return RowsInput(
+            name, module.name or name, module.dim, module.combiner, module.num_slots, module.separate_slots,
+            module.padding_idx,
+        )  # fmt: skip
+    if isinstance(module, nn.Embedding) and module.sparse:
+        return RowsInput(name, name, module.embedding_dim, num_embeddings=module.num_embeddings)
+    return None
+
+
+def _asked_rows(
+    traced: nn.Module, calls: _Calls, inputs: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], list[RowsInput]]:
+    """Returns rows of the right shapes for the example, and the lookups.
+
+    Raises:
+        ConfigError: the model makes no lookup, or takes the ids of one from the rows of another.
+    """
+    with torch.no_grad():
+        calls.begin(None)
+        traced(*inputs)
+        asked, lookups = list(calls.asked), list(calls.lookups)
+        shapes = [lookup.shape(ids, offsets) for lookup, (ids, offsets) in zip(lookups, asked, strict=True)]
+        calls.begin([torch.randn(shape) for shape in shapes])
+        traced(*inputs)
+    if not asked:
+        raise ConfigError("fleet.ps.export(): with these example inputs the model looks up no rows.")
+    same = all(torch.equal(one, other) for (one, _), (other, _) in zip(asked, calls.asked, strict=True))
+    if not same:
+        raise ConfigError(
+            "fleet.ps.export(): the ids of one lookup depend on the rows of another, which one exchange of rows per "
+            "prediction cannot serve. Look both up from the inputs."
+        )
+    return tuple(torch.randn(shape) for shape in shapes), lookups
+
+
+def _program(part: str, module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    def dims(leaf: Tensor) -> dict[int, Any]:
+        return {dim: torch.export.Dim.AUTO for dim in range(leaf.ndim)}
+
+    if part == "dense":
+        shapes: Any = {"rows": tree_map(dims, arguments[0]), "inputs": tree_map(dims, tuple(arguments[1:]))}
+    else:
+        shapes = {"inputs": tree_map(dims, arguments)}
+    # Without this a program refuses batches of 1, and no public setting of torch.export allows them.
+    any_size = torch.fx.experimental._config.patch(backed_size_oblivious=True)
+    try:
+        with any_size:
+            return torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"fleet.ps.export(): torch.export cannot trace the model: {type(error).__name__}: {reason}. A forward that "
+            "branches on values of tensors is written with torch.cond or torch.where."
+        ) from error

@@ -1,0 +1,145 @@
+"""Predictor: an exported model that takes its rows from a Reader."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.serving.export import EXPORT, RowsInput
+from fleet.ps.serving.reader import Reader
+
+__all__ = ["Predictor"]
+
+_MOST_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    text: bytes
+    lookups: tuple[RowsInput, ...]
+    dense: Callable[..., Any]
+    ids: Callable[..., Any]
+
+
+class Predictor:
+    """Computes what the exported model computes, with the newest rows of ``reader``.
+
+    A call may come from any thread. The rows of one lookup are of one state of the reader; those of several tables may
+    be of two states that follow each other. Programs run code: load them from folders that you trust.
+
+    Args:
+        folder: where :func:`fleet.ps.export` wrote.
+        reader: where the rows come from; ``None`` reads the tables that were saved beside the program.
+
+    Raises:
+        CheckpointError: the folder has no program, or a damaged one.
+        ConfigError: the reader's tables are not those of the model.
+
+    Example:
+        >>> predictor = fleet.ps.Predictor("export", fleet.ps.Reader("rows").follow())    # doctest: +SKIP
+        >>> probability = torch.sigmoid(predictor(ids, dense))                             # doctest: +SKIP
+    """
+
+    def __init__(self, folder: str | Path, reader: Reader | None = None) -> None:
+        self._folder = Path(folder)
+        self._refreshing = threading.Lock()
+        self.reader = Reader(self._folder) if reader is None else reader
+        self._program = self._read(self._text())
+        self._check_tables()
+
+    @property
+    def lookups(self) -> tuple[RowsInput, ...]:
+        """The lookups of the model, in the order of its calls."""
+        return self._program.lookups
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Returns the model's output for ``inputs``, which are shaped as the example was, with any number of samples.
+
+        Raises:
+            ConfigError: an id is outside an ``nn.Embedding``.
+            PSError: the reader's Redis does not answer.
+        """
+        program = self._program  # read once: another thread may put a newer one there
+        with torch.inference_mode():
+            asked = program.ids(*inputs)
+            rows = [self._rows(lookup, *one) for lookup, one in zip(program.lookups, asked, strict=True)]
+            return program.dense(tuple(rows), *inputs)
+
+    def refresh(self) -> bool:
+        """Takes up a newer program from the folder; returns whether there was one. The reader is not refreshed.
+
+        Raises:
+            CheckpointError: the newer one is damaged; the older one stays.
+        """
+        with self._refreshing:
+            text = self._text()
+            if text == self._program.text:
+                return False
+            self._program = self._read(text)
+            return True
+
+    def _rows(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        count = lookup.num_embeddings
+        if count is not None and ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+            raise ConfigError(
+                f"{lookup.module} has {count} rows; ids range from {int(ids.min())} to {int(ids.max())}."
+            )
+        return self.reader.lookup_bags(
+            lookup.table, ids, offsets, combiner=lookup.combiner, num_slots=lookup.num_slots,
+            separate_slots=lookup.separate_slots, padding_idx=lookup.padding_idx,
+        )  # fmt: skip
+
+    def _check_tables(self) -> None:
+        tables = self.reader.tables
+        for lookup in self.lookups:
+            if tables.get(lookup.table, lookup.dim) != lookup.dim:
+                raise ConfigError(
+                    f"fleet.ps.Predictor: {lookup.module} takes {lookup.dim} columns of table {lookup.table!r}; the "
+                    f"reader's rows have {tables[lookup.table]}. The program and the rows are of different models."
+                )
+
+    def _text(self) -> bytes:
+        path = self._folder / EXPORT
+        if not path.exists():
+            raise CheckpointError(
+                f"{self._folder}: no exported program here ({EXPORT} is absent). Write one with fleet.ps.export(), "
+                "fleet.save_inference_model(example_inputs=...) or python -m fleet.ps export."
+            )
+        with open_plain(path) as file:
+            return file.read(_MOST_BYTES)
+
+    def _read(self, text: bytes) -> _Program:
+        path = self._folder / EXPORT
+        try:
+            outer = json.loads(text)
+            body = outer["export"]
+            if outer["format"] != 1 or zlib.crc32(body.encode()) != outer["crc32"]:
+                raise ValueError("a wrong checksum, or another format")
+            inner: Mapping[str, Any] = json.loads(body)
+            names = {field.name for field in fields(RowsInput)}
+            lookups = tuple(RowsInput(**{k: v for k, v in one.items() if k in names}) for one in inner["lookups"])
+            files = [self._folder / Path(inner[part]).name for part in ("dense", "ids")]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not what fleet.ps.export wrote ({error!s:.200}). Export again.") from None
+        dense, ids = (_loaded(file) for file in files)
+        return _Program(text, lookups, dense, ids)
+
+
+def _loaded(path: Path) -> Callable[..., Any]:
+    with open_plain(path):
+        pass
+    try:
+        module: Callable[..., Any] = torch.export.load(path).module()
+    except Exception as error:
+        raise CheckpointError(f"{path}: torch cannot read this program: {error!s:.300}. Export again.") from error
+    return module
