@@ -575,6 +575,10 @@ class Fleet:
             example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
         """
         folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
+        if example_inputs is not None:
+            from fleet.ps.serving.export import checked_inputs, export
+
+            checked_inputs(example_inputs)
         job = self._job("save_inference_model", "worker")
         if job is None:
             return
@@ -584,8 +588,6 @@ class Fleet:
         if self.is_first_worker():
             save_load.save(state, os.path.join(folder, "model.pt"))
             if example_inputs is not None:
-                from fleet.ps.serving.export import export
-
                 export(model, example_inputs, folder)
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:

@@ -23,7 +23,7 @@ from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.folder_sink import MANIFEST
 from fleet.ps.publishing.tensor_file import read_tensors
 from fleet.ps.serving.local_rows import LocalState, Position, Share
-from fleet.ps.serving.mapped_rows import MappedRows
+from fleet.ps.serving.mapped_rows import MappedRows, map_file
 
 __all__ = ["DeltaRows", "is_delta_folder"]
 
@@ -116,7 +116,7 @@ class DeltaRows:
             if not path.exists():
                 raise FileNotFoundError(f"{path}: the manifest names it, but it is absent.") from None
             raise
-        if size != entry["bytes"] or zlib.crc32(np.memmap(path, np.uint8, "r")) != entry["crc32"]:
+        if size != entry["bytes"] or zlib.crc32(memoryview(map_file(path))) != entry["crc32"]:
             raise CheckpointError(
                 f"{path}: the checksum or the size is wrong ({size} bytes; the manifest says {entry['bytes']}). The "
                 "file is damaged. Remove the folder; the servers' next deltas write all rows."

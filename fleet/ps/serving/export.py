@@ -31,7 +31,7 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.row_file import write_atomically
 from fleet.ps.worker.embedding import SparseEmbedding
 
-__all__ = ["EXPORT", "RowsInput", "export"]
+__all__ = ["EXPORT", "RowsInput", "checked_inputs", "export"]
 
 EXPORT = "export.json"
 _FORMAT = 1
@@ -153,7 +153,7 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
         >>> sorted(name.split("-")[0] for name in os.listdir(path))
         ['dense', 'export.json', 'ids']
     """
-    inputs = _checked_inputs(example_inputs)
+    inputs = checked_inputs(example_inputs)
     calls = _Calls()
     traced = _without_rows(model, calls)
     rows, lookups = _asked_rows(traced, calls, inputs)
@@ -176,11 +176,12 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
     return target
 
 
-def _checked_inputs(example_inputs: object) -> tuple[Any, ...]:
+def checked_inputs(example_inputs: object) -> tuple[Any, ...]:
+    """Returns example inputs on the CPU; raises :class:`ConfigError` when they cannot be a program's."""
     if not isinstance(example_inputs, tuple | list) or not example_inputs:
         raise ConfigError(
-            f"fleet.ps.export(example_inputs={type(example_inputs).__name__}) takes a tuple of what the model is called "
-            "with, such as (ids, dense)."
+            f"fleet.ps.export(example_inputs={type(example_inputs).__name__}) takes a tuple of what the model is "
+            "called with, such as (ids, dense)."
         )
     for leaf in tree_leaves(tuple(example_inputs)):
         if not isinstance(leaf, Tensor):
@@ -271,7 +272,7 @@ def _program(part: str, module: nn.Module, arguments: tuple[Any, ...]) -> torch.
     else:
         shapes = {"inputs": tree_map(dims, arguments)}
     # Without this a program refuses batches of 1, and no public setting of torch.export allows them.
-    any_size = torch.fx.experimental._config.patch(backed_size_oblivious=True)
+    any_size = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:
         with any_size:
             return torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)

@@ -91,9 +91,7 @@ class Predictor:
     def _rows(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         count = lookup.num_embeddings
         if count is not None and ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < count):
-            raise ConfigError(
-                f"{lookup.module} has {count} rows; ids range from {int(ids.min())} to {int(ids.max())}."
-            )
+            raise ConfigError(f"{lookup.module} has {count} rows; ids range from {int(ids.min())} to {int(ids.max())}.")
         return self.reader.lookup_bags(
             lookup.table, ids, offsets, combiner=lookup.combiner, num_slots=lookup.num_slots,
             separate_slots=lookup.separate_slots, padding_idx=lookup.padding_idx,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,10 +60,10 @@ class RedisRows:
         """The columns of each table that has rows there now."""
         pattern = f"fleet:{_plain(self._job)}:*"
         dims: dict[str, int] = {}
-        for key in self._ask(lambda: list(self._redis.scan_iter(match=pattern, count=1000, _type="hash"))):
+        for key in self._hashes(pattern):
             name = key.decode().removeprefix(f"fleet:{self._job}:")
             if name != "position":
-                dims[name] = self._described(name, self._ask(lambda key=key: self._redis.hgetall(key)))[0]
+                dims[name] = self._described(name, self._ask(partial(self._redis.hgetall, key)))[0]
         return dims
 
     @property
@@ -72,7 +73,9 @@ class RedisRows:
         try:
             return {int(server): _position_of(json.loads(text)) for server, text in held.items()}
         except (ValueError, KeyError, TypeError):
-            raise PSError(f"{self._label}: fleet:{self._job}:position is none that a publisher wrote: {held}.") from None
+            raise PSError(
+                f"{self._label}: fleet:{self._job}:position is not what a publisher writes: {held}."
+            ) from None
 
     def refresh(self) -> bool:
         """Returns False: a lookup is of the newest rows in any case. Raises :class:`PSError` when Redis is away."""
@@ -81,13 +84,12 @@ class RedisRows:
 
     def lookup(self, table: str, keys: Int64s) -> Found:
         """Returns the rows of ``keys``, zeros where there is none, and which were found."""
-        if not isinstance(table, str):
-            check_table(self._label, table, self.dims)
         prefix = f"fleet:{self._job}:{table}"
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(prefix)
             if len(keys):
-                pipe.mget([f"{prefix}:{key}" for key in keys.tolist()])
+                start = f"{prefix}:".encode()
+                pipe.mget([b"%b%d" % (start, key) for key in keys.tolist()])
             meta, *answer = self._ask(pipe.execute)
         if not meta:
             check_table(self._label, table, self.dims)
@@ -111,12 +113,15 @@ class RedisRows:
         self._redis.close()
 
     def _find_job(self) -> str:
-        keys = self._ask(lambda: list(self._redis.scan_iter(match="fleet:*:position", count=1000, _type="hash")))
-        jobs = sorted(key.decode().removeprefix("fleet:").removesuffix(":position") for key in keys)
+        keys = self._hashes("fleet:*:position")
+        jobs: list[str] = sorted(key.decode().removeprefix("fleet:").removesuffix(":position") for key in keys)
         if len(jobs) != 1:
             what = f"has the rows of {jobs}; choose one" if jobs else "has no rows of a job yet; name the job"
             raise ConfigError(f"fleet.ps.Reader({self._label!r}): Redis {what} with job=.")
         return jobs[0]
+
+    def _hashes(self, pattern: str) -> list[bytes]:
+        return self._ask(lambda: list(self._redis.scan_iter(match=pattern, count=10000, _type="hash")))
 
     def _described(self, table: str, meta: Mapping[bytes, bytes]) -> tuple[int, str]:
         try:

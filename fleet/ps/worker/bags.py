@@ -46,7 +46,6 @@ class Bags:
         counts: NDArray[np.float32] = np.repeat(np.repeat(numbers, num_slots), self.lengths)
         return counts
 
-
     def without(self, padding_idx: int | None) -> Keys | None:
         """Returns the places of the ids that are not ``padding_idx``, ``None`` where all are."""
         padding = self.ids == padding_idx

@@ -1,0 +1,100 @@
+"""Trains, publishes and serves at once, and prints how the prediction for a few flights changes meanwhile.
+
+Three processes that know each other only by folders and HTTP: the job (a server and a worker), ``serve.py``, and this
+one, which asks it every second and ends when the job does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from data import open_data
+
+HERE = Path(__file__).parent
+START_S = 180.0  # for imports, and for compiling what numba has not compiled before
+
+
+@contextlib.contextmanager
+def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Runs a command for as long as the block; stops it where it has not ended."""
+    process = subprocess.Popen([str(part) for part in command], text=True, **options)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Returns when ``path`` is there.
+
+    Raises:
+        SystemExit: ``process`` has ended, or it takes too long.
+    """
+    deadline = time.monotonic() + START_S
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"Training wrote no {path}; its log is in {path.parents[1] / 'log'}.")
+        time.sleep(0.1)
+
+
+def ask(url: str, ids: Any, dense: Any) -> dict[str, Any]:
+    """Returns the server's answer for some samples."""
+    body = json.dumps({"ids": ids.tolist(), "dense": dense.tolist()}).encode()
+    with urlopen(Request(url, body), timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def main() -> None:
+    """Runs the demonstration; returns when training has ended and its last rows are served."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for logs, rows and exports; what is there is replaced")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the data (default: %(default)s)")
+    parser.add_argument("--max-batches", type=int, help="end each pass after this many batches")
+    args = parser.parse_args()
+    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True)
+    rows, export = args.folder / "rows", args.folder / "export"
+    command = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=1", "--log_dir"]
+    command += [args.folder / "log", HERE / "train_fleet_ps.py", "--layers", "128", "64", "--epochs", str(args.epochs)]
+    command += ["--publish", rows, "--export", export]
+    command += [] if args.max_batches is None else ["--max-batches", str(args.max_batches)]
+    environment = {**os.environ, "FLEET_PS_FOLDER": str(args.folder / "journal")}
+
+    test = open_data("flights").test
+    ids, dense, late = test[:1000]
+    chosen = [int((late == 1).nonzero()[0]), int((late == 0).nonzero()[0])]  # the first late flight, the first in time
+    with running(*command, env=environment, stdout=subprocess.DEVNULL) as job:
+        wait_for(export / "export.json", job)
+        wait_for(rows / "MANIFEST.json", job)
+        with running(sys.executable, HERE / "serve.py", export, rows, "--port=0", stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            print("seconds  step   P(late) of a flight that was late / in time", flush=True)
+            began = time.monotonic()
+            ended = False
+            while not ended:
+                ended = job.poll() is not None
+                time.sleep(1.0)  # after the end: until the reader has the last rows
+                answer = ask(url, ids[chosen], dense[chosen])
+                was_late, in_time = answer["probability"]
+                seconds = time.monotonic() - began
+                print(f"{seconds:7.1f}  {answer['step']:5}  {was_late:.4f} / {in_time:.4f}", flush=True)
+        if job.returncode:
+            raise SystemExit(f"Training failed; its log is in {args.folder / 'log'}.")
+
+
+if __name__ == "__main__":
+    main()
