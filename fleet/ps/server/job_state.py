@@ -22,10 +22,11 @@ from typing import Any
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 
-__all__ = ["Channel", "Fenced", "Held", "JobState", "Published", "Refused", "Worker"]
+__all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
 _KEPT_FENCED = 64
 _KEPT_MARKS = 4096
+MOST_WAITING = 1 << 24  # noted ids; with more, the next delta is whole
 
 
 class Refused(PSError):
@@ -103,7 +104,10 @@ class Published:
         whole: the next delta replaces every row.
         writing_whole: such a delta is being made or written.
         loading: rows change without a record; no delta may be made.
-        oldest: when the oldest change that the sink lacks came, unix time; 0 without one.
+        oldest: when the oldest change that is in no delta yet came, unix time; 0 without one.
+        writing_since: the same of the delta that is being written.
+        most_waiting: ids that are noted at most; beyond that the next delta is whole.
+        noted: ids noted since they were last counted.
         counts: deltas, rows and deletions written, and failures to write.
     """
 
@@ -115,12 +119,20 @@ class Published:
     writing_whole: bool = False
     loading: bool = False
     oldest: float = 0.0
+    writing_since: float = 0.0
+    most_waiting: int = MOST_WAITING
+    noted: int = 0
     counts: dict[str, int] = field(default_factory=lambda: {"deltas": 0, "rows": 0, "deletions": 0, "failures": 0})
 
     def begin(self, history: str, kept_for: tuple[str, int], lsn: int) -> None:
         """Notes a new history, which begins with record ``lsn``: the next delta is whole, or the sink has one."""
         self.history, self.kept_for, self.confirmed = history, kept_for, lsn
         self.whole = self.writing_whole = False
+
+    def lag_s(self) -> float:
+        """Returns the age of the oldest change that the sink lacks, in seconds; 0 when it has all."""
+        waiting = [since for since in (self.oldest, self.writing_since) if since]
+        return max(0.0, time.time() - min(waiting)) if waiting else 0.0
 
 
 class JobState:
@@ -230,6 +242,12 @@ class JobState:
             published.oldest = published.oldest or time.time()
             if published.history and not published.whole:
                 self.recorder.mark([GONE if gone else TOUCHED], table_id, keys)
+                published.noted += len(keys)
+                if published.noted > published.most_waiting:
+                    published.noted = self.recorder.count(TOUCHED, GONE)
+                    if published.noted > published.most_waiting:
+                        published.whole = True
+                        self.recorder.drop(TOUCHED, GONE)
 
     # -- sync mode -----------------------------------------------------------------------------------------------
 

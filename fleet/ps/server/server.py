@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
+from fleet.ps.publishing.publisher import Publisher
 from fleet.ps.server.folder_lock import FolderLock
 from fleet.ps.server.job_state import Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
@@ -83,6 +84,7 @@ def run_server(
         server.start(prepare)
         stack.callback(watch(server.state))
         server.wait()
+        server.finish_publishing()
     server.forget()
 
 
@@ -139,6 +141,10 @@ class Server:
         self._stopping = threading.Event()
         self._folder_lock: FolderLock | None = None
         self._threads: list[threading.Thread] = []
+        self._publisher: Publisher | None = None
+        if config.publish is not None:
+            self._publisher = Publisher(self.state, config.publish, server=config.index, notify=notify)
+            self.state.job.published.on = True
 
     @property
     def endpoint(self) -> str:
@@ -175,6 +181,8 @@ class Server:
             worker.seen = now
             if worker.state == "expected" and worker.channels:
                 worker.state = "active"  # it was here before the restart: its lease runs from now
+        if self._publisher is not None:
+            self._publisher.start()
         self._listener = self._transport.bind(config.endpoint)
         self._notify(f"parameter server {config.index} is listening on {self._listener.endpoint}")
         for target in (self._accept, self._watch, self._keep):
@@ -196,6 +204,8 @@ class Server:
                 self._notify(f"parameter server {config.index}: {line}")
             saved = has_snapshot(config.folder)
         state.journal.open()
+        if state.job.published.history and not state.job.published.on:
+            state.begin_history("", "")  # what changes now is not noted
         return not saved and not any(worker.channels for worker in state.job.workers)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -213,6 +223,15 @@ class Server:
                 f"{self.state.failure!r}. Restart it; the journal restores its state."
             ) from self.state.failure
         return ended
+
+    def finish_publishing(self) -> None:
+        """Publishes the last rows, where rows are published; the workers are gone.
+
+        Raises:
+            PSError: the sink did not take them; the folder keeps them.
+        """
+        if self._publisher is not None:
+            self._publisher.finish()
 
     def stop(self) -> None:
         """Closes every connection and ends every thread; the folder keeps the state."""
@@ -232,6 +251,8 @@ class Server:
             connection.close()
         for thread in (*self._threads, *connections.values()):
             thread.join(5.0)
+        if self._publisher is not None:
+            self._publisher.stop()
         self.state.journal.close()
         if self._folder_lock is not None:
             self._folder_lock.release()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.errors import ConfigError
+from fleet.ps.publishing.publication import Publication
 from fleet.ps.wire.messages import MAX_BODY_BYTES
 
 __all__ = ["MODES", "USUAL_CONNECTIONS", "ServerConfig", "connections_allowed"]
@@ -42,6 +43,7 @@ class ServerConfig:
         max_connections: further connections are turned away; ``None`` is 1,024, or fewer where the limit on open
             files is low.
         max_body_bytes: the largest message.
+        publish: where changed rows go for serving; ``None``: nowhere. Needs a journal.
 
     Raises:
         ConfigError: a value is out of range.
@@ -64,6 +66,7 @@ class ServerConfig:
     transfer_timeout_s: float = 30.0
     max_connections: int | None = None
     max_body_bytes: int = MAX_BODY_BYTES
+    publish: Publication | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -79,6 +82,12 @@ class ServerConfig:
             raise ConfigError(f"parameter server: max_connections is {self.max_connections!r}; it must be 1 or more.")
         if not 0 < self.max_body_bytes < 1 << 32:
             raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; it must be below 4 GiB.")
+        if self.publish is not None and not self.journal_level:
+            raise ConfigError(
+                f"{self.publish.origin}: rows are published to {self.publish.address}, and the servers keep no journal "
+                "(level 0), so after a restart nothing could say which rows the sink lacks. Set FLEET_PS_FOLDER to a "
+                "folder that a restarted server finds again, and FLEET_PS_LEVEL to 1 or 2 if it is set."
+            )
 
     @property
     def journal_level(self) -> int:

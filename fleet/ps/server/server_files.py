@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,6 +116,7 @@ def _rows_without_records(state: ServerState) -> Iterator[None]:
     published = state.job.published
     with state.job.changed:
         published.whole = published.loading = True
+        published.oldest = published.oldest or time.time()
     try:
         yield
     finally:

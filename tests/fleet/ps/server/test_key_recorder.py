@@ -44,7 +44,9 @@ def test_readers_do_not_share() -> None:
 
 
 ACTIONS = st.lists(
-    st.one_of(st.tuples(st.just("mark"), st.integers(0, 9)), st.sampled_from([("move",), ("back",), ("got",), ("save",)])),
+    st.one_of(
+        st.tuples(st.just("mark"), st.integers(0, 9)), st.sampled_from([("move",), ("back",), ("got",), ("save",)])
+    ),
     max_size=30,
 )
 

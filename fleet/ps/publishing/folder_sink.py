@@ -1,0 +1,217 @@
+"""FolderSink: the rows of a job as safetensors files in a folder, and a manifest that says which of them count.
+
+``MANIFEST.json`` names for each server its base, a file with every row, and the deltas after it, in order::
+
+    {"format": 1, "job": "shop", "num_servers": 1, "values": "float32",
+     "servers": {"0": {"history": "00000001-5f...", "watermark": 90, "step": 12, "pushed_at": 1e9,
+                       "base": {"file": "rows-0-....safetensors", "bytes": 1, "crc32": 2, "rows": 3, "previous": 0,
+                                "watermark": 70},
+                       "deltas": [{... "previous": 70, "watermark": 90}]}}}
+
+A file holds ``TABLE.keys`` (int64), ``TABLE.values`` (float32, bfloat16 or int8), ``TABLE.scales`` (with int8) and
+``TABLE.deleted`` (int64) of each table. The manifest is replaced by one rename once all of it is on the disk, under a
+lock that the servers of the job share. Files that the last two manifests do not name are removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import CheckpointError, ConfigError, PSError
+from fleet.ps.publishing.delta import Delta, check_position, encode
+from fleet.ps.publishing.tensor_file import read_tensors, write_tensors
+
+__all__ = ["MANIFEST", "FolderSink"]
+
+MANIFEST = "MANIFEST.json"
+_MOST_DELTAS = 512
+_FEWEST_ROWS = 4096
+_LOCK_S = 30.0
+
+
+class FolderSink:
+    """Writes deltas into a folder.
+
+    Deltas become a new base when they have more rows than half of the base's, or when there are many.
+
+    Args:
+        folder: where; made when missing.
+        job: the job's name.
+        values: how rows are stored.
+        fewest_rows: deltas with fewer rows than this together do not become a base.
+    """
+
+    def __init__(self, folder: str | Path, job: str, values: str, *, fewest_rows: int = _FEWEST_ROWS) -> None:
+        self._folder = Path(folder)
+        self._job, self._values, self._fewest_rows = job, values, fewest_rows
+
+    def position(self, server: int) -> tuple[str, int] | None:
+        """Returns (history, watermark) of what the folder holds of ``server``.
+
+        Raises:
+            ConfigError: the folder belongs to another job, or holds rows in another form.
+        """
+        return _position(self._read(), server)
+
+    def write(self, delta: Delta) -> None:
+        """Adds ``delta``: its file, then the manifest that names it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            manifest = self._read()
+            check_position(delta, _position(manifest, delta.server))
+            before = _files(manifest, delta.server)
+            state = manifest["servers"].setdefault(str(delta.server), {"base": None, "deltas": []})
+            entry = self._write_rows(delta.server, delta.previous, delta.watermark, self._tensors(delta))
+            if delta.whole:
+                state["base"], state["deltas"] = entry, []
+                manifest["num_servers"] = delta.num_servers
+                for server in [s for s in manifest["servers"] if int(s) >= delta.num_servers]:
+                    del manifest["servers"][server]
+            else:
+                state["deltas"].append(entry)
+            state.update(history=delta.history, watermark=delta.watermark, step=delta.step, pushed_at=delta.pushed_at)
+            self._compact(delta.server, state)
+            self._replace(manifest)
+            self._remove_old(delta.server, before | _files(manifest, delta.server))
+
+    def close(self) -> None:
+        """Nothing is open between deltas."""
+
+    def _tensors(self, delta: Delta) -> dict[str, NDArray[Any]]:
+        tensors: dict[str, NDArray[Any]] = {}
+        for rows in delta.tables:
+            stored, scales = encode(rows.values, self._values)
+            tensors[f"{rows.table}.keys"] = rows.keys
+            tensors[f"{rows.table}.values"] = stored
+            if scales is not None:
+                tensors[f"{rows.table}.scales"] = scales
+            tensors[f"{rows.table}.deleted"] = rows.deleted
+        return tensors
+
+    def _write_rows(
+        self, server: int, previous: int, watermark: int, tensors: dict[str, NDArray[Any]]
+    ) -> dict[str, Any]:
+        name = f"rows-{server}-{watermark:020d}-{secrets.token_hex(4)}.safetensors"
+        size, checksum = write_tensors(self._folder / name, tensors, {"values": self._values})
+        rows = sum(len(tensor) for name, tensor in tensors.items() if name.endswith((".keys", ".deleted")))
+        return {
+            "file": name,
+            "bytes": size,
+            "crc32": checksum,
+            "rows": rows,
+            "previous": previous,
+            "watermark": watermark,
+        }
+
+    def _compact(self, server: int, state: dict[str, Any]) -> None:
+        """Makes base and deltas one new base where that is due."""
+        base, deltas = state["base"], state["deltas"]
+        rows = sum(entry["rows"] for entry in deltas)
+        if len(deltas) < _MOST_DELTAS and rows <= max(base["rows"] // 2, self._fewest_rows):
+            return
+        parts = [read_tensors(self._folder / entry["file"]) for entry in (base, *deltas)]
+        names = {name.removesuffix(".keys") for part in parts for name in part if name.endswith(".keys")}
+        tensors: dict[str, NDArray[Any]] = {}
+        for name in sorted(names):
+            tensors.update(_latest(name, [part for part in parts if f"{name}.keys" in part]))
+        state["base"] = self._write_rows(server, 0, state["watermark"], tensors)
+        state["deltas"] = []
+
+    # -- the manifest --------------------------------------------------------------------------------------------
+
+    def _read(self) -> dict[str, Any]:
+        path = self._folder / MANIFEST
+        try:
+            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {"format": 1, "job": self._job, "num_servers": 0, "values": self._values, "servers": {}}
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}. Remove the folder; the next delta writes all rows.") from None
+        for name, mine in (("format", 1), ("job", self._job), ("values", self._values)):
+            if manifest.get(name) != mine:
+                raise ConfigError(
+                    f"{path} holds rows with {name} {manifest.get(name)!r}, this job publishes with {mine!r}. Give it "
+                    "a folder of its own, or remove this one."
+                )
+        return manifest
+
+    def _replace(self, manifest: dict[str, Any]) -> None:
+        draft = self._folder / f".{MANIFEST}.tmp"
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        self._sync_folder()  # the names of the files that it names
+        draft.rename(self._folder / MANIFEST)
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _remove_old(self, server: int, kept: set[str]) -> None:
+        for path in self._folder.glob(f"rows-{server}-*.safetensors"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        deadline = time.monotonic() + _LOCK_S
+        with (self._folder / ".lock").open("a") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise PSError(
+                            f"{self._folder}: another publisher holds the folder for {_LOCK_S:.0f} s."
+                        ) from None
+                    time.sleep(0.01)
+            yield  # closing the file releases it
+
+
+def _position(manifest: dict[str, Any], server: int) -> tuple[str, int] | None:
+    state = manifest["servers"].get(str(server))
+    return None if state is None else (state["history"], state["watermark"])
+
+
+def _files(manifest: dict[str, Any], server: int) -> set[str]:
+    state = manifest["servers"].get(str(server))
+    entries = [] if state is None else [state["base"], *state["deltas"]]
+    return {entry["file"] for entry in entries if entry is not None}
+
+
+def _latest(name: str, parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Returns the tensors of table ``name`` with the last that ``parts``, from old to new, say of each id."""
+    columns = [column for column in ("values", "scales") if f"{name}.{column}" in parts[0]]
+    said, places = [], []
+    count = 0
+    for part in parts:
+        keys, deleted = part[f"{name}.keys"], part[f"{name}.deleted"]
+        said += [keys, deleted]
+        places += [np.arange(count, count + len(keys)), np.full(len(deleted), -1)]
+        count += len(keys)
+    newest_first = np.concatenate(said)[::-1]
+    keys, at = np.unique(newest_first, return_index=True)
+    place = np.concatenate(places)[::-1][at]
+    stays = place >= 0
+    latest = {f"{name}.keys": keys[stays]}
+    for column in columns:
+        latest[f"{name}.{column}"] = np.concatenate([part[f"{name}.{column}"] for part in parts])[place[stays]]
+    latest[f"{name}.deleted"] = np.empty(0, np.int64)
+    return latest

@@ -1,0 +1,273 @@
+"""Publisher: the thread of a server that hands its changed rows to a sink, for as long as the server lives.
+
+[Note: No hole, and no older row over a newer one]
+A sink keeps the rows together with its position: the history (which journal) and the last record they hold. A delta
+says which position it continues, and a sink refuses it otherwise (``check_position``). The server notes in memory, in
+snapshots and by its replay which rows changed after the last position that the sink is known to have reached. So after
+the death of anybody at any point the publisher asks the sink where it stands:
+
+- at the server's history, between the confirmed record and the last one: it has at least what was confirmed, and what
+  it lacks is among the noted rows. The next delta continues there. An answer that was lost is this case, too.
+- at an earlier history, nowhere, or at a record before the confirmed one (its data were removed or restored): the next
+  delta is whole, and replaces every row of this server.
+- at the server's history, after the journal's last record: the server's folder was restored from an older copy. A new
+  history begins, and it begins whole.
+- at a later history: another server has taken this one's place. This one publishes no more.
+
+A history is numbered one above the one that the sink holds, so it begins once the sink has answered for the first time.
+A journal of level 1 does not survive the machine; after a reboot a new history begins.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fleet.errors import ConfigError, FleetError, PSError
+from fleet.ps.publishing.cut import cut, published_tables, waiting_rows
+from fleet.ps.publishing.delta import Delta, Sink, StaleDelta
+from fleet.ps.publishing.publication import Publication, open_sink
+from fleet.ps.server.job_state import MOST_WAITING
+from fleet.ps.server.key_recorder import GONE, TOUCHED
+from fleet.ps.server.server_state import ServerState
+
+__all__ = ["Publisher"]
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+_TELL_EVERY_S = 30.0
+
+
+class _Overtaken(PSError):
+    """The sink belongs to a later publisher."""
+
+
+class Publisher:
+    """Publishes the rows of one server.
+
+    Args:
+        state: the server.
+        publication: what goes where.
+        server: which server of the job this is.
+        notify: receives a line when the sink is away, and when it is back.
+        most_waiting: ids that are noted while the sink is away; beyond that the next delta is whole.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        publication: Publication,
+        *,
+        server: int,
+        notify: Callable[[str], None],
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
+        self._state = state
+        self._publication = publication
+        self._server = server
+        self._notify = notify
+        state.job.published.most_waiting = most_waiting
+        self._sink: Sink = open_sink(publication, state.job.name)
+        self._previous: int | None = None  # what the sink holds of this history, None until it is asked
+        self._failing_since: float | None = None
+        self._told = 0.0
+        self._wake = threading.Condition()
+        self._stopping = self._finishing = self._overtaken = False
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; see :meth:`open`."""
+        self.open()
+        self._thread.start()
+
+    def open(self) -> None:
+        """Prepares to publish; what the journal has of an earlier run is continued where possible.
+
+        Raises:
+            ConfigError: the sink holds other rows under these names, or can never take these.
+        """
+        state = self._state
+        history, kept_for = state.job.published.history, state.job.published.kept_for
+        if history and (kept_for[1] != state.journal.level or _is_lost(kept_for)):
+            self._say("the machine or the level of the journal is another than before: all rows are published anew")
+            state.begin_history("", _boot())
+        try:
+            self._sink.position(self._server)
+        except ConfigError:
+            raise  # it can never take these rows
+        except Exception as error:
+            self._note_failure(error)
+
+    def stop(self) -> None:
+        """Ends the thread; what the sink lacks is published by the next process that has the server's folder."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        if not self._thread.is_alive():
+            with suppress(Exception):
+                self._sink.close()
+
+    def finish(self, limit_s: float = 30.0) -> None:
+        """Publishes what is left; nothing changes any more.
+
+        Raises:
+            PSError: the sink did not take it within ``limit_s``; the server's folder still has everything.
+        """
+        with self._wake:
+            self._finishing = True
+            self._wake.notify_all()
+        self._thread.join(limit_s)
+        rows = waiting_rows(self._state)
+        if self._thread.is_alive() and not self._overtaken:
+            raise PSError(
+                f"parameter server {self._server}: {self._publication.address} did not take the last {rows} rows "
+                f"within {limit_s:.0f} s. The folder of the server (FLEET_PS_FOLDER) keeps them: start the server again "
+                "with it, and it publishes them and ends; or remove the folder."
+            )
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        retry_s = _FIRST_RETRY_S
+        while not self._stopping:
+            begun = time.monotonic()
+            finishing = self._finishing
+            try:
+                is_clean = self.publish_once()
+            except _Overtaken as error:
+                self._overtaken = True
+                self._say(str(error))
+                return
+            except Exception as error:  # whatever a sink raises: training goes on
+                self._note_failure(error)
+                pause_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
+            else:
+                self._note_success()
+                retry_s = _FIRST_RETRY_S
+                if finishing and is_clean:
+                    return
+                pause_s = 0.0 if finishing else max(0.0, begun + self._publication.every_s - time.monotonic())
+            with self._wake:
+                if self._finishing == finishing and not self._stopping:
+                    self._wake.wait(pause_s)
+
+    def publish_once(self) -> bool:
+        """Publishes what has changed; returns whether nothing is left that a further call would publish.
+
+        Raises:
+            Exception: whatever the sink raised; what it did not take stays noted.
+        """
+        state = self._state
+        if not published_tables(state, self._publication.tables):
+            return True
+        previous = self._resume() if self._previous is None else self._previous
+        try:
+            delta = cut(state, self._publication.tables, previous, server=self._server)
+            if delta is None:
+                with state.job.changed:
+                    state.job.recorder.forget(TOUCHED, GONE)
+                    state.job.published.writing_since = 0.0
+                return not (state.job.published.loading or state.job.published.whole)
+            if state.journal.level == 2:
+                state.journal.sync()  # a sink never holds what a machine that dies would take back
+            self._sink.write(delta)
+        except BaseException:
+            self._take_back()
+            raise
+        self._confirm(delta)
+        return False
+
+    def _resume(self) -> int:
+        """Asks the sink where it stands, see the Note; returns the record after which the next delta continues."""
+        state = self._state
+        job = state.job
+        held = self._sink.position(self._server)
+        published = job.published
+        history = published.history
+        if history and held is not None and held[0] > history:
+            raise _Overtaken(
+                f"{self._publication.address} belongs to another parameter server {self._server} of job {job.name!r}, "
+                "which started later; this one publishes no more. If it should, give its job another name "
+                "(PADDLE_JOB_ID)"
+            )
+        if not history or (held is not None and held[0] == history and held[1] > state.journal.last_lsn):
+            number = 1 if held is None else _number(held[0]) + 1
+            state.begin_history(f"{number:08d}-{secrets.token_hex(8)}", _boot())
+            held = None
+        with job.changed:
+            if held is None or held[0] != published.history or held[1] < published.confirmed:
+                published.whole = True
+                return 0
+            published.confirmed = held[1]
+            return held[1]
+
+    def _confirm(self, delta: Delta) -> None:
+        job = self._state.job
+        with job.changed:
+            job.recorder.forget(TOUCHED, GONE)
+            published = job.published
+            published.writing_whole, published.writing_since = False, 0.0
+            published.confirmed = self._previous = delta.watermark
+            counts = published.counts
+            counts["deltas"] += 1
+            counts["rows"] += sum(len(table.keys) for table in delta.tables)
+            counts["deletions"] += sum(len(table.deleted) for table in delta.tables)
+
+    def _take_back(self) -> None:
+        """Notes as changed again what the sink may not have taken; it is asked before the next delta."""
+        job = self._state.job
+        with job.changed:
+            published = job.published
+            published.whole = published.whole or published.writing_whole
+            published.oldest = published.writing_since or published.oldest
+            published.writing_whole, published.writing_since = False, 0.0
+            job.recorder.put_back(TOUCHED, GONE)
+        self._previous = None
+
+    # -- what is said --------------------------------------------------------------------------------------------
+
+    def _note_failure(self, error: Exception) -> None:
+        now = time.monotonic()
+        self._state.job.published.counts["failures"] += 1
+        if self._failing_since is None:
+            self._failing_since = now
+        if isinstance(error, StaleDelta) or now - self._told < _TELL_EVERY_S:
+            return
+        self._told = now
+        text = str(error) if isinstance(error, FleetError) else repr(error)
+        self._say(
+            f"{self._publication.address} has not taken rows for {now - self._failing_since:.0f} s: {text}; "
+            f"{waiting_rows(self._state)} rows wait, training goes on"
+        )
+
+    def _note_success(self) -> None:
+        since, self._failing_since = self._failing_since, None
+        if since is not None and self._told:
+            self._say(f"{self._publication.address} takes rows again after {time.monotonic() - since:.0f} s")
+        self._told = 0.0
+
+    def _say(self, line: str) -> None:
+        self._notify(f"parameter server {self._server}: {line}")
+
+
+def _boot() -> str:
+    """Returns what changes when the machine is started anew; empty where the system does not tell."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _is_lost(kept_for: tuple[str, int]) -> bool:
+    """Returns whether records of a journal kept like this may be missing."""
+    boot, level = kept_for
+    return level < 2 and boot != _boot()
+
+
+def _number(history: str) -> int:
+    number = history.partition("-")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0

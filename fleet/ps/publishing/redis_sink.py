@@ -1,0 +1,171 @@
+"""RedisSink: the rows of a job in Redis, as keys that a server of requests reads with MGET.
+
+Row 7 of table ``ads`` of job ``shop`` is the key ``fleet:shop:ads:7``; its bytes are what ``pack_rows`` makes.
+The hash ``fleet:shop:ads`` says how (``values``, ``dim``), and the hash ``fleet:shop:position`` has one field for each
+server: JSON with its history, watermark, step and the time of its oldest change. A delta is one transaction: rows and
+position change together, and not at all when the position is another than the one the delta continues.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps.publishing.delta import Delta, RowsDelta, check_position, pack_rows
+from fleet.ps.server.key_recorder import Keys
+from fleet.ps.table.partition import servers_of_keys
+
+__all__ = ["RedisSink", "check_installed"]
+
+_ROWS_A_COMMAND = 2048
+_TRIES = 50
+_TIMEOUT_S, _CONNECT_S = 60.0, 2.0
+
+
+def check_installed(origin: str) -> None:
+    """Raises ConfigError where the extra is absent."""
+    if find_spec("redis") is None:
+        raise ConfigError(f"{origin}: a sink in Redis needs the package redis: pip install 'torch-fleet[redis]'.")
+
+
+class RedisSink:
+    """Writes deltas to Redis.
+
+    Args:
+        address: ``redis://host:port/database``, ``rediss://`` or ``unix://``.
+        job: the job's name.
+        values: how rows are stored.
+
+    Raises:
+        ConfigError: the extra is absent, or Redis cannot read the address.
+    """
+
+    def __init__(self, address: str, job: str, values: str) -> None:
+        check_installed(address)
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                address,
+                socket_timeout=_TIMEOUT_S,
+                socket_connect_timeout=_CONNECT_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise ConfigError(f"the sink {address!r}: {error}. Write redis://host:port/database.") from None
+        self._watch_error = redis.WatchError
+        self._values = values
+        self._prefix = f"fleet:{job}:"
+        self._positions = f"{self._prefix}position"
+        self._known: set[str] = set()  # tables whose description is in Redis
+
+    def position(self, server: int) -> tuple[str, int] | None:
+        """Returns (history, watermark) of what Redis holds of ``server``."""
+        self._known.clear()
+        return _position(self._redis.hget(self._positions, str(server)))
+
+    def write(self, delta: Delta) -> None:
+        """Writes ``delta`` in one transaction.
+
+        Raises:
+            StaleDelta: the position in Redis is another.
+            ConfigError: a table's name cannot be part of a key, or its rows are stored in another form.
+        """
+        for _ in range(_TRIES):
+            with self._redis.pipeline(transaction=True) as pipe:
+                pipe.watch(self._positions)
+                check_position(delta, _position(pipe.hget(self._positions, str(delta.server))))
+                self._queue_all(pipe, delta)
+                with suppress(self._watch_error):  # another server of the job wrote its position meanwhile
+                    pipe.execute()
+                    self._known.update(rows.table for rows in delta.tables)
+                    return
+        raise PSError(f"the positions of job {delta.job!r} in Redis change faster than a delta is written.")
+
+    def _queue_all(self, pipe: Any, delta: Delta) -> None:
+        described = [self._described(pipe, rows) for rows in delta.tables]
+        gone = [self._gone(pipe, rows, delta) for rows in delta.tables]
+        servers = [int(server) for server in pipe.hkeys(self._positions)] if delta.whole else []
+        pipe.multi()
+        for rows, is_new, keys in zip(delta.tables, described, gone, strict=True):
+            self._queue(pipe, rows, keys)
+            if is_new:
+                fields = {"values": self._values, "dim": rows.values.shape[1]}
+                pipe.hset(f"{self._prefix}{rows.table}", mapping=fields)
+        for server in servers:
+            if server >= delta.num_servers:  # the job has it no longer
+                pipe.hdel(self._positions, str(server))
+        state = {
+            "history": delta.history,
+            "watermark": delta.watermark,
+            "step": delta.step,
+            "pushed_at": delta.pushed_at,
+            "num_servers": delta.num_servers,
+        }
+        pipe.hset(self._positions, str(delta.server), json.dumps(state))
+
+    def _described(self, pipe: Any, rows: RowsDelta) -> bool:
+        """Returns whether Redis has no description of the table yet."""
+        if rows.table in self._known:
+            return False
+        if rows.table == "position" or re.search(r":-?\d+$", rows.table):
+            raise ConfigError(
+                f"table {rows.table!r} cannot be published to Redis: its keys could be taken for others. Give the "
+                "embedding another name, without ':' before a number, and not 'position'."
+            )
+        found = pipe.hgetall(f"{self._prefix}{rows.table}")
+        if not found:
+            return True
+        there = (found.get(b"values", b"").decode(), int(found.get(b"dim", 0)))
+        mine = (self._values, rows.values.shape[1])
+        if there != mine:
+            raise ConfigError(
+                f"Redis holds table {rows.table!r} of this job as {there[0]} rows of dim {there[1]}, these are "
+                f"{mine[0]} rows of dim {mine[1]}, and a reader could not tell them apart. Give the job another name "
+                f"(PADDLE_JOB_ID), another database, or remove the keys {self._prefix}*."
+            )
+        return False
+
+    def _gone(self, pipe: Any, rows: RowsDelta, delta: Delta) -> Keys:
+        """Returns the ids whose keys are removed; with a whole delta, this server's in Redis that have no row."""
+        if not delta.whole:
+            return rows.deleted
+        prefix = f"{self._prefix}{rows.table}:"
+        pattern = re.sub(r"([\[\]*?\\])", r"\\\1", prefix) + "*"
+        start = len(prefix.encode())
+        texts = (key[start:] for key in pipe.scan_iter(match=pattern, count=10000))
+        there = np.unique(np.array([int(text) for text in texts if re.fullmatch(rb"-?\d+", text)], np.int64))
+        mine = servers_of_keys(there, delta.num_servers, rows.routing) == delta.server
+        return np.setdiff1d(there[mine], rows.keys)
+
+    def _queue(self, pipe: Any, rows: RowsDelta, gone: Keys) -> None:
+        prefix = f"{self._prefix}{rows.table}:".encode()
+        for start in range(0, len(rows.keys), _ROWS_A_COMMAND):
+            part = slice(start, start + _ROWS_A_COMMAND)
+            packed = pack_rows(rows.values[part], self._values)
+            arguments: list[Any] = [None] * (2 * len(packed))
+            arguments[::2] = [b"%b%d" % (prefix, key) for key in rows.keys[part].tolist()]
+            arguments[1::2] = packed.view(f"V{packed.shape[1]}").reshape(-1).tolist()
+            pipe.execute_command("MSET", *arguments)
+        for start in range(0, len(gone), _ROWS_A_COMMAND):
+            keys = gone[start : start + _ROWS_A_COMMAND].tolist()
+            pipe.execute_command("UNLINK", *[b"%b%d" % (prefix, key) for key in keys])
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._redis.close()
+
+
+def _position(text: bytes | None) -> tuple[str, int] | None:
+    if text is None:
+        return None
+    fields = json.loads(text)
+    return fields["history"], fields["watermark"]
