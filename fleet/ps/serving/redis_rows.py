@@ -62,8 +62,9 @@ class RedisRows:
         dims: dict[str, int] = {}
         for key in self._hashes(pattern):
             name = key.decode().removeprefix(f"fleet:{self._job}:")
-            if name != "position":
-                dims[name] = self._described(name, self._ask(partial(self._redis.hgetall, key)))[0]
+            dim = self._ask(partial(self._redis.hget, key, "dim")) or b""
+            if name != "position" and dim.isdigit():
+                dims[name] = int(dim)
         return dims
 
     @property

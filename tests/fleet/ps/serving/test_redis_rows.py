@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps.publishing.redis_sink import RedisSink
+from fleet.ps.serving import redis_rows
+from fleet.ps.serving.redis_rows import RedisRows
+from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
+from tests.helpers.redis_server import RedisServer, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "can run")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(shared: RedisServer) -> RedisServer:
+    shared.client().flushall()
+    return shared
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
+def test_every_delta(redis: RedisServer, encoding: str) -> None:
+    chain = Chain(RedisSink(redis.url, "shop", encoding), 2, encoding)
+    chain.write()
+    rows = RedisRows(redis.url, None)
+    assert rows.dims == {"ads": DIM}
+    for step in range(1, 4):
+        chain.check(*rows.lookup("ads", IDS))
+        assert rows.positions[1].watermark == 10 * step
+        assert not rows.refresh()
+        chain.write(whole=step == 2)
+    values, found = rows.lookup("ads", np.empty(0, np.int64))
+    assert values.shape == (0, DIM)
+    assert len(found) == 0
+    rows.close()
+    chain.sink.close()
+
+
+def test_the_job_is_named_where_there_are_several(redis: RedisServer) -> None:
+    with pytest.raises(ConfigError, match="no rows of a job yet; name the job with job="):
+        RedisRows(redis.url, None)
+    for job in ("shop", "toys"):
+        sink = RedisSink(redis.url, job, "float32")
+        Chain(sink).write()
+        sink.close()
+    with pytest.raises(ConfigError, match=r"has the rows of \['shop', 'toys'\]; choose one with job="):
+        RedisRows(redis.url, None)
+    rows = RedisRows(redis.url, "shop")
+    assert rows.positions.keys() == {0}
+    with pytest.raises(ConfigError, match="no such table.*Did you mean 'ads'"):
+        rows.lookup("add", IDS)
+    rows.close()
+
+
+def test_what_no_publisher_wrote(redis: RedisServer) -> None:
+    client = redis.client()
+    client.hset("fleet:shop:position", "0", "{")
+    client.hset("fleet:shop:ads", mapping={"dim": 2, "values": "float32"})
+    client.set("fleet:shop:ads:7", b"123")
+    client.hset("fleet:shop:users", mapping={"dim": "x", "values": "float32"})
+    rows = RedisRows(redis.url, "shop")
+    with pytest.raises(ConfigError, match="It has 'ads'"):
+        rows.lookup("books", np.array([7]))
+    with pytest.raises(PSError, match="position is not what a publisher writes"):
+        _ = rows.positions
+    with pytest.raises(PSError, match="has not the 8 bytes of 2 columns as float32"):
+        rows.lookup("ads", np.array([7]))
+    with pytest.raises(PSError, match="describes no table"):
+        rows.lookup("users", np.array([7]))
+    rows.close()
+    client.close()
+
+
+def test_a_redis_that_is_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_rows, "_RETRIES", 1)
+    with RedisServer(tmp_path) as redis:
+        chain = Chain(RedisSink(redis.url, "shop", "float32"))
+        chain.write()
+        rows = RedisRows(redis.url, "shop")
+        chain.check(*rows.lookup("ads", IDS))
+        redis.kill()
+        with pytest.raises(PSError, match=f"redis://127.0.0.1:{redis.port}/0: Redis does not answer"):
+            rows.lookup("ads", IDS)
+        redis.start()
+        chain.check(*rows.lookup("ads", IDS))
+        rows.close()
+        chain.sink.close()
+
+
+def test_addresses_and_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="fleet.ps.Reader"):
+        RedisRows("redis://host:port/0", "shop")
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"Reader\('redis://host'\) needs.*pip install 'torch-fleet\[redis\]'"):
+        RedisRows("redis://user:secret@host", "shop")
