@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,6 +22,9 @@ from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, 
 from fleet.strategies._shared.casts import scales_gradients
 from fleet.strategies._shared.optimizer_wrapper import users_step_hooks
 from fleet.strategies._shared.served_optimizer import ServedOptimizer
+
+if TYPE_CHECKING:
+    from fleet.ps.publishing.publication import Publication
 
 _GPU_TABLES = (
     "tables live in the servers' host memory; there are none on GPUs. For GPU workers that average dense gradients "
@@ -67,6 +70,9 @@ class ASyncConfig(Config, option="a_sync_configs"):
         "async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound",
         at_least=-1,
     )
+    publish: str = setting("", "where the servers send changed rows for serving: redis://host:port/0, folder:/path")
+    publish_every_s: float = setting(1.0, "seconds from one delta of published rows to the next", above=0)
+    publish_values: str = setting("float32", "how published rows are stored", choices=("float32", "bfloat16", "int8"))
     runtime_split_send_recv: bool = setting(
         False, "internal switch of Paddle", no_meaning="it splits operators of a static program, and torch runs none"
     )
@@ -161,6 +167,7 @@ class ASync(JobKind):
         try:
             mode = ps_mode(options)
             hybrid = hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
+            publication_of(options["a_sync_configs"])
             return staleness_problem(options, mode) or hybrid
         except ConfigError as error:
             return str(error)
@@ -177,6 +184,11 @@ class ASync(JobKind):
         for key in () if mode == "async" else _QUEUE_KEYS:
             if getattr(config, key) != getattr(default, key):
                 found.append(f"a_sync_configs[{key!r}] was set and changes nothing: {mode} training has no queues.")
+        for key in () if config.publish else ("publish_every_s", "publish_values"):
+            if getattr(config, key) != getattr(default, key):
+                found.append(
+                    f"a_sync_configs[{key!r}] was set and changes nothing: a_sync_configs['publish'] is empty."
+                )
         if options.is_set("hybrid_configs") and not is_hybrid(options, world_size):
             found.append(
                 "hybrid_configs was set and changes nothing: this is a parameter-server job. Set its dp_degree to the "
@@ -191,16 +203,17 @@ class ASync(JobKind):
             return cls.model_effect, cls.optimizer_effect
         mode = ps_mode(options)
         if is_hybrid(options, world_size):
-            return cls.model_effect + _start(world_size) + _wait(options), _hybrid_effect(mode, world_size)
+            effect = _hybrid_effect(mode, world_size) + _published(options)
+            return cls.model_effect + _start(world_size) + _wait(options), effect
         if mode == "geo":
             steps = options["a_sync_configs"].k_steps
             return (
                 "trains rows and dense parameters of its own, which start as the servers have them",
                 f"steps here; every {steps} steps it hands the servers what has changed, divided by the number of "
-                "workers, and takes what the others have changed",
+                f"workers, and takes what the others have changed{_published(options)}",
             )
         sent = {**_SENT, "half_async": _SENT_WHOLE}[mode]
-        return cls.model_effect + _wait(options), f"{sent}, and takes parameters from them"
+        return cls.model_effect + _wait(options), f"{sent}, and takes parameters from them{_published(options)}"
 
     @property
     def mode(self) -> str:
@@ -292,6 +305,20 @@ def is_hybrid(options: Values, world_size: int) -> bool:
     return bool(options["hybrid_configs"].dp_degree == world_size)
 
 
+def publication_of(config: ASyncConfig) -> Publication | None:
+    """Returns what the keys ``publish*`` ask for, ``None`` without them; raises ConfigError for a wrong sink."""
+    if not config.publish:
+        return None
+    from fleet.ps.publishing.publication import Publication
+
+    return Publication(
+        sink=config.publish,
+        every_s=config.publish_every_s,
+        values=config.publish_values,
+        origin=f"a_sync_configs['publish'] = {config.publish!r}",
+    )
+
+
 def staleness_problem(options: Values, mode: str) -> str | None:
     """Returns why a job of this mode cannot bound staleness, or ``None``."""
     bound = options["a_sync_configs"].max_staleness
@@ -311,6 +338,12 @@ def staleness_problem(options: Values, mode: str) -> str | None:
 def _wait(options: Values) -> str:
     bound = options["a_sync_configs"].max_staleness
     return "" if bound < 0 else f"; waits until every worker's gradients are applied, but for the last {bound} steps"
+
+
+def _published(options: Values) -> str:
+    publication = publication_of(options["a_sync_configs"])
+    every = "" if publication is None else f"; the servers publish changed rows every {publication.every_s:g} s"
+    return every if publication is None else f"{every} to {publication.address}"
 
 
 def _start(world_size: int) -> str:

@@ -136,6 +136,7 @@ DIRECTIONS = {
         "numpy",
         "numba",
         "llvmlite",
+        "redis",
         "torch",
     ),
     "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),

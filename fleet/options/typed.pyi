@@ -33,6 +33,12 @@ class ASyncConfigDict(TypedDict, total=False):
     """Async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound.
     Default: -1.
     """
+    publish: str
+    """Where the servers send changed rows for serving: redis://host:port/0, folder:/path. Default: ''."""
+    publish_every_s: float
+    """Seconds from one delta of published rows to the next. Default: 1.0."""
+    publish_values: str
+    """How published rows are stored. One of 'float32', 'bfloat16', 'int8'. Default: 'float32'."""
     runtime_split_send_recv: bool
     """Internal switch of Paddle. Accepted with one warning: it splits operators of a static program, and torch runs
     none. Default: False.
@@ -67,6 +73,9 @@ ASyncConfigKey: TypeAlias = Literal[
     "thread_pool_size",
     "send_wait_times",
     "max_staleness",
+    "publish",
+    "publish_every_s",
+    "publish_values",
     "runtime_split_send_recv",
     "launch_barrier",
     "heter_worker_device_guard",
@@ -86,6 +95,9 @@ class ASyncConfigView(ConfigView):
     thread_pool_size: int
     send_wait_times: int
     max_staleness: int
+    publish: str
+    publish_every_s: float
+    publish_values: str
     runtime_split_send_recv: bool
     launch_barrier: bool
     heter_worker_device_guard: str
@@ -114,7 +126,9 @@ class ASyncConfigView(ConfigView):
         self, key: Literal["independent_recv_thread", "runtime_split_send_recv", "launch_barrier"], /
     ) -> bool: ...
     @overload
-    def __getitem__(self, key: Literal["heter_worker_device_guard"], /) -> str: ...
+    def __getitem__(self, key: Literal["publish", "publish_values", "heter_worker_device_guard"], /) -> str: ...
+    @overload
+    def __getitem__(self, key: Literal["publish_every_s"], /) -> float: ...
     @overload
     def __setitem__(
         self,
@@ -138,7 +152,11 @@ class ASyncConfigView(ConfigView):
         self, key: Literal["independent_recv_thread", "runtime_split_send_recv", "launch_barrier"], value: bool, /
     ) -> None: ...
     @overload
-    def __setitem__(self, key: Literal["heter_worker_device_guard"], value: str, /) -> None: ...
+    def __setitem__(
+        self, key: Literal["publish", "publish_values", "heter_worker_device_guard"], value: str, /
+    ) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["publish_every_s"], value: float, /) -> None: ...
     def __delitem__(self, key: ASyncConfigKey, /) -> None: ...
     def pop(self, key: ASyncConfigKey, /, *default: Any) -> Any: ...
     def setdefault(self, key: ASyncConfigKey, default: Any = None, /) -> Any: ...

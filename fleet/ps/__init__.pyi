@@ -13,6 +13,10 @@ from fleet.ps.files.table_files import save_dense as save_dense
 from fleet.ps.files.table_files import save_table as save_table
 from fleet.ps.files.text_format import export_text as export_text
 from fleet.ps.files.text_format import import_text as import_text
+from fleet.ps.publishing.delta import Delta as Delta
+from fleet.ps.publishing.delta import RowsDelta as RowsDelta
+from fleet.ps.publishing.delta import StaleDelta as StaleDelta
+from fleet.ps.publishing.publication import publish as publish
 from fleet.ps.server.server import Server as Server
 from fleet.ps.server.server import run_server as run_server
 from fleet.ps.server.server_config import ServerConfig as ServerConfig
@@ -46,6 +50,7 @@ __all__ = [
     "Client",
     "ClientConfig",
     "CountFilterEntry",
+    "Delta",
     "DenseTable",
     "DenseTableConfig",
     "GeoCommunicator",
@@ -54,6 +59,7 @@ __all__ = [
     "Initializer",
     "ProbabilityEntry",
     "RowBlock",
+    "RowsDelta",
     "Rule",
     "SenderConfig",
     "Server",
@@ -63,6 +69,7 @@ __all__ = [
     "SparseEmbedding",
     "SparseTable",
     "SparseTableConfig",
+    "StaleDelta",
     "UniqueKeys",
     "documented_accessor",
     "export_text",
@@ -70,6 +77,7 @@ __all__ = [
     "load_dense",
     "load_table",
     "plan_dense_blocks",
+    "publish",
     "rule_from_paddle",
     "run_server",
     "save_dense",

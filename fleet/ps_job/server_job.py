@@ -21,10 +21,12 @@ from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.client.shards import TableMap
+from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server, run_server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import load_tables
 from fleet.ps.server.server_state import ServerState
+from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport, stays_here
 from fleet.ps.worker.sender import SenderConfig
@@ -44,7 +46,7 @@ from fleet.ps_job.server_settings import (
     thread_note,
 )
 from fleet.ps_job.user_secret import read_user_secret
-from fleet.strategies.a_sync import ASync, check_hooks
+from fleet.strategies.a_sync import ASync, check_hooks, publication_of
 
 if TYPE_CHECKING:
     from fleet.runtime.session import Session
@@ -79,6 +81,7 @@ class ServerJob:
         self._watch: Callable[[ServerState], Callable[[], None]] = lambda machine: lambda: None
         self._embedded: Server | None = None
         self._metrics: list[Callable[[], None]] = []  # what ends them
+        self._publication: Publication | None = None
         self.trainer: Trainer | None = None
         self._has_served = False
 
@@ -98,6 +101,7 @@ class ServerJob:
         if not session.record.server_endpoints:
             self._become_served()
         strategy, plan, metrics = self._strategy(), self.plan(), self._read_metrics()
+        self._read_publication(strategy)
         endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy)]
         served = strategy.served
         assert served is not None
@@ -130,6 +134,7 @@ class ServerJob:
             trainer.refresh()
             trainer.close()
             if self._embedded is not None:
+                self._embedded.finish_publishing()
                 self._embedded.stop()
                 self._embedded.forget()
         finally:
@@ -226,7 +231,8 @@ class ServerJob:
         self._has_served = True
         transport = SocketTransport(server_tls=self._server_tls, bound=read_bound_socket(self._environment))
         say = self._session.say
-        run_server(self._serve_config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
+        config = replace(self._serve_config, publish=self._read_publication(self._strategy()))
+        run_server(config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
 
     def check_served(self) -> None:
         """Ends this process with code 1 when it is a server that trains a model and never served, at its exit.
@@ -302,7 +308,32 @@ class ServerJob:
             level=keeping.level,
             lease_s=read_seconds(self._environment, "FLEET_PS_LEASE"),
             max_connections=read_count(self._environment, name) if self._environment.has(name) else None,
+            publish=self._read_publication(strategy),
         )
+
+    def _read_publication(self, strategy: ASync) -> Publication | None:
+        """Returns where rows are published, by ``fleet.ps.publish`` or the options.
+
+        Raises:
+            ConfigError: both say where, or a table does not exist.
+        """
+        if self._publication is None:
+            asked, option = take_asked(), publication_of(strategy.config)
+            if asked is not None and option is not None:
+                raise ConfigError(
+                    "fleet.ps.publish() was called and a_sync_configs['publish'] is set; a job publishes to one sink. "
+                    "Remove one of them."
+                )
+            self._publication = asked or option
+        found = self._publication
+        if found is not None and found.tables is not None and strategy.served is not None and self._session.models:
+            known = {config.name for config in self.plan().configs.values() if isinstance(config, SparseTableConfig)}
+            if missing := sorted(found.tables - known):
+                raise ConfigError(
+                    f"fleet.ps.publish(tables={sorted(found.tables)!r}): there is no sparse table {missing[0]!r}; the "
+                    f"model has {sorted(known)}."
+                )
+        return found
 
     def _stop_embedded(self) -> None:
         server, self._embedded = self._embedded, None

@@ -215,6 +215,9 @@ KEYS = {
         ("thread_pool_size", 1, 2, "does"),
         ("send_wait_times", 1, 5, "does"),
         ("max_staleness", -1, 4, "does"),  # not in Fleet
+        ("publish", "", "folder:/tmp/rows", "does"),  # not in Fleet
+        ("publish_every_s", 1.0, 0.5, "does"),  # not in Fleet
+        ("publish_values", "float32", "int8", "does"),  # not in Fleet
         ("runtime_split_send_recv", False, True, "warns"),
         ("launch_barrier", True, False, "does"),
         ("heter_worker_device_guard", "cpu", "gpu", "refused"),

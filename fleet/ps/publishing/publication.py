@@ -85,10 +85,6 @@ def _check_address(origin: str, address: str) -> None:
         )
     elif colon and not rest:
         raise ConfigError(f"{origin}: the sink is {address!r}; write the host, such as redis://localhost:6379/0.")
-    elif colon:
-        from fleet.ps.publishing.redis_sink import check_installed
-
-        check_installed(origin)
 
 
 def publish(

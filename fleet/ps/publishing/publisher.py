@@ -126,8 +126,8 @@ class Publisher:
         if self._thread.is_alive() and not self._overtaken:
             raise PSError(
                 f"parameter server {self._server}: {self._publication.address} did not take the last {rows} rows "
-                f"within {limit_s:.0f} s. The folder of the server (FLEET_PS_FOLDER) keeps them: start the server again "
-                "with it, and it publishes them and ends; or remove the folder."
+                f"within {limit_s:.0f} s. Its folder (FLEET_PS_FOLDER) keeps them: start the server again with it, and "
+                "it publishes them and ends; or remove the folder."
             )
 
     # -- the thread ----------------------------------------------------------------------------------------------

@@ -81,6 +81,6 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
                 if end > len(data):
                     raise ValueError(f"{name} ends after the file")
                 found[name] = data[start:end].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: this is no complete safetensors file of rows: {error}.") from None
     return found

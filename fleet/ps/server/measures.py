@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet.ps.publishing.cut import waiting_rows
+
 if TYPE_CHECKING:
     from fleet.ps.server.server_state import ServerState
     from fleet.ps.worker.trainer import Trainer
@@ -55,6 +57,22 @@ def server_measures(state: ServerState) -> list[Measure]:
         Measure("worker_steps", "steps pushed by a worker", label="worker", samples=clocks),
         Measure("staleness_steps", "steps between the fastest and the slowest worker", spread),
         Measure("workers", "workers by state", label="state", samples={k: float(n) for k, n in states.items()}),
+        *_published_measures(state),
+    ]
+
+
+def _published_measures(state: ServerState) -> list[Measure]:
+    published = state.job.published
+    if not published.on:
+        return []
+    counts = published.counts
+    return [
+        Measure("publish_lag_seconds", "age of the oldest change that the sink lacks", published.lag_s()),
+        Measure("publish_waiting_rows", "rows and deletions that the sink lacks", waiting_rows(state)),
+        Measure("published_deltas", "deltas that the sink took", counts["deltas"], grows=True),
+        Measure("published_rows", "rows that the sink took", counts["rows"], grows=True),
+        Measure("published_deletions", "deletions that the sink took", counts["deletions"], grows=True),
+        Measure("publish_failures", "deltas and questions that the sink did not take", counts["failures"], grows=True),
     ]
 
 

@@ -104,6 +104,10 @@ MODES: dict[str, tuple[dict[str, Any], str]] = {
         {"a_sync": True, "a_sync_configs": {"max_staleness": 4}},
         "servers; waits until every worker's gradients are applied, but for the last 4 steps\n",
     ),
+    "published async": (
+        {"a_sync": True, "a_sync_configs": {"publish": "folder:/x", "publish_every_s": 0.5}},
+        "takes parameters from them; the servers publish changed rows every 0.5 s to folder:/x\n",
+    ),
     "hybrid async": (
         {"a_sync": True, "hybrid_configs": {"dp_degree": 3}},
         "of rows it sends gradients in the background to the servers",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from fleet.ps.server.measures import Summary, resident_bytes, server_measures
+from tests.fleet.ps.publishing.rig import PublishingService
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, serving
+from tests.helpers.memory_sink import MemorySink
 
 
 def values(state: object) -> dict[str, object]:
@@ -41,6 +45,22 @@ def test_the_summary_has_rates_and_says_nothing_while_nothing_moves() -> None:
         assert line.startswith("100 rows in 1 tables, ")
         assert "; 4 rows/s pulled, 10 pushed; 0 gradients wait; the slowest worker is 0 steps behind" in line
         assert summary.line(30.0) is None
+
+
+def test_a_publishing_server_says_how_far_behind_its_sink_is(tmp_path: Path) -> None:
+    sink = MemorySink()
+    service = PublishingService(sink, tmp_path)
+    try:
+        service.push(service.client(), 1, 2)
+        found = values(service.servers[0].state)
+        assert found["publish_waiting_rows"] == 2
+        assert 0 < found["publish_lag_seconds"] < 60  # type: ignore[operator]
+        service.publish()
+        found = values(service.servers[0].state)
+        assert (found["published_deltas"], found["published_rows"], found["published_deletions"]) == (1, 2, 0)
+        assert (found["publish_lag_seconds"], found["publish_waiting_rows"], found["publish_failures"]) == (0, 0, 0)
+    finally:
+        service.close()
 
 
 def test_memory_is_that_of_this_process() -> None:
