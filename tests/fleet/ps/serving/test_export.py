@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fleet import fleet
+from fleet.errors import ConfigError
+from fleet.ps import export
+from tests.fleet.ps.serving.models import EveryForm, inputs
+
+IDS = torch.tensor([[1, 2], [3, 4]])
+
+
+class Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fleet.SparseEmbedding(4, name="first")
+        self.second = fleet.SparseEmbedding(4, name="second")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(ids).argmax(-1))
+        return found
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(4, name="rows", combiner="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.rows(ids.tolist())
+        return found
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(4, name="rows")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.rows(ids)
+        return found * 2 if found.sum() > 0 else found
+
+
+def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    model = EveryForm().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert export(model, inputs(4), tmp_path / "new" / "folder") == tmp_path / "new" / "folder"
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert {name: type(module) for name, module in model.named_children()} == {
+        name: type(module) for name, module in EveryForm().named_children()
+    }
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    body = json.loads(json.loads((tmp_path / "new" / "folder" / "export.json").read_text())["export"])
+    assert [(one["module"], one["table"]) for one in body["lookups"]] == [
+        ("bags", "bags"),
+        ("plain", "plain"),
+        ("flat", "shared"),
+    ]
+
+
+def test_the_program_takes_rows(tmp_path: Path) -> None:
+    """What is written is a program of torch: it runs without this library."""
+    model = nn.Sequential(fleet.SparseEmbedding(4, name="ads", combiner="sum"), nn.Linear(4, 1))
+    export(model, (IDS,), tmp_path)
+    program = torch.export.load(next(tmp_path.glob("dense-*.pt2"))).module()
+    rows = torch.randn(7, 4)
+    assert torch.equal(program((rows,), torch.zeros(7, 2, dtype=torch.int64)), model[1](rows))
+
+
+def test_two_exports_leave_the_newer_and_the_older_program(tmp_path: Path) -> None:
+    model = fleet.SparseEmbedding(4, name="ads")
+    for _ in range(3):
+        export(model, (IDS,), tmp_path)
+    assert len(list(tmp_path.glob("*.pt2"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "text"),
+    [
+        (nn.Linear(2, 1), (torch.ones(2, 2),), "no rows to serve"),
+        ("model", (IDS,), "takes a torch.nn.Module"),
+        (fleet.SparseEmbedding(4), IDS, "takes a tuple"),
+        (fleet.SparseEmbedding(4), (), "takes a tuple"),
+        (fleet.SparseEmbedding(4), ([1, 2],), "an example input is 1; a program takes tensors"),
+        (fleet.SparseEmbedding(4), (IDS[:1],), "give 2 samples or more"),
+        (Chained(), (IDS,), "depend on the rows of another"),
+        (Lists(), (IDS,), "rows is called with a list; a program takes tensors"),
+        (Branches(), (IDS,), "torch.export cannot trace the model"),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path: Path, model: nn.Module, example: object, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        export(model, example, tmp_path / "export")  # type: ignore[arg-type]
+    assert not (tmp_path / "export" / "export.json").exists()

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fleet import fleet
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps import Predictor, Reader, SparseTable, SparseTableConfig, export, save_table
+from fleet.ps.publishing.folder_sink import FolderSink
+from tests.fleet.ps.serving.deltas import DIM, Chain
+from tests.fleet.ps.serving.models import EveryForm, inputs, save_rows
+
+NONE = np.empty(0, np.int64)
+
+
+def test_predicts_what_the_model_predicts(tmp_path: Path) -> None:
+    model = EveryForm()
+    save_rows(model, tmp_path)
+    export(model, inputs(4), tmp_path)
+    predictor = Predictor(tmp_path)
+    model.eval()
+    for samples in (1, 2, 3, 20, 0):
+        batch = inputs(samples, seed=3)
+        with torch.no_grad():
+            assert torch.equal(predictor(*batch), model(*batch)), samples
+    assert [lookup.table for lookup in predictor.lookups] == ["bags", "plain", "shared"]
+    assert not predictor.refresh()
+    with torch.no_grad():
+        model.net[2].bias += 1
+        wanted = model(*batch)
+    export(model, inputs(4), tmp_path)
+    assert predictor.refresh()
+    assert torch.equal(predictor(*batch), wanted)
+    with pytest.raises((AssertionError, RuntimeError)):
+        predictor(*batch[:-1], torch.randn(3, 6))
+
+
+def test_rows_that_change_change_the_prediction(tmp_path: Path) -> None:
+    chain = Chain(FolderSink(tmp_path / "rows", "shop", "float32"))
+    chain.put(0, np.array([1, 2]), np.ones((2, DIM), np.float32), NONE, whole=True)
+    model = nn.Sequential(fleet.SparseEmbedding(DIM, name="ads", combiner="sum"), nn.Linear(DIM, 1, bias=False))
+    nn.init.ones_(model[1].weight)
+    export(model, (torch.tensor([[1, 2], [2, 1]]),), tmp_path / "export")
+    predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows"))
+    ids = torch.tensor([[1, 2]])
+    assert predictor(ids).item() == 2 * DIM
+    chain.put(0, np.array([2]), np.full((1, DIM), 5, np.float32), NONE)
+    assert predictor(ids).item() == 2 * DIM
+    predictor.reader.refresh()
+    assert predictor(ids).item() == 6 * DIM
+
+
+def test_ids_outside_an_embedding(tmp_path: Path) -> None:
+    export(nn.Embedding(5, DIM, sparse=True), (torch.tensor([1, 2]),), tmp_path)
+    table = SparseTable(SparseTableConfig("embedding", DIM))
+    save_table(table, tmp_path)
+    with pytest.raises(ConfigError, match="embedding has 5 rows; ids range from 1 to 5"):
+        Predictor(tmp_path)(torch.tensor([1, 5]))
+
+
+def test_folders_that_hold_no_program(tmp_path: Path) -> None:
+    table = SparseTable(SparseTableConfig("ads", DIM))
+    table.add(np.array([1]), np.ones((1, DIM), np.float32))
+    save_table(table, tmp_path)
+    with pytest.raises(CheckpointError, match="no exported program here"):
+        Predictor(tmp_path)
+    export(fleet.SparseEmbedding(DIM + 1, name="ads"), (torch.tensor([1, 2]),), tmp_path)
+    with pytest.raises(ConfigError, match=r"takes 4 columns of table 'ads'; the reader's rows have 3"):
+        Predictor(tmp_path)
+    good = json.loads((tmp_path / "export.json").read_text())
+    for wrong in (b"{", b"[]", json.dumps({**good, "crc32": 1}).encode(), json.dumps({**good, "format": 2}).encode()):
+        (tmp_path / "export.json").write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="not what fleet.ps.export wrote"):
+            Predictor(tmp_path)
+    (tmp_path / "export.json").write_text(json.dumps(good))
+    next(tmp_path.glob("dense-*")).write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="torch cannot read this program"):
+        Predictor(tmp_path)
+    next(tmp_path.glob("dense-*")).unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        Predictor(tmp_path)

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps import Reader, Rule, SparseEmbedding, SparseTableConfig, save_table
+from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
+from fleet.ps.publishing.redis_sink import RedisSink
+from tests.fleet.ps.reference_store import ReferenceTable
+from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
+from tests.helpers.redis_server import RedisServer, missing
+
+SGD = Rule("sgd", {"learning_rate": 1.0})
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    made = Chain(FolderSink(tmp_path / "rows", "shop", "float32"))
+    made.write()
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> ReferenceTable:
+    table = ReferenceTable(SparseTableConfig("ads", DIM, SGD))
+    random = np.random.default_rng(0)
+    table.push(IDS, random.normal(size=(len(IDS), DIM)).astype(np.float32))
+    save_table(table, tmp_path / "save")
+    return table
+
+
+def test_any_form_of_ids(tmp_path: Path, saved: ReferenceTable) -> None:
+    reader = Reader(tmp_path / "save")
+    assert reader.tables == {"ads": DIM}
+    wanted = saved.pull(np.array([-7, 5, 10**15]), create=False)
+    wanted[2] = 0
+    for ids in (
+        [-7, 5, 10**15],
+        np.array([-7, 5, 10**15]),
+        torch.tensor([-7, 5, 10**15]),
+        np.array([2**64 - 7, 5, 10**15], np.uint64),
+    ):
+        rows, found = reader.lookup("ads", ids, found=True)
+        kinds = torch.Tensor if isinstance(ids, torch.Tensor) else np.ndarray
+        assert isinstance(rows, kinds)
+        assert isinstance(found, kinds)
+        assert np.array_equal(np.asarray(rows), wanted)
+        assert found.tolist() == [True, True, False]
+    for dtype in (np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32):
+        assert np.array_equal(reader.lookup("ads", np.array([[5], [3]], dtype))[0, 0], wanted[1])
+    assert reader.lookup("ads", torch.tensor([[5, 3]], dtype=torch.int32)).shape == (1, 2, DIM)
+    assert reader.lookup("ads", 5).tolist() == wanted[1].tolist()
+    for empty in ([], np.empty((0, 4), np.int64), torch.empty(0, dtype=torch.int64)):
+        assert tuple(reader.lookup("ads", empty).shape) == (*np.shape(empty), DIM)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([1.0], "ids are float64"),
+        (torch.tensor([1.0]), "ids are float32"),
+        (np.empty(0), "ids are float64"),
+        ([True], "ids are bool"),
+        (["7"], "ids are <U1"),
+        ([2**64], "ids are object"),
+        (None, "ids are object"),
+        ([[1], [2, 3]], "unequal lengths; use lookup_bags"),
+    ],
+)
+def test_ids_that_are_none(tmp_path: Path, saved: ReferenceTable, ids: object, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Reader(tmp_path / "save").lookup("ads", ids)
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    for source, text in (
+        (tmp_path / "absent", "there is no such folder"),
+        (tmp_path / "other", r"neither rows that fleet.ps.publish writes.*holds \['letter.txt'\]"),
+        ("kafka://host", "takes a folder, or an address"),
+        ("", "takes a folder, or an address"),
+        (7, "takes a folder, or an address"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            Reader(source)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Omit job="):
+        Reader(tmp_path / "other", job="shop")
+
+
+def test_follow_takes_up_deltas_until_close(tmp_path: Path, chain: Chain) -> None:
+    with Reader(f"folder:{tmp_path / 'rows'}").follow(0.01) as reader:
+        for _ in range(3):
+            chain.write()
+            _wait(lambda: reader.position[0].watermark == 10 * chain.step)
+            chain.check(*reader.lookup("ads", IDS, found=True))
+    for call in (lambda: reader.lookup("ads", IDS), reader.refresh, lambda: reader.position, lambda: reader.tables):
+        with pytest.raises(ConfigError, match="is closed"):
+            call()
+    reader.close()
+    assert not any(thread.name == "fleet-reader" for thread in threading.enumerate())
+
+
+def _wait(condition) -> None:
+    limit = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        limit.wait(0.01)
+    raise AssertionError("a minute has passed")
+
+
+def test_follow_says_once_what_it_cannot_read_and_goes_on(
+    tmp_path: Path, chain: Chain, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = tmp_path / "rows" / MANIFEST
+    with caplog.at_level(logging.WARNING, "FLEET"), Reader(tmp_path / "rows").follow(0.01) as reader:
+        whole = manifest.read_bytes()
+        manifest.write_bytes(b"{")
+        _wait(lambda: caplog.records)
+        chain.check(*reader.lookup("ads", IDS, found=True))
+        with pytest.raises(CheckpointError, match="not a manifest"):
+            reader.refresh()
+        manifest.write_bytes(whole)
+        chain.write()
+        _wait(lambda: reader.position[0].watermark == 10 * chain.step)
+        chain.check(*reader.lookup("ads", IDS, found=True))
+    assert "keeps its rows" in caplog.text
+    for every_s in (0, -1, True, "1", float("nan"), float("inf")):
+        with Reader(tmp_path / "rows") as reader, pytest.raises(ConfigError, match="a number of seconds above 0"):
+            reader.follow(every_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("combiner", ["none", "sum", "mean"])
+@pytest.mark.parametrize("separate_slots", [False, True])
+def test_bags_are_those_of_the_embedding(tmp_path: Path, combiner: str, separate_slots: bool) -> None:
+    """To the bit, for ids that have rows; with many ids in a bag an order of sums shows."""
+    arguments = {"combiner": combiner, "num_slots": 2, "separate_slots": separate_slots, "padding_idx": 0}
+    module = SparseEmbedding(5, name="ads", **arguments)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(-20, 20, (6, 2) if combiner == "none" else (6, 2, 100), generator=generator)
+    with torch.no_grad():
+        wanted = module(ids)
+        save_table(module.lookup.source.table, tmp_path)  # type: ignore[union-attr]
+        reader = Reader(tmp_path)
+        assert torch.equal(reader.lookup_bags("ads", ids, **arguments), wanted)
+        if combiner != "none":
+            flat, offsets = ids.flatten(), torch.arange(12) * 100
+            assert torch.equal(reader.lookup_bags("ads", flat, offsets, **arguments), wanted)
+            lists = [part.tolist() for part in ids.view(12, 100)]
+            assert torch.equal(reader.lookup_bags("ads", lists, **arguments), wanted)
+            assert not reader.lookup_bags("ads", [[], [0]], **arguments).any()
+    with pytest.raises(ConfigError, match="combiner='max'"):
+        reader.lookup_bags("ads", ids, combiner="max")
+
+
+def test_a_lookup_loads_neither_torch_nor_a_compiler(tmp_path: Path, saved: ReferenceTable) -> None:
+    program = (
+        "import sys, fleet.ps\n"
+        f"rows = fleet.ps.Reader({str(tmp_path / 'save')!r}).lookup('ads', [1, 2])\n"
+        "print(rows.shape, [name for name in ('torch', 'numba', 'redis') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == f"(2, {DIM}) []"
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "can run")
+def test_a_redis_is_a_source_like_any(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis:
+        chain = Chain(RedisSink(redis.url, "shop", "int8"), encoding="int8")
+        chain.write()
+        with Reader(redis.url, job="shop").follow() as reader:
+            chain.write()
+            chain.check(*reader.lookup("ads", IDS, found=True))
+            assert reader.tables == {"ads": DIM}
+            assert reader.position[0].step == 2
+            assert not reader.refresh()
+            assert reader.lookup("ads", torch.tensor([[1, 2]])).shape == (1, 2, DIM)
+            with pytest.raises(ConfigError, match="no such table"):
+                reader.lookup("books", [1])
+        chain.sink.close()
