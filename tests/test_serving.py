@@ -1,0 +1,56 @@
+"""docs/serving.md and its Chinese twin: every block runs, in the order in which it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sources import ROOT
+
+BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
+LIMIT_S = 240
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
+    """Returns language and text of every block that runs."""
+    return BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
+
+
+def test_both_languages_have_the_same_code() -> None:
+    plain = [
+        [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)] for name in ("serving.md", "serving.zh-CN.md")
+    ]
+    assert plain[0] == plain[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["serving.md", "serving.zh-CN.md"])
+def test_every_block_runs(tmp_path: Path, name: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLEET_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = []
+    for kind, text in blocks(name):
+        if text.startswith("# train.py\n"):
+            (tmp_path / "train.py").write_text(text, encoding="utf-8")
+            continue
+        if kind == "bash":
+            words = text.split()
+            variables = dict(word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=\w+", word))
+            command = [word for word in words if word.split("=")[0] not in variables]
+            command[0] = sys.executable
+        else:
+            command, variables = [sys.executable, "-W", "error", "-c", text], {}
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
+        done.append(ran.stdout)
+    assert len(done) == 5
+    assert "{'ads': 8, 'age': 8}" in done[1]
+    assert "tensor([0.9" in done[3] or "tensor([1." in done[3]
+    assert "a program of" in done[4]
