@@ -1,6 +1,7 @@
 # Every target sets up what it needs first; all it takes is make and python3 (3.10 or newer) with its venv module.
 #   make demo        train the ResNet example on two processes and plot its curves
 #   make demo-ps     train the wide & deep example with a parameter server and two workers, and plot its curves
+#   make demo-serve  serve predictions over HTTP while the wide & deep example trains, and watch them change
 #   make demo-gpt    train a small GPT on four processes, two stages of divided layers, and plot it beside plain torch
 #   make test        the quick tests            make test-slow   the slow ones
 #   make lint        style and types            make docs        rewrite the generated parts of the documentation
@@ -14,7 +15,7 @@ READY := $(VENV)/ready
 unexport PYTHONPATH PYTHONHOME
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps demo-gpt test test-slow test-long lint docs site bench dist clean
+.PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -43,6 +44,9 @@ demo-ps: $(READY)
 	$(PY) -m fleet.launch --server_num=1 --worker_num=2 --log_dir output/demo-ps/log \
 		examples/wide_and_deep/train_fleet_ps.py --layers 128 64 --history output/demo-ps/history.jsonl
 	$(PY) examples/wide_and_deep/plot.py output/demo-ps/history.jsonl output/demo-ps/flights.png
+
+demo-serve: $(READY)
+	OMP_NUM_THREADS=1 $(PY) examples/wide_and_deep/demo_serve.py output/demo-serve
 
 demo-gpt: $(READY)
 	@mkdir -p output/demo

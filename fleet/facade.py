@@ -19,6 +19,7 @@ from fleet._log import LOGGER, set_log_level
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.options import DistributedStrategy, mark_copied
 from fleet.paddle import group_sharded
+from fleet.ps_job.inference_model import save_model
 from fleet.role_maker import RoleMakerBase
 from fleet.runtime import save_load
 from fleet.runtime.fleet_model import FleetModel
@@ -575,20 +576,10 @@ class Fleet:
             example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
         """
         folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
-        if example_inputs is not None:
-            from fleet.ps.serving.export import checked_inputs, export
-
-            checked_inputs(example_inputs)
         job = self._job("save_inference_model", "worker")
-        if job is None:
-            return
-        job.running().save(folder, number)
-        model = self._need("save_inference_model").models[0]
-        state = model.state_dict()
-        if self.is_first_worker():
-            save_load.save(state, os.path.join(folder, "model.pt"))
-            if example_inputs is not None:
-                export(model, example_inputs, folder)
+        if job is not None:
+            model = self._need("save_inference_model").models[0]
+            save_model(job.running(), model, folder, number, example_inputs, first=self.is_first_worker())
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""

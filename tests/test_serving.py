@@ -23,7 +23,8 @@ def blocks(name: str) -> list[tuple[str, str]]:
 
 def test_both_languages_have_the_same_code() -> None:
     plain = [
-        [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)] for name in ("serving.md", "serving.zh-CN.md")
+        [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
+        for name in ("serving.md", "serving.zh-CN.md")
     ]
     assert plain[0] == plain[1]
 

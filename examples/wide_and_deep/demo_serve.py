@@ -61,37 +61,37 @@ def main() -> None:
     """Runs the demonstration; returns when training has ended and its last rows are served."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for logs, rows and exports; what is there is replaced")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the data (default: %(default)s)")
-    parser.add_argument("--max-batches", type=int, help="end each pass after this many batches")
+    parser.add_argument("--data", default="flights", help="as for train_published.py (default: %(default)s)")
+    parser.add_argument("--epochs", default="3", help="passes over the data (default: %(default)s)")
+    parser.add_argument("--max-batches", default="300", help="end each pass after this many (default: %(default)s)")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
     rows, export = args.folder / "rows", args.folder / "export"
     command = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=1", "--log_dir"]
-    command += [args.folder / "log", HERE / "train_fleet_ps.py", "--layers", "128", "64", "--epochs", str(args.epochs)]
-    command += ["--publish", rows, "--export", export]
-    command += [] if args.max_batches is None else ["--max-batches", str(args.max_batches)]
+    command += [args.folder / "log", HERE / "train_published.py", "--layers", "128", "64", "--data", args.data]
+    command += ["--epochs", args.epochs, "--max-batches", args.max_batches, "--publish", rows, "--export", export]
     environment = {**os.environ, "FLEET_PS_FOLDER": str(args.folder / "journal")}
 
-    test = open_data("flights").test
-    ids, dense, late = test[:1000]
-    chosen = [int((late == 1).nonzero()[0]), int((late == 0).nonzero()[0])]  # the first late flight, the first in time
+    test = open_data(args.data).test
+    ids, dense, label = test[:1000]
+    chosen = [int((label == 1).nonzero()[0]), int((label == 0).nonzero()[0])]  # a late flight, and one in time
     with running(*command, env=environment, stdout=subprocess.DEVNULL) as job:
         wait_for(export / "export.json", job)
         wait_for(rows / "MANIFEST.json", job)
         with running(sys.executable, HERE / "serve.py", export, rows, "--port=0", stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            print("seconds  step   P(late) of a flight that was late / in time", flush=True)
+            print("seconds   step  probability for a sample of label 1 / of label 0", flush=True)
             began = time.monotonic()
             ended = False
             while not ended:
                 ended = job.poll() is not None
                 time.sleep(1.0)  # after the end: until the reader has the last rows
                 answer = ask(url, ids[chosen], dense[chosen])
-                was_late, in_time = answer["probability"]
+                one, zero = answer["probability"]
                 seconds = time.monotonic() - began
-                print(f"{seconds:7.1f}  {answer['step']:5}  {was_late:.4f} / {in_time:.4f}", flush=True)
+                print(f"{seconds:7.1f}  {answer['step']:5}  {one:.4f} / {zero:.4f}", flush=True)
         if job.returncode:
             raise SystemExit(f"Training failed; its log is in {args.folder / 'log'}.")
 

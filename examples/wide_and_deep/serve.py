@@ -71,8 +71,10 @@ def follow(predictor: Predictor, every_s: float, stop: threading.Event) -> None:
 def main() -> None:
     """Serves until it is interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", metavar="DIR", help="what train_fleet_ps.py --export writes")
-    parser.add_argument("rows", metavar="SOURCE", help="what train_fleet_ps.py --publish writes: a folder, or redis://")
+    parser.add_argument("export", metavar="DIR", help="what train_published.py --export writes")
+    parser.add_argument(
+        "rows", metavar="SOURCE", help="what train_published.py --publish writes: a folder, or redis://"
+    )
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s; 0: any free one)")
     args = parser.parse_args()
     torch.set_num_threads(1)  # one sample is too little work for more

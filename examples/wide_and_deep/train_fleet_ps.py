@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from fleet import fleet
-from fleet.ps import Initializer, publish
+from fleet.ps import Initializer
 
 NEW_ROWS = Initializer("normal", 0.0, 0.01)
 
@@ -26,8 +26,6 @@ def main() -> None:
     parser.add_argument("--mode", choices=("sync", "async", "geo", "hybrid"), default="sync", help="(default: sync)")
     parser.add_argument("--k-steps", type=int, default=100, help="steps between exchanges of geo (default: 100)")
     parser.add_argument("--save", metavar="DIR", help="write the rows and the network here at the end")
-    parser.add_argument("--publish", metavar="SINK", help="send changed rows here every second: a folder, or redis://")
-    parser.add_argument("--export", metavar="DIR", help="write the model for serving here, at the start and each pass")
     args = parser.parse_args()
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
@@ -35,8 +33,6 @@ def main() -> None:
     fleet.init(strategy=strategy)
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
         strategy.hybrid_configs = {"dp_degree": fleet.worker_num()}
-    if args.publish:
-        publish(args.publish)
     if fleet.is_server():  # it needs neither data nor model: the workers say which tables there are
         fleet.init_server()
         fleet.run_server()
@@ -54,11 +50,6 @@ def main() -> None:
     model = fleet.distributed_model(model)
     fleet.init_worker()
 
-    def export() -> None:
-        if args.export:
-            fleet.save_inference_model(dirname=args.export, example_inputs=data.test[:4][:2])
-
-    export()
     report = Report(args, active=fleet.is_first_worker())
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
@@ -67,7 +58,6 @@ def main() -> None:
         fleet.barrier_worker()
         if fleet.is_first_worker():
             report.end_test(epoch, find_auc(model, test_loader), report.seconds())
-        export()
     if args.save:
         fleet.save_persistables(args.save)
     fleet.stop_worker()

@@ -22,7 +22,7 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.folder_sink import MANIFEST
 from fleet.ps.publishing.tensor_file import read_tensors
-from fleet.ps.serving.local_rows import LocalState, Position, Share
+from fleet.ps.serving.local_rows import LocalState, Position, TableShare
 from fleet.ps.serving.mapped_rows import MappedRows, map_file
 
 __all__ = ["DeltaRows", "is_delta_folder"]
@@ -38,11 +38,11 @@ def is_delta_folder(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _ServerFiles:
     """What has been read of one server: the entries of its files, oldest first, and the rows by table."""
 
     entries: tuple[tuple[str, int], ...]  # (file, CRC-32)
-    shares: dict[str, Share]
+    shares: dict[str, TableShare]
 
 
 class DeltaRows:
@@ -50,7 +50,7 @@ class DeltaRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._chains: dict[int, _Chain] = {}
+        self._chains: dict[int, _ServerFiles] = {}
         self._text = b""
         self.state = LocalState()
 
@@ -77,7 +77,7 @@ class DeltaRows:
             return file.read(_MOST_BYTES)
 
     def _take(self, text: bytes) -> None:
-        chains: dict[int, _Chain] = {}
+        chains: dict[int, _ServerFiles] = {}
         positions: dict[int, Position] = {}
         for server, state in sorted(_servers_of(self._folder / MANIFEST, text).items()):
             chains[server] = self._read_chain(server, [state["base"], *state["deltas"]])
@@ -95,7 +95,7 @@ class DeltaRows:
         self._chains = chains
         self._text = text
 
-    def _read_chain(self, server: int, entries: list[dict[str, Any]]) -> _Chain:
+    def _read_chain(self, server: int, entries: list[dict[str, Any]]) -> _ServerFiles:
         wanted = tuple((entry["file"], entry["crc32"]) for entry in entries)
         known = self._chains.get(server)
         if known is not None and wanted[: len(known.entries)] == known.entries:
@@ -105,9 +105,9 @@ class DeltaRows:
             shares, start = {}, 0
         for entry in entries[start:]:
             self._add(shares, entry)
-        return _Chain(wanted, shares)
+        return _ServerFiles(wanted, shares)
 
-    def _add(self, shares: dict[str, Share], entry: dict[str, Any]) -> None:
+    def _add(self, shares: dict[str, TableShare], entry: dict[str, Any]) -> None:
         path = self._folder / entry["file"]
         try:
             with open_plain(path) as file:
@@ -116,7 +116,7 @@ class DeltaRows:
             if not path.exists():
                 raise FileNotFoundError(f"{path}: the manifest names it, but it is absent.") from None
             raise
-        if size != entry["bytes"] or zlib.crc32(memoryview(map_file(path))) != entry["crc32"]:
+        if size != entry["bytes"] or zlib.crc32(map_file(path).data) != entry["crc32"]:
             raise CheckpointError(
                 f"{path}: the checksum or the size is wrong ({size} bytes; the manifest says {entry['bytes']}). The "
                 "file is damaged. Remove the folder; the servers' next deltas write all rows."
@@ -124,12 +124,12 @@ class DeltaRows:
         tensors = read_tensors(path)
         for name in [key.removesuffix(".keys") for key in tensors if key.endswith(".keys")]:
             try:
-                shares[name] = _extended(shares.get(name, Share()), name, tensors)
+                shares[name] = _extended(shares.get(name, TableShare()), name, tensors)
             except (KeyError, ValueError, IndexError) as error:
                 raise CheckpointError(f"{path}: its arrays are no rows of table {name!r}: {error}.") from None
 
 
-def _extended(share: Share, name: str, tensors: dict[str, NDArray[Any]]) -> Share:
+def _extended(share: TableShare, name: str, tensors: dict[str, NDArray[Any]]) -> TableShare:
     keys, values, deleted = (tensors[f"{name}.{part}"] for part in ("keys", "values", "deleted"))
     encoding = _ENCODINGS[values.dtype.name]
     n, dim = values.shape

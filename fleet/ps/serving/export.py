@@ -148,9 +148,10 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
         CheckpointError: the folder cannot be written; a program from before stays.
 
     Example:
-        >>> model = nn.Sequential(fleet.SparseEmbedding(4, name="ads", combiner="sum"), nn.Linear(4, 1))
-        >>> path = fleet.ps.export(model, (torch.tensor([[7, 8], [9, 0]]),), folder)
-        >>> sorted(name.split("-")[0] for name in os.listdir(path))
+        >>> ads = fleet.SparseEmbedding(4, name="ads", combiner="sum")
+        >>> model = torch.nn.Sequential(ads, torch.nn.Linear(4, 1))
+        >>> path = fleet.ps.export(model, (torch.tensor([[7, 8], [9, 0]]),), "exported")
+        >>> sorted(file.name.split("-")[0] for file in path.iterdir())
         ['dense', 'export.json', 'ids']
     """
     inputs = checked_inputs(example_inputs)

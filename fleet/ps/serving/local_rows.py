@@ -14,7 +14,7 @@ from fleet.ps.serving.row_index import GONE, MISSING, RowIndex, merged
 from fleet.ps.table.hash import Uint64s, mix
 from fleet.ps.table.layout import Float32s, Int64s
 
-__all__ = ["LocalState", "Position", "Share", "check_table"]
+__all__ = ["LocalState", "Position", "TableShare", "check_table"]
 
 Found = tuple[Float32s, NDArray[np.bool_]]
 _OFFSET_BITS = 40  # of a place: which file, above the byte in it
@@ -39,7 +39,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TableShare:
     """The rows of one table on one server: a base and what came after it. A newer share is another object.
 
     ``indexes`` are newest first, the base last; their places name a file of ``files`` and a byte in it.
@@ -48,7 +48,7 @@ class Share:
     indexes: tuple[RowIndex, ...] = ()
     files: tuple[MappedRows, ...] = ()
 
-    def extended(self, keys: Int64s, offsets: Int64s, rows: MappedRows, deleted: Int64s | None = None) -> Share:
+    def extended(self, keys: Int64s, offsets: Int64s, rows: MappedRows, deleted: Int64s | None = None) -> TableShare:
         """Returns this share after a change: rows of ``keys`` at ``offsets`` of file ``rows``, and ``deleted`` gone."""
         if len(offsets) and int(offsets.max()) > _OFFSET:
             raise CheckpointError(f"a file of rows has more than {_OFFSET:,} bytes; save with more servers.")
@@ -60,7 +60,7 @@ class Share:
         rest = list(self.indexes)
         while len(rest) > 1 and 2 * len(newest) >= len(rest[0]):  # each is smaller than half of the next: few of them
             newest = merged(newest, rest.pop(0))
-        return Share((newest, *rest), (*self.files, rows))
+        return TableShare((newest, *rest), (*self.files, rows))
 
     def find(self, keys: Int64s, hashes: Uint64s) -> Int64s:
         """Returns the place of each id, below 0 where there is no row."""
@@ -96,7 +96,7 @@ class LocalState:
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
-    shares: Mapping[tuple[str, int], Share] = field(default_factory=dict)
+    shares: Mapping[tuple[str, int], TableShare] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
 
     def lookup(self, table: str, keys: Int64s) -> Found:

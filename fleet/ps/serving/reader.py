@@ -53,8 +53,8 @@ class Reader:
     Example:
         >>> table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("ads", 4))
         >>> table.add(np.array([7, 8]), np.ones((2, 4), np.float32))
-        >>> saved = fleet.ps.save_table(table, folder)
-        >>> reader = fleet.ps.Reader(folder)
+        >>> saved = fleet.ps.save_table(table, "saved_rows")
+        >>> reader = fleet.ps.Reader("saved_rows")
         >>> rows, found = reader.lookup("ads", [7, 10**15], found=True)
         >>> rows.shape, found.tolist()
         ((2, 4), [True, False])

@@ -10,7 +10,7 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.manifest import Manifest, blocks_of, read_parts, table_folder
 from fleet.ps.files.row_file import values_offset
 from fleet.ps.files.text_format import text_parts
-from fleet.ps.serving.local_rows import LocalState, Position, Share
+from fleet.ps.serving.local_rows import LocalState, Position, TableShare
 from fleet.ps.serving.mapped_rows import MappedRows, map_file
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.table_spec import config_of_spec
@@ -61,7 +61,7 @@ class SavedRows:
 
 def _state_of(folder: Path, tables: dict[str, list[Manifest]]) -> LocalState:
     dims: dict[str, int] = {}
-    shares: dict[tuple[str, int], Share] = {}
+    shares: dict[tuple[str, int], TableShare] = {}
     positions: dict[int, Position] = {}
     for name, parts in tables.items():
         for part in parts:
@@ -78,7 +78,7 @@ def _state_of(folder: Path, tables: dict[str, list[Manifest]]) -> LocalState:
     return LocalState(dims, shares, positions)
 
 
-def _share_of(folder: Path, config: SparseTableConfig, part: Manifest) -> Share:
+def _share_of(folder: Path, config: SparseTableConfig, part: Manifest) -> TableShare:
     layout = plan_layout(config)
     path = table_folder(folder, config.name)
     octets = map_file(path / part.data)
@@ -99,7 +99,7 @@ def _share_of(folder: Path, config: SparseTableConfig, part: Manifest) -> Share:
     ids = np.concatenate(keys)
     if layout.num_counters:
         rows = np.concatenate(copied)
-        return Share().extended(
+        return TableShare().extended(
             ids, 4 * config.dim * np.arange(len(ids)), MappedRows(rows.view(np.uint8).reshape(-1), config.dim)
         )
-    return Share().extended(ids, np.concatenate(offsets), MappedRows(octets, config.dim))
+    return TableShare().extended(ids, np.concatenate(offsets), MappedRows(octets, config.dim))

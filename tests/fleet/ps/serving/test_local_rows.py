@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.ps.serving.local_rows import LocalState, Share, check_table
+from fleet.ps.serving.local_rows import LocalState, TableShare, check_table
 from fleet.ps.serving.mapped_rows import MappedRows
 
 NONE = np.empty(0, np.int64)
@@ -15,7 +15,7 @@ def rows_of(values: list[float]) -> MappedRows:
 
 
 def test_the_newest_of_a_share_counts_and_deleted_rows_are_gone() -> None:
-    share = Share().extended(np.array([1, 2, 3]), np.array([0, 4, 8]), rows_of([1, 2, 3]))
+    share = TableShare().extended(np.array([1, 2, 3]), np.array([0, 4, 8]), rows_of([1, 2, 3]))
     second = share.extended(np.array([2]), np.array([0]), rows_of([20]), np.array([3]))
     third = second.extended(np.array([3]), np.array([0]), rows_of([30]), np.array([2]))
     ids = np.array([1, 2, 3, 4])
@@ -30,7 +30,7 @@ def test_the_newest_of_a_share_counts_and_deleted_rows_are_gone() -> None:
 
 
 def test_few_indexes_stand_for_many_deltas() -> None:
-    share = Share().extended(np.arange(10_000), 4 * np.arange(10_000), rows_of([0.0] * 10_000))
+    share = TableShare().extended(np.arange(10_000), 4 * np.arange(10_000), rows_of([0.0] * 10_000))
     for number in range(200):
         share = share.extended(np.arange(number, number + 10), 4 * np.arange(10), rows_of([float(number)] * 10))
     assert len(share.indexes) <= 10
@@ -40,10 +40,10 @@ def test_few_indexes_stand_for_many_deltas() -> None:
 
 def test_shares_of_several_servers_and_other_tables() -> None:
     shares = {
-        ("ads", 0): Share().extended(np.array([1]), np.array([0]), rows_of([1])),
-        ("users", 0): Share().extended(np.array([1, 2]), np.array([0, 4]), rows_of([7, 8])),
-        ("ads", 1): Share().extended(np.array([2]), np.array([0]), rows_of([2])),
-        ("ads", 2): Share().extended(NONE, NONE, rows_of([])),
+        ("ads", 0): TableShare().extended(np.array([1]), np.array([0]), rows_of([1])),
+        ("users", 0): TableShare().extended(np.array([1, 2]), np.array([0, 4]), rows_of([7, 8])),
+        ("ads", 1): TableShare().extended(np.array([2]), np.array([0]), rows_of([2])),
+        ("ads", 2): TableShare().extended(NONE, NONE, rows_of([])),
     }
     values, found = LocalState({"ads": 1, "users": 1}, shares).lookup("ads", np.array([2, 1, 3, 2]))
     assert values[:, 0].tolist() == [2, 1, 0, 2]

@@ -1,0 +1,36 @@
+"""What ``fleet.save_inference_model`` writes: the tables, the model's state, and a program where inputs are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fleet.ps.worker.trainer import Trainer
+from fleet.runtime import save_load
+
+__all__ = ["save_model"]
+
+STATE = "model.pt"
+
+
+def save_model(
+    trainer: Trainer, model: nn.Module, folder: str, mode: int, example_inputs: Sequence[Any] | None, *, first: bool
+) -> None:
+    """Makes the servers save, and writes the rest where this worker is the ``first``; every worker calls it.
+
+    Raises:
+        ConfigError: the example inputs cannot be a program's (nothing was saved), or the model cannot be exported.
+    """
+    if example_inputs is not None:
+        from fleet.ps.serving.export import checked_inputs, export
+
+        checked_inputs(example_inputs)
+    trainer.save(folder, mode)
+    state = model.state_dict()
+    if first:
+        save_load.save(state, os.path.join(folder, STATE))
+        if example_inputs is not None:
+            export(model, example_inputs, folder)
