@@ -2,7 +2,7 @@
 
     python benchmarks/ps.py                  # all parts, one table: about fifteen minutes
     python benchmarks/ps.py --quick          # fewer and shorter repeats, a tenth of the rows: about three
-    python benchmarks/ps.py --only training  # or: tables, wire
+    python benchmarks/ps.py --only training  # or: tables, wire, serving
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
 
 Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
@@ -106,6 +106,21 @@ def wire_rows(rows: int, repeats: int) -> list[list[str]]:
     return cells
 
 
+def serving_rows(rows: int, rounds: int) -> list[list[str]]:
+    """Returns the rows on lookups of published rows."""
+    cells = []
+    for case in part_json("_ps_serving.py", "--rows", str(rows), "--rounds", str(rounds)):
+        rate = f"{case['ms']:.3f} ms, {case['ids'] / case['ms'] / 1e3:.2f} M ids/s"
+        beside = f"{'numpy gather' if case['source'] == 'folder' else 'MGET'} {case['beside_ms']:.3f} ms"
+        what = f"Reader, {case['source']}, {case['ids']:,} ids"
+        cells.append([what, rate, beside, f"{case['ratio']:.2f}", "-", "-"])
+        if case["served_ms"] is not None:
+            cells.append(
+                [f"{what}: delta of 1,000 rows served", f"{case['served_ms']:.1f} ms", "-", "-", "-", "2000 ms"]
+            )
+    return cells
+
+
 def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vocabulary: int) -> list[list[str]]:
     """Returns the rows of a mode."""
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +173,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, smaller tables")
-    parser.add_argument("--only", choices=("training", "large", "tables", "wire"))
+    parser.add_argument("--only", choices=("training", "large", "tables", "wire", "serving"))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--batches", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--vocabulary", type=int, default=1_000_000)
@@ -174,6 +189,8 @@ def main() -> None:
         cells += table_rows(*((1_000_000, 3) if args.quick else (10_000_000, 5)))
     if args.only in (None, "wire"):
         cells += wire_rows(*((100_000, 3) if args.quick else (1_000_000, 7)))
+    if args.only in (None, "serving"):
+        cells += serving_rows(*((200_000, 20) if args.quick else (1_000_000, 50)))
     for mode in args.modes if args.only in (None, "training") else ():
         cells += training_rows(mode, args.batches, blocks, seconds, args.vocabulary)
         print(f"{mode}: done, load {os.getloadavg()[0]:.1f}", flush=True)
