@@ -265,8 +265,8 @@ def _asked_rows(
 
 
 def _program(part: str, module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    def dims(leaf: Tensor) -> dict[int, Any]:
-        return {dim: torch.export.Dim.AUTO for dim in range(leaf.ndim)}
+    def dims(leaf: Tensor) -> dict[int, Any]:  # a size of 1 stays 1: what is broadcast could not tell otherwise
+        return {dim: torch.export.Dim.AUTO for dim, size in enumerate(leaf.shape) if size != 1}
 
     if part == "dense":
         shapes: Any = {"rows": tree_map(dims, arguments[0]), "inputs": tree_map(dims, tuple(arguments[1:]))}

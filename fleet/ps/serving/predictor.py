@@ -21,6 +21,7 @@ from fleet.ps.serving.reader import Reader
 __all__ = ["Predictor"]
 
 _MOST_BYTES = 1 << 26
+_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Predictor:
         self._folder = Path(folder)
         self._refreshing = threading.Lock()
         self.reader = Reader(self._folder) if reader is None else reader
-        self._program = self._read(self._text())
+        self._program = self._newest()
         self._check_tables()
 
     @property
@@ -82,10 +83,9 @@ class Predictor:
             CheckpointError: the newer one is damaged; the older one stays.
         """
         with self._refreshing:
-            text = self._text()
-            if text == self._program.text:
+            if self._text() == self._program.text:
                 return False
-            self._program = self._read(text)
+            self._program = self._newest()
             return True
 
     def _rows(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -105,6 +105,16 @@ class Predictor:
                     f"fleet.ps.Predictor: {lookup.module} takes {lookup.dim} columns of table {lookup.table!r}; the "
                     f"reader's rows have {tables[lookup.table]}. The program and the rows are of different models."
                 )
+
+    def _newest(self) -> _Program:
+        for _ in range(_TRIES):
+            text = self._text()
+            try:
+                return self._read(text)
+            except CheckpointError:
+                if text == self._text():  # not because a newer export has removed these files
+                    raise
+        raise CheckpointError(f"{self._folder}: programs are replaced faster than they can be read.")
 
     def _text(self) -> bytes:
         path = self._folder / EXPORT

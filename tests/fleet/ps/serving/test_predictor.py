@@ -40,6 +40,18 @@ def test_predicts_what_the_model_predicts(tmp_path: Path) -> None:
         predictor(*batch[:-1], torch.randn(3, 6))
 
 
+def test_a_program_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fleet.SparseEmbedding(DIM, name="ads")
+    save_table(SparseTable(SparseTableConfig("ads", DIM)), tmp_path)
+    export(model, (torch.tensor([1, 2]),), tmp_path)
+    texts = [(tmp_path / "export.json").read_bytes()]
+    for _ in range(2):
+        export(model, (torch.tensor([1, 2]),), tmp_path)
+    read = Predictor._text
+    monkeypatch.setattr(Predictor, "_text", lambda self: texts.pop() if texts else read(self))
+    assert Predictor(tmp_path)(torch.tensor([1])).shape == (1, DIM)
+
+
 def test_rows_that_change_change_the_prediction(tmp_path: Path) -> None:
     chain = Chain(FolderSink(tmp_path / "rows", "shop", "float32"))
     chain.put(0, np.array([1, 2]), np.ones((2, DIM), np.float32), NONE, whole=True)
