@@ -279,6 +279,36 @@ def test_pushes_go_on_while_a_cut_reads(tmp_path: Path, monkeypatch: pytest.Monk
         assert sorted(sink.rows["ads"]) == [1, 2, 3]
 
 
+def test_a_change_that_is_noted_and_not_applied_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = MemorySink()
+    with publishing(sink, tmp_path) as service:
+        client = service.client()
+        service.push(client, 1)
+        service.publish()
+        table = service.servers[0].state.tables[0]
+        plain = table.push
+        noted, apply = threading.Event(), threading.Event()
+
+        def push(part: Any) -> None:
+            noted.set()
+            assert apply.wait(30)
+            plain(part)
+
+        monkeypatch.setattr(table, "push", push)
+        ticket = client.push({0: gradient([1])})
+        assert noted.wait(30)
+        publishing_ = threading.Thread(target=service.publish)
+        publishing_.start()
+        while not table.gate._exclusive_waiting:
+            assert publishing_.is_alive()
+        apply.set()
+        client.wait(ticket)
+        publishing_.join(30)
+        assert sink.rows == service.served()
+
+
 def test_geo_additions_and_sync_steps_are_published(tmp_path: Path) -> None:
     sink = MemorySink()
     with publishing(sink, tmp_path / "geo") as service:
