@@ -2,9 +2,9 @@
 
     python benchmarks/_ps_publish.py --mode async --batch 100 --blocks 7 --seconds 4
 
-Two jobs of one server and two workers train the wide & deep model of ``ps.py``, one with ``publish``, the other without;
-both keep a journal of level 1. Blocks of training alternate between them, so what another process takes from the machine
-is taken from both alike. The rate counts both workers.
+Two jobs of one server and two workers train the wide & deep model of ``ps.py``, one with ``publish``, the other
+without; both keep a journal of level 1. Blocks of training alternate between them, so what another process takes from
+the machine is taken from both alike. The rate counts both workers.
 
 A step counts as served when the position in Redis names it: then every row that it pushed is there. The time runs from
 the moment at which ``optimizer.step()`` of the slower worker returns, which in async mode is before the push is sent.
