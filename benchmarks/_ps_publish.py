@@ -36,12 +36,10 @@ def train(settings: dict[str, Any]) -> None:
     import torch
     from _ps_steps import DIM, NUM_DENSE, SLOTS, batches_of, draw, fill
     from model import WideDeep
-    from torch.nn.functional import binary_cross_entropy_with_logits
 
     from fleet import fleet
 
     torch.set_num_threads(1)
-    folder = Path(settings["folder"])
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = settings["mode"] != "sync"
     if settings["kind"] == "with":
@@ -57,13 +55,25 @@ def train(settings: dict[str, Any]) -> None:
     model = fleet.distributed_model(served)
     fleet.init_worker()
     fill(model, settings["vocabulary"])
-    rank = fleet.worker_index()
-    batches = batches_of(draw(settings["vocabulary"], 1 + rank), settings["batch"])
+    batches = batches_of(draw(settings["vocabulary"], 1 + fleet.worker_index()), settings["batch"])
+    fleet.barrier_worker()
+    found = train_in_turn(settings, model, optimizer, batches)
+    name = f"{settings['kind']}.{fleet.worker_index()}.json"
+    Path(settings["folder"], name).write_text(json.dumps(found))
+    fleet.stop_worker()
+
+
+def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches: Any) -> dict[str, list[float]]:
+    """Trains in every second block; returns samples per second of each, and when each step was done."""
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    from fleet import fleet
+
+    folder, place = Path(settings["folder"]), KINDS.index(settings["kind"])
     rates: list[float] = []
     times: list[float] = []
-    fleet.barrier_worker()
     for number in range(settings["blocks"] + 1):
-        wait_for(folder / f"turn.{2 * number + KINDS.index(settings['kind'])}")
+        wait_for(folder / f"turn.{2 * number + place}")
         fleet.barrier_worker()
         begun, done = time.perf_counter(), 0
         while time.perf_counter() - begun < settings["seconds"]:
@@ -75,10 +85,9 @@ def train(settings: dict[str, Any]) -> None:
             done += len(labels)
         rates.append(done / (time.perf_counter() - begun))
         fleet.barrier_worker()
-        if not rank:
-            (folder / f"turn.{2 * number + KINDS.index(settings['kind']) + 1}").touch()
-    (folder / f"{settings['kind']}.{rank}.json").write_text(json.dumps({"rates": rates[1:], "times": times}))
-    fleet.stop_worker()
+        if fleet.is_first_worker():
+            (folder / f"turn.{2 * number + place + 1}").touch()
+    return {"rates": rates[1:], "times": times}  # the first block warms up
 
 
 def wait_for(path: Path) -> None:
@@ -121,7 +130,7 @@ def latencies(times: list[list[float]], seen: list[tuple[float, int]]) -> list[f
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Runs both jobs and returns what they found."""
+    """Runs both jobs beside one Redis and returns what they found."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -129,32 +138,11 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         command = ["redis-server", "--port", f"{port}", "--dir", folder, "--appendonly", "yes", "--save", ""]
         redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         positions = Positions(port, "bench-with")
-        settings |= {"folder": folder, "redis": f"redis://127.0.0.1:{port}/0"}
-        jobs = []
         try:
             time.sleep(1.0)
             positions.start()
-            for kind in KINDS:
-                launcher = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=2"]
-                launcher += [f"--log_dir={folder}/log-{kind}", str(Path(__file__))]
-                variables = {"PADDLE_JOB_ID": f"bench-{kind}", "FLEET_PS_FOLDER": f"{folder}/state-{kind}"}
-                jobs.append(
-                    subprocess.Popen(
-                        [*launcher, "--train", json.dumps({**settings, "kind": kind})],
-                        env={**os.environ, **variables},
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
-            Path(folder, "turn.0").touch()
-            for kind, job in zip(KINDS, jobs, strict=True):
-                said = job.communicate(timeout=540)[0]
-                if job.returncode:
-                    raise SystemExit(f"{kind} publishing: the job ended with {job.returncode}\n{said[-4000:]}")
+            run_jobs({**settings, "folder": folder, "redis": f"redis://127.0.0.1:{port}/0"})
         finally:
-            for job in jobs:
-                job.terminate()
             positions.ended.set()
             positions.join()
             redis.kill()
@@ -175,6 +163,34 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "p99_s": waits[len(waits) * 99 // 100],
         "steps": len(waits),
     }
+
+
+def run_jobs(settings: dict[str, Any]) -> None:
+    """Runs both jobs to their end."""
+    folder = settings["folder"]
+    jobs = []
+    try:
+        for kind in KINDS:
+            launcher = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=2"]
+            launcher += [f"--log_dir={folder}/log-{kind}", str(Path(__file__))]
+            variables = {"PADDLE_JOB_ID": f"bench-{kind}", "FLEET_PS_FOLDER": f"{folder}/state-{kind}"}
+            jobs.append(
+                subprocess.Popen(
+                    [*launcher, "--train", json.dumps({**settings, "kind": kind})],
+                    env={**os.environ, **variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        Path(folder, "turn.0").touch()
+        for kind, job in zip(KINDS, jobs, strict=True):
+            said = job.communicate(timeout=540)[0]
+            if job.returncode:
+                raise SystemExit(f"{kind} publishing: the job ended with {job.returncode}\n{said[-4000:]}")
+    finally:
+        for job in jobs:
+            job.terminate()
 
 
 def main() -> None:
