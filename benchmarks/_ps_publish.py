@@ -63,7 +63,7 @@ def train(settings: dict[str, Any]) -> None:
     fleet.stop_worker()
 
 
-def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches: Any) -> dict[str, list[float]]:
+def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches: Any) -> dict[str, Any]:
     """Trains in every second block; returns samples per second of each, and when each step was done."""
     from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -72,6 +72,7 @@ def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches:
     folder, place = Path(settings["folder"]), KINDS.index(settings["kind"])
     rates: list[float] = []
     times: list[float] = []
+    warm = 0
     for number in range(settings["blocks"] + 1):
         wait_for(folder / f"turn.{2 * number + place}")
         fleet.barrier_worker()
@@ -83,11 +84,12 @@ def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches:
             optimizer.zero_grad()
             times.append(time.time())
             done += len(labels)
+        warm = warm or len(times)
         rates.append(done / (time.perf_counter() - begun))
         fleet.barrier_worker()
         if fleet.is_first_worker():
             (folder / f"turn.{2 * number + place + 1}").touch()
-    return {"rates": rates[1:], "times": times}  # the first block warms up
+    return {"rates": rates[1:], "times": times, "warm": warm}  # the first block warms up
 
 
 def wait_for(path: Path) -> None:
@@ -117,10 +119,15 @@ class Positions(threading.Thread):
                     self.seen.append((time.time(), step))
 
 
-def latencies(times: list[list[float]], seen: list[tuple[float, int]]) -> list[float]:
-    """Returns for each step that both workers took, how long after the later of them Redis had it."""
+def latencies(workers: list[dict[str, Any]], seen: list[tuple[float, int]]) -> list[float]:
+    """Returns for each step that both workers took, how long after the later of them Redis had it.
+
+    Not of the first block, in which the whole table of a new job is published.
+    """
     found, at = [], 0
-    for step, pushed in enumerate(map(max, zip(*times, strict=False)), start=1):
+    pairs = list(zip(*(worker["times"] for worker in workers), strict=False))
+    warm = max(worker["warm"] for worker in workers)
+    for step, pushed in list(enumerate(map(max, pairs), start=1))[warm:]:
         while at < len(seen) and seen[at][1] < step:
             at += 1
         if at == len(seen):
@@ -154,7 +161,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         kind: [sum(both) for both in zip(*(worker["rates"] for worker in found), strict=True)]
         for kind, found in workers.items()
     }
-    waits = sorted(latencies([worker["times"] for worker in workers["with"]], positions.seen))
+    waits = sorted(latencies(workers["with"], positions.seen))
     return {
         "with": median(rates["with"]),
         "without": median(rates["without"]),
