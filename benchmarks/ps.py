@@ -2,12 +2,14 @@
 
     python benchmarks/ps.py                  # all parts, one table: about fifteen minutes
     python benchmarks/ps.py --quick          # fewer and shorter repeats, a tenth of the rows: about three
-    python benchmarks/ps.py --only training  # or: tables, wire, serving
+    python benchmarks/ps.py --only training  # or: tables, wire, publish, serving
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
 
 Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
 one client and one server process over loopback, in turn with the same bytes without a server and the same table calls
 without a wire; and the same with the seals of its messages and without.
+
+Publishing: two jobs in turn, one sends its changed rows to a redis-server; and how long a pushed row takes to be there.
 
 Training: wide & deep, three layers of 400, 26 slots, rows of 10 (and 1 for the linear part), a vocabulary of a million
 ids, SGD: one server and two workers, whose processes also train the same model in plain torch, each alone, in blocks
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,6 +124,23 @@ def serving_rows(rows: int, rounds: int) -> list[list[str]]:
     return cells
 
 
+def publish_rows(blocks: int, seconds: float, vocabulary: int) -> list[list[str]]:
+    """Returns the rows on publishing to Redis, without any where redis-server is missing."""
+    if shutil.which("redis-server") is None:
+        print("publish: left out, needs redis-server on PATH", flush=True)
+        return []
+    sizes = ["--blocks", str(blocks), "--seconds", str(2 * seconds), "--vocabulary", str(vocabulary)]
+    cells = []
+    for mode in ("sync", "async"):
+        case = part_json("_ps_publish.py", "--mode", mode, *sizes)[0]
+        what = f"publishing to Redis, {mode}, batch {case['batch']}"
+        taken, beside = f"{case['with']:.0f} samples/s", f"{case['without']:.0f} without"
+        cells.append([what, taken, beside, f"{case['share']:.2f}", "-", "0.9"])
+        served = f"{case['p50_s']:.2f} s median, {case['p99_s']:.2f} s for 99 of 100 steps"
+        cells.append([f"{what}: from push to served row", served, "-", "-", "-", "at most 2 s"])
+    return cells
+
+
 def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vocabulary: int) -> list[list[str]]:
     """Returns the rows of a mode."""
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +193,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, smaller tables")
-    parser.add_argument("--only", choices=("training", "large", "tables", "wire", "serving"))
+    parser.add_argument("--only", choices=("training", "large", "tables", "wire", "publish", "serving"))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--batches", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--vocabulary", type=int, default=1_000_000)
@@ -189,6 +209,8 @@ def main() -> None:
         cells += table_rows(*((1_000_000, 3) if args.quick else (10_000_000, 5)))
     if args.only in (None, "wire"):
         cells += wire_rows(*((100_000, 3) if args.quick else (1_000_000, 7)))
+    if args.only in (None, "publish"):
+        cells += publish_rows(blocks, seconds, args.vocabulary)
     if args.only in (None, "serving"):
         cells += serving_rows(*((200_000, 20) if args.quick else (1_000_000, 50)))
     for mode in args.modes if args.only in (None, "training") else ():

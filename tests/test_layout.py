@@ -130,6 +130,7 @@ DIRECTIONS = {
     "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
     "fleet/ps": (
         "fleet.errors",
+        "fleet._lazy_names",
         "fleet._addresses",
         "fleet._python_file",
         "fleet._sealing",

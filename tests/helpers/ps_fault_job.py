@@ -13,8 +13,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import fleet as fleet_package
 from fleet import fleet
 from tests.helpers.served import _free_endpoints
 
-__all__ = ["IDS", "FaultJob", "Kill", "expected_tables", "plan_kills"]
+__all__ = ["IDS", "FaultJob", "Kill", "Training", "expected_tables", "plan_kills"]
 
 IDS = np.arange(60) * 10**12 + 7
 NUM_WORDS = 30
@@ -95,7 +95,25 @@ def expected_tables(num_workers: int, steps: int, *, mean: bool) -> dict[str, Te
 # -- the processes ---------------------------------------------------------------------------------------------------
 
 
-def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: int) -> None:
+AfterStep = Callable[[int, int], None]  # is given the rank and the number of steps done
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the processes train beside the mode.
+
+    Args:
+        rate: of SGD; with 1 every sum is exact, in whatever order.
+        configs: further keys of ``a_sync_configs``.
+        after_step: called by each worker after each of its steps.
+    """
+
+    rate: float = 1.0
+    configs: dict[str, Any] = field(default_factory=dict)
+    after_step: AfterStep | None = None
+
+
+def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: int, training: Training) -> None:
     """Is what every process does, from its start."""
     os.setsid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -115,13 +133,15 @@ def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: i
     if mode != "sync":
         bound = {"max_staleness": 3} if mode == "bounded" else {}
         strategy.a_sync_configs = {"max_merge_var_num": 4, "send_wait_times": 1, **bound}
-    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 1.0), strategy)
+    if training.configs:
+        strategy.a_sync_configs = training.configs
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), training.rate), strategy)
     model = fleet.distributed_model(net)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
     else:
-        _train(model, optimizer, folder, steps)
+        _train(model, optimizer, folder, steps, training.after_step)
 
 
 def _keep(path: Path, state: dict[str, Any]) -> None:
@@ -130,7 +150,7 @@ def _keep(path: Path, state: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def _train(model: Any, optimizer: Any, folder: Path, steps: int) -> None:
+def _train(model: Any, optimizer: Any, folder: Path, steps: int, after_step: AfterStep | None) -> None:
     rank = int(fleet.worker_index())
     kept, first = folder / f"worker-{rank}.pt", 0
     if kept.exists():
@@ -147,6 +167,8 @@ def _train(model: Any, optimizer: Any, folder: Path, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         os.write(progress, b"%d\n" % (step + 1))
+        if after_step is not None:
+            after_step(rank, step + 1)
         if (step + 1) % EVERY == 0:
             _keep(kept, {"step": step + 1, "optimizer": optimizer.state_dict()})
         if step in (steps // 4, steps // 2) and rank == 1:
@@ -186,10 +208,21 @@ class FaultJob:
         folder: an empty folder for everything the job writes.
         mode: ``"sync"``, ``"async"``, or ``"bounded"``: async with a bound on staleness.
         num_servers, num_workers, steps: the size of the job.
+        training: how its processes train.
     """
 
-    def __init__(self, folder: Path, mode: str, *, num_servers: int, num_workers: int, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        *,
+        num_servers: int,
+        num_workers: int,
+        steps: int,
+        training: Training = Training(),
+    ) -> None:
         folder.mkdir()
+        self.training = training
         self.folder, self.mode, self.steps, self.num_workers = folder, mode, steps, num_workers
         self.context = multiprocessing.get_context("forkserver")
         endpoints = _free_endpoints(num_servers)
@@ -213,7 +246,7 @@ class FaultJob:
 
     def start(self, name: str) -> None:
         """Starts a process, again if it ran before."""
-        arguments = (self.mode, self.variables[name], self.folder, name, self.steps)
+        arguments = (self.mode, self.variables[name], self.folder, name, self.steps, self.training)
         process = self.context.Process(target=_run, args=arguments, daemon=True)
         process.start()
         self.processes[name] = process

@@ -28,9 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fleet.errors import ConfigError, FleetError, PSError
-from fleet.ps.publishing.cut import cut, published_tables, waiting_rows
 from fleet.ps.publishing.delta import Delta, Sink, StaleDelta
 from fleet.ps.publishing.publication import Publication, open_sink
+from fleet.ps.publishing.row_cut import cut, published_tables, waiting_rows
 from fleet.ps.server.job_state import MOST_WAITING
 from fleet.ps.server.key_recorder import GONE, TOUCHED
 from fleet.ps.server.server_state import ServerState

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet.ps.publishing.cut import waiting_rows
+from fleet.ps.publishing.row_cut import waiting_rows
 
 if TYPE_CHECKING:
     from fleet.ps.server.server_state import ServerState

@@ -106,7 +106,7 @@ MODES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "published async": (
         {"a_sync": True, "a_sync_configs": {"publish": "folder:/x", "publish_every_s": 0.5}},
-        "takes parameters from them; the servers publish changed rows every 0.5 s to folder:/x\n",
+        "takes parameters from them; the servers publish changed rows every 0.5 s to folder:/x",
     ),
     "hybrid async": (
         {"a_sync": True, "hybrid_configs": {"dp_degree": 3}},

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fleet.ps.client.client import Client, Gradient
-from fleet.ps.publishing.cut import published_tables
 from fleet.ps.publishing.publication import Publication
 from fleet.ps.publishing.publisher import Publisher
+from fleet.ps.publishing.row_cut import published_tables
 from fleet.ps.server.server import Server
 from tests.fleet.ps.service import Service, ids
 
@@ -75,3 +77,13 @@ class PublishingService(Service):
         """Pushes one gradient for ``keys`` and waits until it is applied."""
         rows = np.full((len(keys), 2), value, np.float32)
         client.wait(client.push({0: Gradient(ids(*keys), rows)}))
+
+
+@contextmanager
+def publishing(sink: Any, folder: Path, num_servers: int = 1, **config: Any) -> Iterator[PublishingService]:
+    """Yields servers that publish to ``sink`` when they are told; they are closed at the end."""
+    service = PublishingService(sink, folder, num_servers, **config)
+    try:
+        yield service
+    finally:
+        service.close()

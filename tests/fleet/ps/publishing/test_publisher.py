@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,18 +19,9 @@ from fleet.ps.publishing.publisher import Publisher, _Overtaken
 from fleet.ps.server.server import Server, run_server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import save_tables
-from tests.fleet.ps.publishing.rig import PublishingService
+from tests.fleet.ps.publishing.rig import PublishingService, publishing
 from tests.fleet.ps.service import SECRET, gradient, make_table
 from tests.helpers.memory_sink import MemorySink
-
-
-@contextmanager
-def publishing(sink: Any, folder: Path, num_servers: int = 1, **config: Any) -> Iterator[PublishingService]:
-    service = PublishingService(sink, folder, num_servers, **config)
-    try:
-        yield service
-    finally:
-        service.close()
 
 
 def test_the_first_delta_is_whole_and_later_ones_hold_what_changed(tmp_path: Path) -> None:
@@ -54,17 +43,6 @@ def test_the_first_delta_is_whole_and_later_ones_hold_what_changed(tmp_path: Pat
         assert second.step == client.step == 3
         counts = service.servers[0].state.job.published.counts
         assert counts == {"deltas": 2, "rows": 4, "deletions": 0, "failures": 0}
-
-
-def test_a_row_that_was_only_pulled_is_not_in_a_delta(tmp_path: Path) -> None:
-    sink = MemorySink()
-    with publishing(sink, tmp_path) as service:
-        client = service.client()
-        service.publish()
-        client.wait(client.pull({0: np.array([9])}))
-        service.push(client, 1)
-        service.publish()
-        assert set(sink.rows["ads"]) == {1}
 
 
 def test_shrunk_and_cleared_rows_are_deleted_from_the_sink(tmp_path: Path) -> None:
@@ -247,36 +225,6 @@ def test_a_run_that_did_not_publish_ends_the_history(tmp_path: Path) -> None:
         service.publish()
         assert sink.deltas[-1].whole
         assert sink.rows == service.served()
-
-
-def test_pushes_go_on_while_a_cut_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What changes between the first reading and the second is in the delta as it is at the watermark."""
-    from fleet.ps.publishing import cut as module
-
-    sink = MemorySink()
-    with publishing(sink, tmp_path) as service:
-        client = service.client()
-        service.push(client, 1, 2, 3)
-        service.publish()
-        service.push(client, 1, 2)
-        plain = module._read
-        first = []
-
-        def read(table: Any, touched: Any, gone: Any) -> Any:
-            found = plain(table, touched, gone)
-            if not first:
-                first.append(True)
-                service.push(client, 2, 7)
-                client.alter(0, "shrink", threshold=2)
-                service.push(client, 3)
-            return found
-
-        monkeypatch.setattr(module, "_read", read)
-        service.publish()
-        assert len(sink.deltas) == 2
-        assert sink.rows == service.served()
-        assert sink.deltas[-1].watermark == service.servers[0].state.journal.last_lsn
-        assert sorted(sink.rows["ads"]) == [1, 2, 3]
 
 
 def test_geo_additions_and_sync_steps_are_published(tmp_path: Path) -> None:

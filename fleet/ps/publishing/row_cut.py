@@ -1,17 +1,18 @@
 """A cut: copies the rows that a sink lacks, so that they hold exactly the records up to one number.
 
 [Note: Training waits for the last few rows only]
-The ids that changed, or all ids for a whole delta, are taken and their rows read while training goes on. Then the gates
-of all published tables are taken at once, so no change is half applied. The number of the last record is read, and the
-rows that changed while the others were read are read again. What was read first and has not changed since is the row at
-that number, too. So training waits as long as the second, much smaller reading takes.
+Twice all published tables stand still: their gates are taken, so every change that is noted is applied, too. The first
+time, for a moment, the ids that changed are taken. Their rows, or all rows for a whole delta, are read while training
+goes on. The second time the number of the last record is read, and the rows that changed meanwhile are read again. What
+was read first and has not changed since is the row at that number, too. So training waits as long as the second, much
+smaller reading takes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,9 +62,9 @@ def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, serv
     """
     job = state.job
     tables = published_tables(state, names)
-    with job.changed:
-        if job.published.loading or not tables:
-            return None
+    with _standing_still(tables), job.changed:
+        if job.published.loading or not tables or tables.keys() != published_tables(state, names).keys():
+            return None  # a table was made just now: the next call has it
         whole = job.published.whole
         if whole:
             job.recorder.drop(TOUCHED, GONE)
@@ -74,9 +75,7 @@ def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, serv
     for table_id, (touched, gone) in first.items():
         keys = tables[table_id].table.keys() if whole else touched
         early[table_id] = _read(tables[table_id].table, keys, gone)
-    with ExitStack() as stack:
-        for table in tables.values():
-            stack.enter_context(table.gate.exclusive())
+    with _standing_still(tables):
         with job.changed:
             if job.published.whole:  # a load came between: what was read belongs to other rows
                 return None
@@ -93,6 +92,14 @@ def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, serv
     return Delta(
         job.name, server, count, job.published.history, previous, watermark, step, pushed_at, whole, tuple(rows)
     )
+
+
+@contextmanager
+def _standing_still(tables: Mapping[int, ServedSparse]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for table in tables.values():
+            stack.enter_context(table.gate.exclusive())
+        yield
 
 
 def _take(state: ServerState, table_id: int) -> tuple[Keys, Keys]:

@@ -1,0 +1,183 @@
+"""A job whose workers, server (with its publisher) and Redis are killed at random: Redis holds the rows of a calm run.
+
+In sync mode the rows after a step do not depend on what failed on the way. The calm run waits after each step until
+Redis has it and keeps what Redis holds. In the other run a watcher reads Redis all the time, each time in one
+transaction: whatever step the position names, the rows must be those of the calm run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ps_fault_job import FaultJob, Kill, Training, plan_kills
+from tests.helpers.redis_server import RedisServer, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+JOB = "kills"
+# One transaction: the position of server 0 and all rows.
+DUMP = """
+local rows = {}
+for _, key in ipairs(redis.call('KEYS', KEYS[1] .. '*:*')) do
+  if redis.call('TYPE', key)['ok'] == 'string' then rows[#rows + 1] = key; rows[#rows + 1] = redis.call('GET', key) end
+end
+return {redis.call('HGET', KEYS[1] .. 'position', '0'), rows}
+"""
+Rows = dict[bytes, bytes]
+
+
+def dump(client: Any) -> tuple[int, Rows]:
+    """Returns the step and the rows that Redis holds now; step -1 without a position."""
+    position, found = client.eval(DUMP, 1, f"fleet:{JOB}:")
+    step = -1 if position is None else int(json.loads(position)["step"])
+    return step, dict(zip(found[::2], found[1::2], strict=True))
+
+
+def keep_each_step(url: str, folder: str, rank: int, step: int) -> None:
+    """Waits until Redis has ``step`` and keeps the rows of it; worker 0 holds the other up meanwhile."""
+    import redis
+
+    if rank:
+        return
+    with redis.Redis.from_url(url) as client:
+        deadline = time.monotonic() + 60
+        while True:
+            found, rows = dump(client)
+            if found >= step:
+                break
+            assert time.monotonic() < deadline, f"Redis has step {found}, not {step}"
+            time.sleep(0.002)
+    assert found == step
+    text = json.dumps({key.decode(): row.hex() for key, row in rows.items()})
+    (Path(folder) / f"{step}.rows").write_text(text)
+
+
+class PublishingJob(FaultJob):
+    """One server, two workers and a Redis, which is killed like the others.
+
+    Whatever else is to be killed, a reader of a stream for example, becomes a further name.
+    """
+
+    def __init__(self, folder: Path, redis: RedisServer, *, steps: int, after_step: Any = None) -> None:
+        training = Training(0.37, {"publish": redis.url, "publish_every_s": 0.005}, after_step)
+        super().__init__(folder, "sync", num_servers=1, num_workers=2, steps=steps, training=training)
+        self.redis = redis
+        self._delays = random.Random(7)
+        for variables in self.variables.values():
+            variables["PADDLE_JOB_ID"] = JOB
+
+    def start(self, name: str) -> None:
+        if name == "redis":
+            self.redis.start()
+        else:
+            super().start(name)
+
+    def kill(self, name: str) -> None:
+        time.sleep(self._delays.uniform(0, 0.02))  # anywhere within a cut, a write or its confirmation
+        if name == "redis":
+            self.redis.kill()
+        elif self.processes[name].exitcode is None:
+            super().kill(name)
+
+
+class Watcher:
+    """Reads Redis until it is told to stop, and compares what it holds with the calm run."""
+
+    def __init__(self, redis: RedisServer, calm: dict[int, Rows]) -> None:
+        self._redis, self._calm = redis, calm
+        self.wrong: list[str] = []
+        self.steps: set[int] = set()
+        self.count = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        import redis
+
+        client = self._redis.client()
+        while not self._stop.wait(0.001):
+            try:
+                step, rows = dump(client)
+            except redis.RedisError:
+                continue
+            self.compare(step, rows)
+
+    def compare(self, step: int, rows: Rows) -> None:
+        """Notes where ``rows`` are not those of ``step``.
+
+        Only a whole delta has rows that were pulled and never pushed; here they are zeros, as a missing id reads.
+        """
+        self.count += 1
+        if step < 1:
+            return
+        self.steps.add(step)
+        calm = self._calm[step]
+        wrong = [
+            f"{key.decode()}: {rows.get(key, b'').hex()} instead of {calm.get(key, b'').hex()}"
+            for key in sorted(rows.keys() | calm.keys())
+            if any(rows.get(key, b"") + calm.get(key, b"")) and rows.get(key) != calm.get(key)
+        ]
+        if wrong:
+            self.wrong.append(f"step {step}: {len(wrong)} of {len(calm)} rows, {wrong[:3]}")
+
+
+def calm_run(folder: Path, redis: RedisServer, steps: int) -> dict[int, Rows]:
+    """Returns the rows that Redis holds after each step of an undisturbed run."""
+    kept = folder / "kept"
+    kept.mkdir()
+    job = PublishingJob(folder / "calm", redis, steps=steps, after_step=partial(keep_each_step, redis.url, str(kept)))
+    job.run([])
+    texts = {step: json.loads((kept / f"{step}.rows").read_text()) for step in range(1, steps + 1)}
+    return {step: {key.encode(): bytes.fromhex(row) for key, row in rows.items()} for step, rows in texts.items()}
+
+
+def disturbed(job: PublishingJob, watcher: Watcher, kills: Sequence[Kill]) -> None:
+    """Runs ``job`` with ``kills`` under the eyes of ``watcher``, and looks once more at the end."""
+    with watcher:
+        job.run(kills, limit_s=60 + 6 * len(kills))
+    with job.redis.client() as client:
+        watcher.compare(*dump(client))
+
+
+@pytest.mark.slow
+def test_redis_holds_the_rows_of_a_calm_run_whoever_is_killed(tmp_path: Path) -> None:
+    check_kills(20, tmp_path)
+
+
+@pytest.mark.long
+def test_redis_holds_the_rows_of_a_calm_run_after_100_kills(tmp_path: Path) -> None:
+    check_kills(100, tmp_path)
+
+
+def check_kills(count: int, tmp_path: Path) -> None:
+    steps = 6 + 2 * count
+    with RedisServer(tmp_path / "calm-redis") as redis:
+        calm = calm_run(tmp_path, redis, steps)
+    assert len({len(rows) for rows in calm.values()}) > 1
+    with RedisServer(tmp_path / "redis") as redis:
+        job = PublishingJob(tmp_path / "faults", redis, steps=steps)
+        kills = plan_kills(2026, count, [*job.names, "redis"], 2 * steps)
+        assert {kill.name.split("-")[0] for kill in kills} == {"server", "worker", "redis"}
+        watcher = Watcher(redis, calm)
+        disturbed(job, watcher, kills)
+    assert not watcher.wrong, watcher.wrong[:5]
+    assert max(watcher.steps) == steps
+    assert len(watcher.steps) > steps // 4
+    assert watcher.count > steps
+    assert job.repeated() > 0
