@@ -515,11 +515,15 @@ def save_inference_model(
     main_program: object = None,
     export_for_deployment: bool = True,
     mode: int = 0,
+    *,
+    example_inputs: Sequence[Any] | None = None,
 ) -> None:
     """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
 
-    Every worker calls it; worker 0 writes the state. To predict, build the model, load the state with
-    ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding with unbounded ids.
+    Every worker calls it; worker 0 writes the state. With ``example_inputs`` it writes the dense part as a program
+    too, and :class:`fleet.ps.Predictor` predicts from the folder. Without, build the model, load the state with
+    ``fleet.load`` and call ``SparseEmbedding.load(dirname)`` on each embedding with unbounded ids; or make the
+    program afterwards with ``python -m fleet.ps export``.
 
     Args:
         executor: accepted for Fleet's signature; the folder may stand in its place.
@@ -527,6 +531,7 @@ def save_inference_model(
         feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
             model is the module that was given to ``distributed_model``.
         mode: as in :meth:`save_persistables`.
+        example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
     """
 
 def save_one_table(table_id: int, path: Path, mode: int = 0) -> None:

@@ -20,6 +20,9 @@ from fleet.ps.publishing.publication import publish as publish
 from fleet.ps.server.server import Server as Server
 from fleet.ps.server.server import run_server as run_server
 from fleet.ps.server.server_config import ServerConfig as ServerConfig
+from fleet.ps.serving.export import export as export
+from fleet.ps.serving.predictor import Predictor as Predictor
+from fleet.ps.serving.reader import Reader as Reader
 from fleet.ps.table.accessor import Accessor as Accessor
 from fleet.ps.table.accessor import documented_accessor as documented_accessor
 from fleet.ps.table.dense_table import DenseTable as DenseTable
@@ -57,7 +60,9 @@ __all__ = [
     "Gradient",
     "HalfAsyncSender",
     "Initializer",
+    "Predictor",
     "ProbabilityEntry",
+    "Reader",
     "RowBlock",
     "RowsDelta",
     "Rule",
@@ -72,6 +77,7 @@ __all__ = [
     "StaleDelta",
     "UniqueKeys",
     "documented_accessor",
+    "export",
     "export_text",
     "import_text",
     "load_dense",

@@ -80,7 +80,12 @@ def test_answers_follow_the_rows(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.parametrize(
     ("body", "text"),
-    [({}, "KeyError"), ({"ids": "x", "dense": []}, "Error"), ({"ids": [[7]], "dense": [[1.0], [2.0]]}, "Guard"), ([], "Error")],
+    [
+        ({}, "KeyError"),
+        ({"ids": "x", "dense": []}, "Error"),
+        ({"ids": [[7]], "dense": [[1.0], [2.0]]}, "Guard"),
+        ([], "Error"),
+    ],
 )
 def test_bad_requests_are_told_so(url: str, body: Any, text: str) -> None:
     status, answer = ask(url, body)
