@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleet import fleet
+from fleet.errors import ConfigError
+from fleet.ps_job.inference_model import save_model
+
+IDS = torch.tensor([1, 2])
+
+
+class Saves:
+    """Takes the place of a trainer: notes what the servers would save."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def save(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+def saved(folder: Path, example_inputs: Any, *, first: bool = True) -> list[tuple[Any, ...]]:
+    trainer = Saves()
+    model = fleet.SparseEmbedding(2, name="ads")
+    save_model(trainer, model, str(folder), 0, example_inputs, first=first)  # type: ignore[arg-type]
+    return trainer.calls
+
+
+def test_the_first_worker_writes_beside_the_servers(tmp_path: Path) -> None:
+    assert saved(tmp_path, (IDS,)) == [(str(tmp_path), 0)]
+    assert {"model.pt", "export.json"} < {path.name for path in tmp_path.iterdir()}
+    assert saved(tmp_path / "state", None) == [(str(tmp_path / "state"), 0)]
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["model.pt"]
+    assert saved(tmp_path / "other", (IDS,), first=False) == [(str(tmp_path / "other"), 0)]
+    assert not (tmp_path / "other").exists()
+
+
+def test_wrong_examples_are_refused_before_anything_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes a tuple"):
+        saved(tmp_path, IDS)
+    assert list(tmp_path.iterdir()) == []
