@@ -30,6 +30,7 @@ def saved(folder: Path, example_inputs: Any, *, first: bool = True) -> list[tupl
     return trainer.calls
 
 
+@pytest.mark.slow
 def test_the_first_worker_writes_beside_the_servers(tmp_path: Path) -> None:
     assert saved(tmp_path, (IDS,)) == [(str(tmp_path), 0)]
     assert {"model.pt", "export.json"} < {path.name for path in tmp_path.iterdir()}

@@ -14,6 +14,7 @@ from tests.fleet.ps.serving import models
 PLACE = f"{models.__file__}:example"
 
 
+@pytest.mark.slow
 def test_a_saved_model_becomes_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(5)
     model = models.EveryForm()
