@@ -71,7 +71,8 @@ def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches:
 
     folder, place = Path(settings["folder"]), KINDS.index(settings["kind"])
     rates: list[float] = []
-    times: list[float] = []
+    times: list[tuple[int, float]] = []
+    client = fleet.session.server_job.trainer.client
     warm = 0
     for number in range(settings["blocks"] + 1):
         wait_for(folder / f"turn.{2 * number + place}")
@@ -82,9 +83,9 @@ def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches:
             binary_cross_entropy_with_logits(model(ids, dense), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-            times.append(time.time())
+            times.append((client.step, time.time()))
             done += len(labels)
-        warm = warm or len(times)
+        warm = warm or client.step
         rates.append(done / (time.perf_counter() - begun))
         fleet.barrier_worker()
         if fleet.is_first_worker():
@@ -125,9 +126,10 @@ def latencies(workers: list[dict[str, Any]], seen: list[tuple[float, int]]) -> l
     Not of the first block, in which the whole table of a new job is published.
     """
     found, at = [], 0
-    pairs = list(zip(*(worker["times"] for worker in workers), strict=False))
+    first, second = (dict(worker["times"]) for worker in workers)
     warm = max(worker["warm"] for worker in workers)
-    for step, pushed in list(enumerate(map(max, pairs), start=1))[warm:]:
+    for step in sorted(step for step in first.keys() & second.keys() if step > warm):
+        pushed = max(first[step], second[step])
         while at < len(seen) and seen[at][1] < step:
             at += 1
         if at == len(seen):

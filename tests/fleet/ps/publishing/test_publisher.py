@@ -265,7 +265,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ACTIONS)
 def test_whatever_happens_the_sink_ends_with_the_rows_of_the_table(actions: list[tuple[Any, ...]]) -> None:
     folder = Path(tempfile.mkdtemp())
