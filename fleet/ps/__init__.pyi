@@ -18,6 +18,7 @@ from fleet.ps.server.server import run_server as run_server
 from fleet.ps.server.server_config import ServerConfig as ServerConfig
 from fleet.ps.table.accessor import Accessor as Accessor
 from fleet.ps.table.accessor import documented_accessor as documented_accessor
+from fleet.ps.table.bounds import Bounds as Bounds
 from fleet.ps.table.dense_table import DenseTable as DenseTable
 from fleet.ps.table.dense_table import DenseTableConfig as DenseTableConfig
 from fleet.ps.table.entry import CountFilterEntry as CountFilterEntry
@@ -43,6 +44,7 @@ from fleet.ps.worker.sender import SenderConfig as SenderConfig
 __all__ = [
     "Accessor",
     "AsyncSender",
+    "Bounds",
     "Client",
     "ClientConfig",
     "CountFilterEntry",

@@ -60,6 +60,7 @@ class RecordKind:
     ALTER = 7
     BARRIER = 8
     GOODBYE = 9
+    EVICT = 16  # ids whose rows a table above its limit has lost
 
 
 @dataclass(frozen=True, slots=True)

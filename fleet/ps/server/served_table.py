@@ -165,11 +165,17 @@ class ServedTable(Protocol):
     def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
         """Writes the rows of ``part`` to ``out``."""
 
-    def push(self, part: TablePart) -> None:
-        """Applies a gradient."""
+    def push(self, part: TablePart, lsn: int = 0) -> None:
+        """Applies a gradient, which is record ``lsn``."""
 
-    def add(self, part: TablePart) -> None:
-        """Adds deltas."""
+    def add(self, part: TablePart, lsn: int = 0) -> None:
+        """Adds deltas, which are record ``lsn``."""
+
+    def victims(self) -> NDArray[np.int64]:
+        """Returns the ids whose rows a table above its limit must lose."""
+
+    def erase(self, part: TablePart) -> None:
+        """Deletes rows."""
 
     def set_values(self, part: TablePart) -> None:
         """Replaces dense values."""
@@ -197,6 +203,7 @@ class ServedSparse:
         self.learning_rate: float | None = None
         self.day: str | None = None  # the last one that advance_day named
         self.keeps_shows = table.config.accessor is not None
+        self.evicted = 0
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the next push."""
@@ -223,17 +230,26 @@ class ServedSparse:
         assert part.ids is not None
         self.table.pull(part.ids, out, create=create)
 
-    def push(self, part: TablePart) -> None:
-        """Applies a gradient."""
+    def push(self, part: TablePart, lsn: int = 0) -> None:
+        """Applies a gradient, which is record ``lsn``; the caller asks for the :meth:`victims` then."""
         assert part.ids is not None
         assert part.rows is not None
-        self.table.push(part.ids, part.rows, part.shows, part.clicks, part.slots)
+        self.table.push(part.ids, part.rows, part.shows, part.clicks, part.slots, tick=lsn)
 
-    def add(self, part: TablePart) -> None:
-        """Adds deltas."""
+    def add(self, part: TablePart, lsn: int = 0) -> None:
+        """Adds deltas, which are record ``lsn``; the caller asks for the :meth:`victims` then."""
         assert part.ids is not None
         assert part.rows is not None
-        self.table.add(part.ids, part.rows)
+        self.table.add(part.ids, part.rows, tick=lsn)
+
+    def victims(self) -> NDArray[np.int64]:
+        """Returns the ids whose rows a table above its limit must lose."""
+        return self.table.victims()
+
+    def erase(self, part: TablePart) -> None:
+        """Deletes the rows of ``part.ids``."""
+        assert part.ids is not None
+        self.evicted += self.table.erase(part.ids)
 
     def set_values(self, part: TablePart) -> None:
         """Not possible for rows: only loading sets them."""
@@ -263,7 +279,7 @@ class ServedSparse:
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""
-        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes}
+        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes, "evicted": self.evicted}
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot, chunk by chunk, while training continues."""
@@ -279,7 +295,7 @@ class ServedSparse:
             end = path.stat().st_size - END_BYTES
             while file.tell() < end:
                 block = read_block(file, path)
-                self.table.insert(block)
+                self.table.insert(block, evict=False)  # the journal says which rows went
                 stamps.add(block.keys, block.stamp)
             read_end(file, path)
         return stamps
@@ -323,15 +339,23 @@ class ServedDense:
         """Writes the values to ``out``."""
         self.table.pull(out.reshape(-1))
 
-    def push(self, part: TablePart) -> None:
+    def push(self, part: TablePart, lsn: int = 0) -> None:
         """Applies a gradient."""
         assert part.rows is not None
         self.table.push(part.rows.reshape(-1))
 
-    def add(self, part: TablePart) -> None:
+    def add(self, part: TablePart, lsn: int = 0) -> None:
         """Adds deltas."""
         assert part.rows is not None
         self.table.add(part.rows.reshape(-1))
+
+    def victims(self) -> NDArray[np.int64]:
+        """Returns none: a dense table has a fixed size."""
+        return np.empty(0, np.int64)
+
+    def erase(self, part: TablePart) -> None:
+        """Not possible for dense values."""
+        raise AssertionError("a dense table has no victims")
 
     def set_values(self, part: TablePart) -> None:
         """Replaces the values."""

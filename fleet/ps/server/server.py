@@ -196,6 +196,7 @@ class Server:
                 self._notify(f"parameter server {config.index}: {line}")
             saved = has_snapshot(config.folder)
         state.journal.open()
+        state.evict_all()
         return not saved and not any(worker.channels for worker in state.job.workers)
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -184,7 +184,8 @@ class ServerState:
                 lsn = self.journal.append(record)
                 fresh = self._note(record, worker, parts, lsn)
             try:
-                self._apply(record.kind, [part for part in parts if part.table_id in fresh])
+                self._apply(record.kind, [part for part in parts if part.table_id in fresh], lsn)
+                self._evict([part.table_id for part in parts])
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -208,17 +209,44 @@ class ServerState:
         self.counts["duplicates"] += len(ids) - len(fresh)
         return fresh
 
-    def _apply(self, kind: int, parts: Sequence[TablePart]) -> None:
+    def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int) -> None:
         for part in parts:
             table = self.tables[part.table_id]
             if kind == RecordKind.PUSH:
-                table.push(part)
+                table.push(part, lsn)
             elif kind == RecordKind.ADD:
-                table.add(part)
+                table.add(part, lsn)
             else:
                 table.set_values(part)
             self.counts["rows"] += part.n
         self.counts["applied"] += 1
+
+    def _evict(self, table_ids: Sequence[int]) -> None:
+        """Brings tables above their limits below them, see [Note: Eviction]; the caller holds these tables.
+
+        A journal that takes no record leaves the rows: it takes no push either, and the next one evicts them.
+        """
+        for table_id in table_ids:
+            keys = self.tables[table_id].victims()
+            if len(keys):
+                parts = [TablePart(table_id, len(keys), 1, keys)]
+                body = b"".join(encode_parts(parts))
+                try:
+                    with self.job.changed:
+                        self.journal.append(Record(RecordKind.EVICT, 0, n_tables=1, body=body))
+                except PSError:
+                    return
+                self._erase(parts)
+
+    def _erase(self, parts: Sequence[TablePart]) -> None:
+        for part in parts:
+            self.tables[part.table_id].erase(part)
+
+    def evict_all(self) -> None:
+        """Evicts what was due when the server was killed; the journal is open and nobody is served yet."""
+        for table_id in sorted(self.tables):
+            with self._held([table_id]):
+                self._evict([table_id])
 
     # -- sync mode -----------------------------------------------------------------------------------------------
 
@@ -260,11 +288,12 @@ class ServerState:
                 merged = self._merged(gradients, len(ranks))
                 with self._held([part.table_id for part in merged]):
                     with self.job.changed:
-                        self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
+                        lsn = self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
                         self._unfinished = step
                         self.job.take_held(step, ranks)
                     try:
-                        self._apply(RecordKind.PUSH, merged)
+                        self._apply(RecordKind.PUSH, merged, lsn)
+                        self._evict([part.table_id for part in merged])
                     except BaseException as error:
                         self._fail(error)
                         raise
@@ -364,7 +393,10 @@ class ServerState:
         if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
             parts = self._record_parts(record)
             fresh = self._note(record, worker, parts, record.lsn)
-            self._apply(record.kind, missing_parts([p for p in parts if p.table_id in fresh], stamps, record.lsn))
+            missing = missing_parts([p for p in parts if p.table_id in fresh], stamps, record.lsn)
+            self._apply(record.kind, missing, record.lsn)
+        elif record.kind == RecordKind.EVICT:
+            self._erase(missing_parts(self._record_parts(record), stamps, record.lsn))
         elif record.kind == RecordKind.HELD:
             held = Held(record.n_tables, record.flags, bytes(record.body))
             self._note_held(record, worker, held, record.lsn)
@@ -381,7 +413,7 @@ class ServerState:
             self._install({key: self.make_table(spec) for key, spec in specs.items()}, specs)
         elif record.kind == RecordKind.APPLY:
             merged = self._merged(self.job.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
-            self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn))
+            self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn), record.lsn)
         elif record.kind == RecordKind.ALTER:
             worker.channel(record.channel).note(record.lsn, record.seq)
             table_id = fields["table"]

@@ -7,6 +7,7 @@ The tests hold it against a store in plain numpy. Memory is the kernels' own and
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from typing import Any
 
@@ -15,9 +16,10 @@ import numpy.typing as npt
 
 from fleet.errors import PSError
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.eviction import FIRST_TICK, limit_of, loaded_ranks, oldest, plan_shares
 from fleet.ps.table.hash import GOLDEN, NUM_SUB_SHARDS, mix_int
+from fleet.ps.table.kernels import bounded, finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.kernels import common as k
-from fleet.ps.table.kernels import finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
 from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics, Window
 from fleet.ps.table.rules import LEARNING_RATE
@@ -47,6 +49,10 @@ class KernelStore:
         self._floats = np.zeros(k.NUM_FLOATS)
         self._params = [rule_kernels.rule_parameters(block.rule) for block in self.layout.blocks]
         self._nonces = itertools.count(1)
+        limit = limit_of(config)
+        self._shares = None if limit is None else plan_shares(limit)
+        self._listing = threading.Lock()
+        self._listed = np.empty((2, 0), np.int64)
         self._table = self._fill_header()
         self._check(walks.open_table(self._table))
         kept = (self._header, self._subs, self._floats, self._params)
@@ -79,7 +85,12 @@ class KernelStore:
         h[k.CREATE_BY_SCORE] = accessor.create_by_score
         h[k.FLOATS] = address_of(self._floats)
         h[k.SUB_SHARDS] = subs
-        h[k.CHUNK_BYTES] = k.CHUNK_ROWS * (4 * layout.row_floats + k.STATISTICS_BYTES * layout.has_statistics)
+        h[k.RANKS_AT] = k.CHUNK_ROWS * (h[k.ROW_BYTES] + k.STATISTICS_BYTES * layout.has_statistics)
+        h[k.CHUNK_BYTES] = h[k.RANKS_AT] + k.CHUNK_ROWS * k.RANK_BYTES * layout.has_ranks
+        h[k.TICK] = FIRST_TICK
+        h[k.HOLDS_BACK] = config.bounds is not None
+        if layout.has_ranks:
+            h[k.RANKED] = k.BY_COUNT if config.bounds is not None and config.bounds.evict == "lfu" else k.BY_PUSH
         f = self._floats
         f.view(np.uint64)[k.SEED_BASE] = mix_int(config.seed + GOLDEN)
         f[k.INIT_A] = config.initializer.a
@@ -122,9 +133,11 @@ class KernelStore:
         row_requests.push(table, at, 0, at, 0, 0, 0, 0, room)
         row_requests.add(table, at, 0, at, 0, room)
         row_requests.contains(table, at, 0, at, room)
-        walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at)
-        walks.insert_rows(table, 0, at, at, at, at, room)
-        walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0)
+        walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at, at)
+        walks.insert_rows(table, 0, at, at, at, at, at, room)
+        walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0, 0, at)
+        bounded.list_ranks(table, 0, 0, 0, at, at)
+        bounded.erase_keys(table, at, 0, room)
         walks.settle_rows(table, at, 0, at, room)
         walks.age_rows(table, 0)
 
@@ -206,6 +219,7 @@ class KernelStore:
             metas = np.empty(room, np.uint64)
             values = np.empty((room, self.layout.row_floats), np.float32)
             traffic = np.empty(room if self.layout.has_statistics else 0, _STATISTICS)
+            ranks = np.empty(room if self.layout.has_ranks else 0, np.int64)
             n = walks.copy_rows(
                 self._table,
                 s,
@@ -216,9 +230,12 @@ class KernelStore:
                 address_of(metas),
                 address_of(values),
                 address_of(traffic),
+                address_of(ranks),
             )
             if n >= 0:
-                return self._to_block(keys[:n], metas[:n], values[:n], traffic[:n])
+                block = self._to_block(keys[:n], metas[:n], values[:n], traffic[:n])
+                block.ranks = ranks[:n] if self.layout.has_ranks else None
+                return block
             room *= 2
 
     def _to_block(
@@ -257,12 +274,77 @@ class KernelStore:
             traffic["slot"] = kept.slots
         keys = np.ascontiguousarray(block.keys, np.int64)
         values = np.ascontiguousarray(block.values, np.float32)
-        arrays = (keys, metas, values, traffic, _scratch(len(block)))
+        ranks = block.ranks
+        if ranks is None and self.layout.has_ranks:
+            counted = self._words[k.RANKED] == k.BY_COUNT
+            ranks = loaded_ranks(block.unseen_days, block.counts, counted=bool(counted))
+        if ranks is not None:
+            ranks = np.ascontiguousarray(ranks, np.int64)
+        arrays = (keys, metas, values, traffic, ranks, _scratch(len(block)))
         self._check(walks.insert_rows(self._table, len(block), *map(address_of, arrays)))
 
-    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> int:
-        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns how many."""
-        return int(walks.shrink_rows(self._table, *window, float(least), float(max_unseen_days), float(decay)))
+    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> Int64s:
+        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns their keys."""
+        criteria = (float(least), float(max_unseen_days), float(decay))
+        while True:
+            keys = np.empty(int(self._shards[window[0], k.NUM_ENTRIES]) + 64, np.int64)
+            n = walks.shrink_rows(self._table, *window, *criteria, len(keys), address_of(keys))
+            if n >= 0:
+                return keys[:n].copy()
+
+    # -- limits --------------------------------------------------------------------------------------------------
+
+    def victims(self) -> Int64s:
+        """Returns the keys that a table above its limit must lose, see [Note: Eviction]; mostly none."""
+        if self._shares is None:
+            return np.empty(0, np.int64)
+        rows = self._shards[:, k.NUM_ROWS]
+        found = self._above(rows, waiting=False)
+        if self._words[k.ADMISSION] == 1:
+            found += self._above(self._shards[:, k.NUM_ENTRIES] - rows, waiting=True)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _above(self, used: Int64s, *, waiting: bool) -> list[Int64s]:
+        shares = self._shares
+        assert shares is not None
+        width = NUM_SUB_SHARDS // shares.groups
+        found = []
+        for group in np.flatnonzero(np.add.reduce(used.reshape(shares.groups, width), axis=1) > shares.most).tolist():
+            with self._listing:
+                keys, ranks = self._list_ranks(range(group * width, (group + 1) * width), waiting)
+                if len(keys) > shares.most:
+                    found.append(oldest(keys, ranks, len(keys) - shares.kept))
+        return found
+
+    def _list_ranks(self, sub_shards: range, waiting: bool) -> tuple[Int64s, Int64s]:
+        """Returns keys and ranks in memory that is used again: fresh pages would cost as much as the list."""
+        n = 0
+        for s in sub_shards:
+            while True:
+                room = self._listed.shape[1]
+                keys = address_of(self._listed) + 8 * n
+                added = bounded.list_ranks(self._table, s, int(waiting), room - n, keys, keys + 8 * room)
+                if added >= 0:
+                    n += added
+                    break
+                grown = np.empty((2, 2 * (n + int(self._shards[s, k.NUM_ENTRIES])) + 64), np.int64)
+                grown[:, :n] = self._listed[:, :n]
+                self._listed = grown
+        return self._listed[0, :n], self._listed[1, :n]
+
+    def erase(self, keys: Int64s) -> int:
+        """Deletes the rows of ``keys``; returns how many there were."""
+        scratch = _scratch(len(keys))
+        return int(bounded.erase_keys(self._table, address_of(keys), len(keys), address_of(scratch)))
+
+    @property
+    def tick(self) -> int:
+        """The number of the change in progress, which pushes note on rows."""
+        return int(self._words[k.TICK]) - FIRST_TICK
+
+    @tick.setter
+    def tick(self, value: int) -> None:
+        self._words[k.TICK] = FIRST_TICK + value
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Takes ``delta_scores`` off the rows that still exist."""

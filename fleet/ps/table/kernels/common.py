@@ -13,6 +13,8 @@ sub-shard is one array of 16-byte entries::
              bits 32..47  day of the last push
              bits 48..62  pushes so far, saturating;  bit 63: the row has its embedx part
 
+A chunk holds 1024 rows, then their statistics (accessors), then their ranks (limits, see [Note: Eviction]).
+
 The place of an entry is proportional to 32 of its hash bits and probing never wraps, so an interval of hashes is an
 interval of the index at any capacity: that is what makes walks safe while rows come, go and the index grows.
 """
@@ -30,16 +32,18 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from fleet.ps.table import layout
 from fleet.ps.table.hash import MIX_1, MIX_2
 from fleet.ps.table.kernels.numba_cache import keep_compiled
 
 # Words of the header.
 NUM_WEIGHTS, ROW_BYTES, NUM_COUNTERS, HAS_STATISTICS, NUM_BLOCKS = 0, 1, 2, 3, 4
 CREATE_ON_PULL, WHOLE_ROWS, ADMISSION, ADMISSION_ARGUMENT = 5, 6, 7, 8
-_, ZERO_INIT, DAY, SCALES_BY_SHOW, CREATE_BY_SCORE, FLOATS = 10, 11, 12, 13, 14, 15
+RANKS_AT, RANKED, ZERO_INIT, DAY, SCALES_BY_SHOW, CREATE_BY_SCORE, FLOATS = 9, 10, 11, 12, 13, 14, 15
 BLOCKS, BLOCK_WORDS = 16, 8
 SUB_SHARDS, CHUNK_BYTES, SLAB_AT, SLAB_LEFT, SLAB_BYTES, NUM_SLABS, SLABS, SLABS_ROOM = 32, 33, 34, 35, 36, 37, 38, 39
 GROUP, FIND, ADMIT, DRAW = 40, 41, 42, 43
+TICK, HOLDS_BACK = 44, 45  # the rank that pushes write; pulls create no rows
 TABLE_LOCK, HEADER_WORDS = 48, 64
 # Words of a block in the header.
 UPDATE, COLUMN, WIDTH, STATE, STATE_WIDTH, PARAMS = 0, 1, 2, 3, 4, 5
@@ -51,6 +55,9 @@ INDEX, CAPACITY, LENGTH, NUM_ENTRIES, NUM_ROWS = 8, 9, 10, 11, 12
 CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, NEXT_SLOT, FREE_SLOT, SUB_WORDS = 13, 14, 15, 16, 17, 32
 
 CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
+assert (CHUNK_ROWS, STATISTICS_BYTES) == (layout.CHUNK_ROWS, layout.STATISTICS_BYTES)
+# Kinds of ranks: none, the change of the last push, the same below the number of pushes.
+UNRANKED, BY_PUSH, BY_COUNT, RANK_BYTES = 0, 1, 2, 8
 LOW32, EMPTY, PENDING, PENDING_COUNT = 0xFFFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FFFFFFF
 # Flag of a slot that a find returns: the row has its embedx part.
 HAS_EMBEDX = 1 << 40

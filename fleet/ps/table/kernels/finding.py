@@ -21,10 +21,14 @@ from fleet.ps.table.kernels.common import (
     LOW32,
     NONCLK_COEFF,
     PENDING,
+    RANK_BYTES,
+    RANKED,
+    RANKS_AT,
     ROW_BYTES,
     STATISTICS_BYTES,
     SUB_SHARDS,
     SUB_WORDS,
+    UNRANKED,
     c_function,
     call_admit,
     doubles,
@@ -141,6 +145,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     counts_traffic = header[HAS_STATISTICS] != 0 and mode == COUNT
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
+    ranked = header[RANKED] != UNRANKED and mode >= COUNT
     today = (header[DAY] & 0xFFFF) << 32
     # The compiler cannot know that nothing below writes to these words; only an admission does.
     index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_BYTES]
@@ -163,6 +168,8 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
             start_loading(chunk + place * row_bytes, line_bytes)
             if counts_traffic:
                 start_loading(chunk + CHUNK_ROWS * row_bytes + place * STATISTICS_BYTES, STATISTICS_BYTES)
+            if ranked:
+                prefetch(chunk + header[RANKS_AT] + place * RANK_BYTES)
             start_loading(data + i64(places[i]) * data_bytes, min(data_bytes, line_bytes))
             if meta < 0:
                 slot |= HAS_EMBEDX

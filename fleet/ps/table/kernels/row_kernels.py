@@ -30,6 +30,7 @@ from fleet.ps.table.kernels.common import (
     CHUNKS_ROOM,
     COLUMN,
     CREATE_BY_SCORE,
+    CREATE_ON_PULL,
     DAY,
     DRAW,
     DRAW_ARGUMENTS,
@@ -39,6 +40,7 @@ from fleet.ps.table.kernels.common import (
     FREE_SLOT,
     HAS_EMBEDX,
     HAS_STATISTICS,
+    HOLDS_BACK,
     INDEX,
     INIT_A,
     INIT_B,
@@ -52,8 +54,12 @@ from fleet.ps.table.kernels.common import (
     NUM_ENTRIES,
     NUM_ROWS,
     NUM_SLABS,
+    NUM_WEIGHTS,
     PENDING,
     PENDING_COUNT,
+    RANK_BYTES,
+    RANKED,
+    RANKS_AT,
     ROW_BYTES,
     SEED_BASE,
     SLAB_AT,
@@ -65,6 +71,7 @@ from fleet.ps.table.kernels.common import (
     STATE_WIDTH,
     STATISTICS_BYTES,
     TABLE_LOCK,
+    UNRANKED,
     WHOLE_ROWS,
     WIDTH,
     ZERO_INIT,
@@ -281,6 +288,13 @@ def statistics_at(table, sub, slot):
     return chunk + CHUNK_ROWS * words(table)[ROW_BYTES] + (slot & (CHUNK_ROWS - 1)) * STATISTICS_BYTES
 
 
+@part(i64(i64, i64, i64))
+def rank_at(table, sub, slot):
+    """Returns the address of a slot's rank."""
+    chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
+    return chunk + words(table)[RANKS_AT] + (slot & (CHUNK_ROWS - 1)) * RANK_BYTES
+
+
 @part(i64(i64, i64))
 def new_slot(table, sub):
     """Returns a free slot, or -1 without memory."""
@@ -306,6 +320,34 @@ def new_slot(table, sub):
     shard[NEXT_SLOT] += 1
     shard[NUM_ROWS] += 1
     return slot
+
+
+@part(boolean(i64, i64, f64, i64))
+def may_start(table, h, score, nonce):
+    """Returns whether a missing id may get an entry at all."""
+    header = words(table)
+    if header[ADMISSION] == 2:
+        drawn = uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_ADMISSION), i64(0))
+        if not drawn * 4294967296.0 < header[ADMISSION_ARGUMENT]:
+            return False
+    if header[CREATE_BY_SCORE] == 0 or score >= 1.0:
+        return True
+    return score > uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_CREATION), nonce)
+
+
+@part(none(i64, i64, i64))
+def draw_weights(table, h, target):
+    """Writes the weights that a new row would have."""
+    header, weights, key = words(table), floats(target), unmix(h)
+    for column in range(header[NUM_WEIGHTS]):
+        weights[column] = f32(0)
+    if not may_start(table, h, 1.0, i64(0)):
+        return
+    for block in range(header[NUM_BLOCKS] if header[WHOLE_ROWS] != 0 else 1):
+        place = words(table + 8 * (BLOCKS + BLOCK_WORDS * block))
+        if header[ZERO_INIT] == 0 or block != 0:
+            for column in range(place[COLUMN], place[COLUMN] + place[WIDTH]):
+                weights[column] = f32(call_draw(header[DRAW], header[FLOATS], key, column))
 
 
 @part(none(i64, i64, i64))
@@ -341,6 +383,8 @@ def new_row(table, sub, h):
         initialise_block(table, row, h, i64(1))
     if header[HAS_STATISTICS] != 0:
         fill_bytes(statistics_at(table, sub, slot), i32(0), STATISTICS_BYTES)
+    if header[RANKED] != UNRANKED:
+        words(rank_at(table, sub, slot))[0] = 0
     return slot
 
 
@@ -351,19 +395,6 @@ def meta_of(table, slot, count, has_embedx):
     return meta | i64(-(2**63)) if has_embedx else meta
 
 
-@part(boolean(i64, i64, f64, i64))
-def may_start(table, h, score, nonce):
-    """Returns whether a missing id may get an entry at all."""
-    header = words(table)
-    if header[ADMISSION] == 2:
-        drawn = uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_ADMISSION), i64(0))
-        if not drawn * 4294967296.0 < header[ADMISSION_ARGUMENT]:
-            return False
-    if header[CREATE_BY_SCORE] == 0 or score >= 1.0:
-        return True
-    return score > uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_CREATION), nonce)
-
-
 @c_function(i64(*ADMIT_ARGUMENTS))
 def admit(table, sub, h, at, mode, score, nonce):
     """Gives a missing id its entry (``at`` 0), or counts a push on an id not admitted yet, and the row if admitted.
@@ -371,7 +402,8 @@ def admit(table, sub, h, at, mode, score, nonce):
     Returns the slot, -1 for none, -2 without memory.
     """
     header, count, needed = words(table), i64(0), i64(1)
-    if at == 0 and not may_start(table, h, score if mode == COUNT else 1.0, nonce):
+    pulled = header[HOLDS_BACK] != 0 and header[CREATE_ON_PULL] != 0  # without a bound its pull would have made the row
+    if at == 0 and not may_start(table, h, score if mode == COUNT and not pulled else 1.0, nonce):
         return i64(-1)
     if header[ADMISSION] == 1:
         needed = header[ADMISSION_ARGUMENT]

@@ -24,6 +24,7 @@ from fleet.ps.table.kernels.common import (
     NUM_ROWS,
     NUM_SLABS,
     PENDING,
+    RANKED,
     ROW_BYTES,
     SLAB_AT,
     SLAB_BYTES,
@@ -34,6 +35,7 @@ from fleet.ps.table.kernels.common import (
     SUB_SHARDS,
     SUB_WORDS,
     TABLE_LOCK,
+    UNRANKED,
     boolean,
     call_find,
     call_group,
@@ -59,7 +61,16 @@ from fleet.ps.table.kernels.common import (
     words,
 )
 from fleet.ps.table.kernels.finding import HASHES, order_in, score_of, slots_in
-from fleet.ps.table.kernels.row_kernels import FIND_ONLY, find, grow, insert_entry, new_slot, row_at, statistics_at
+from fleet.ps.table.kernels.row_kernels import (
+    FIND_ONLY,
+    find,
+    grow,
+    insert_entry,
+    new_slot,
+    rank_at,
+    row_at,
+    statistics_at,
+)
 
 # -- walks -------------------------------------------------------------------------------------------------------------
 
@@ -108,8 +119,11 @@ def home_of(sub, place):
 
 
 @kernel
-def copy_rows(table, s, first, last, room, keys, metas, values, statistics):
-    """Copies the rows of places ``first`` to ``last`` (excluded); returns how many, or -1 if ``room`` is too small."""
+def copy_rows(table, s, first, last, room, keys, metas, values, statistics, ranks):
+    """Copies the rows of places ``first`` to ``last`` (excluded); returns how many, or -1 if ``room`` is too small.
+
+    ``ranks`` is used by tables that have them.
+    """
     header = words(table)
     sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
     size, n = header[ROW_BYTES], i64(0)
@@ -128,20 +142,24 @@ def copy_rows(table, s, first, last, room, keys, metas, values, statistics):
             slot = meta & LOW32
             if slot & PENDING == 0:
                 copy_bytes(values + n * size, row_at(table, sub, slot), size)
+                if header[RANKED] != UNRANKED:
+                    words(ranks)[n] = words(rank_at(table, sub, slot))[0]
                 if header[HAS_STATISTICS] != 0:
                     copy_bytes(statistics + n * STATISTICS_BYTES, statistics_at(table, sub, slot), STATISTICS_BYTES)
             else:
                 fill_bytes(values + n * size, i32(0), size)
                 if header[HAS_STATISTICS] != 0:
                     fill_bytes(statistics + n * STATISTICS_BYTES, i32(0), STATISTICS_BYTES)
+                if header[RANKED] != UNRANKED:
+                    words(ranks)[n] = 0
             n += 1
         at += 16
     unlock_mutex(sub)
     return n
 
 
-@part(i64(*(i64,) * 6))
-def insert_row(table, sub, h, meta, values, statistics):
+@part(i64(*(i64,) * 7))
+def insert_row(table, sub, h, meta, values, statistics, rank):
     """Puts one row in, over the one of the same key; returns 1 without memory."""
     header = words(table)
     at = find(sub, h)
@@ -152,6 +170,8 @@ def insert_row(table, sub, h, meta, values, statistics):
         if slot < 0:
             return i64(1)
         copy_bytes(row_at(table, sub, slot), values, header[ROW_BYTES])
+        if header[RANKED] != UNRANKED:
+            words(rank_at(table, sub, slot))[0] = rank
         if header[HAS_STATISTICS] != 0:
             copy_bytes(statistics_at(table, sub, slot), statistics, STATISTICS_BYTES)
         meta = (meta & ~LOW32) | slot
@@ -159,7 +179,7 @@ def insert_row(table, sub, h, meta, values, statistics):
 
 
 @kernel
-def insert_rows(table, n, keys, metas, values, statistics, scratch):
+def insert_rows(table, n, keys, metas, values, statistics, ranks, scratch):
     """Puts rows in, over those of the same keys; returns 1 without memory."""
     header = words(table)
     call_group(header[GROUP], table, keys, n, scratch)
@@ -176,6 +196,7 @@ def insert_rows(table, n, keys, metas, values, statistics, scratch):
                 words(metas)[place],
                 values + place * header[ROW_BYTES],
                 statistics + place * STATISTICS_BYTES,
+                words(ranks)[place] if header[RANKED] != UNRANKED else i64(0),
             )
         unlock_mutex(sub)
         if status != 0:
@@ -200,17 +221,24 @@ def is_doomed(table, sub, at, least, max_unseen_days, decay):
 
 
 @kernel
-def shrink_rows(table, s, first, last, least, max_unseen_days, decay):
-    """Decays statistics, deletes rows below ``least`` or unseen too long, returns how many."""
+def shrink_rows(table, s, first, last, least, max_unseen_days, decay, room, keys):
+    """Decays statistics, deletes rows below ``least`` or unseen too long, writes their keys and returns how many.
+
+    Returns -1, with nothing done, if ``room`` is less than the entries of the sub-shard.
+    """
     sub = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s
     erased = 0
     lock_mutex(sub)
+    if room < words(sub)[NUM_ENTRIES]:
+        unlock_mutex(sub)
+        return -1
     at, end = home_of(sub, first), home_of(sub, last - 1)
     while True:
         if (words(at)[1] & LOW32) == EMPTY:
             if at >= end:
                 break
         elif first <= place_of(words(at)[0]) < last and is_doomed(table, sub, at, least, max_unseen_days, decay):
+            words(keys)[erased] = unmix(words(at)[0])
             erase_row(table, sub, at)
             erased += 1
             continue
