@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.errors import CheckpointError, ConfigError
+from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
@@ -135,12 +135,12 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     return TablePart(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
 
 
-def make_served_table(spec: Mapping[str, Any]) -> ServedTable:
-    """Returns an empty table of ``spec``, see :mod:`fleet.ps.table.table_spec`, with all its kernels loaded."""
+def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> ServedTable:
+    """Returns an empty table of ``spec`` with all its kernels; its rows on disk lie in ``folder``."""
     config = config_of_spec(spec)
     if isinstance(config, DenseTableConfig):
         return ServedDense(DenseTable(config))
-    table = SparseTable(config)
+    table = SparseTable(config, folder)
     table.load_kernels()
     return ServedSparse(table)
 
@@ -220,6 +220,11 @@ class ServedSparse:
             raise Refused(f"table {name!r} takes rows of dim {dim}; the message has {part.dim}.")
         if change and part.rows is None:
             raise Refused(f"table {name!r}: the message has ids and no rows.")
+        if change:
+            try:
+                self.table.make_room(part.n)
+            except PSError as error:
+                raise Refused(str(error)) from None
 
     def pull_shape(self, part: TablePart) -> tuple[int, int]:
         """Returns the shape of the rows that a pull of ``part`` gives."""

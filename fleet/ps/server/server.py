@@ -111,7 +111,7 @@ class Server:
         *,
         transport: Transport | None = None,
         notify: Callable[[str], None] = print,
-        make_table: MakeTable = make_served_table,
+        make_table: MakeTable | None = None,
     ) -> None:
         # Before anything is changed: a broken numba is an error here, and the kernel of the seals is loaded while files
         # can be opened.
@@ -122,6 +122,7 @@ class Server:
         level = config.journal_level
         journal = Journal(None if config.folder is None else config.folder / "journal", level)
         job = JobState(config.num_workers, journal.lock, config.lease_s, config.job)
+        make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
         self.state = ServerState(job, journal, make_table, sync=config.mode == "sync")
         self._operations = Operations(
             config,

@@ -23,10 +23,10 @@ from fleet.errors import ConfigError
 from fleet.ps.table.hash import NUM_SUB_SHARDS, mix
 from fleet.ps.table.layout import CHUNK_ROWS, STATISTICS_BYTES, Int64s, SparseTableConfig, plan_layout
 
-__all__ = ["FIRST_TICK", "Shares", "limit_of", "loaded_ranks", "oldest", "plan_shares"]
+__all__ = ["FIRST_TICK", "INDEX_BYTES", "Shares", "limit_of", "loaded_ranks", "oldest", "plan_shares"]
 
 _LEAST_SHARE = 4096
-_INDEX_BYTES = 36  # of a row, at most: 16 a place, filled to half after the index has grown, and places at the end
+INDEX_BYTES = 36  # of a row, at most: 16 a place, filled to half after the index has grown, and places at the end
 FIRST_TICK = 1 << 16  # ranks below are of rows that were loaded from a save, by their unseen days
 COUNT_SHIFT, MOST_COUNTED = 48, 32767
 
@@ -67,7 +67,7 @@ def limit_of(config: SparseTableConfig) -> int | None:
     waits = config.entry is not None and config.entry.to_attr().startswith("count_filter")
     row = 4 * layout.row_floats + 8 + STATISTICS_BYTES * layout.has_statistics
     fixed = NUM_SUB_SHARDS * (CHUNK_ROWS * row + 64 * 1024 // NUM_SUB_SHARDS)
-    limit = (bounds.max_bytes - fixed) // (row + _INDEX_BYTES * (1 + waits))
+    limit = (bounds.max_bytes - fixed) // (row + INDEX_BYTES * (1 + waits))
     if limit < 1:
         raise ConfigError(
             f"table {config.name!r}: max_bytes is {bounds.max_bytes}; memory comes in {NUM_SUB_SHARDS} pieces of "

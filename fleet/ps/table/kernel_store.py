@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fleet.errors import PSError
+from fleet.errors import ConfigError, PSError
 from fleet.ps.table.accessor import Accessor
-from fleet.ps.table.eviction import FIRST_TICK, limit_of, loaded_ranks, oldest, plan_shares
+from fleet.ps.table.disk_space import DiskSpace, plan_memory
+from fleet.ps.table.eviction import FIRST_TICK, INDEX_BYTES, limit_of, loaded_ranks, oldest, plan_shares
 from fleet.ps.table.hash import GOLDEN, NUM_SUB_SHARDS, mix_int
 from fleet.ps.table.kernels import bounded, finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.kernels import common as k
@@ -26,6 +28,7 @@ from fleet.ps.table.rules import LEARNING_RATE
 
 _PLACES = 2**32
 _AGING_PERIOD = 16384
+_ROWS, _WAITING, _HOT = 0, 1, 2  # which ids to list
 _STATISTICS = np.dtype([("show", "<f8"), ("click", "<f8"), ("delta", "<f4"), ("slot", "<u4")])
 
 
@@ -41,7 +44,7 @@ def _scratch(n: int) -> npt.NDArray[np.int64]:
 class KernelStore:
     """Holds the state block (see [Note: State block]) and calls the kernels with its address."""
 
-    def __init__(self, config: SparseTableConfig) -> None:
+    def __init__(self, config: SparseTableConfig, folder: Path | None = None) -> None:
         self.config = config
         self.layout = plan_layout(config)
         self._header = np.zeros(k.HEADER_WORDS + 8, np.int64)
@@ -54,8 +57,11 @@ class KernelStore:
         self._listing = threading.Lock()
         self._listed = np.empty((2, 0), np.int64)
         self._table = self._fill_header()
+        self._disk: DiskSpace | None = None
+        if config.bounds is not None and config.bounds.rows == "disk":
+            self._open_disk(config, folder)
         self._check(walks.open_table(self._table))
-        kept = (self._header, self._subs, self._floats, self._params)
+        kept = (self._header, self._subs, self._floats, self._params, self._disk)
         self._finalizer = weakref.finalize(self, _release, self._table, kept)
         # At exit other threads may still be at work; the system takes the memory back.
         self._finalizer.atexit = False
@@ -113,6 +119,58 @@ class KernelStore:
                 address_of(self._params[number]),
             )
 
+    def _open_disk(self, config: SparseTableConfig, folder: Path | None) -> None:
+        if folder is None:
+            raise ConfigError(
+                f'table {config.name!r}: rows="disk" needs a folder on the server to put them in, and this one has '
+                "none. Start the servers with FLEET_PS_FOLDER."
+            )
+        self._memory = plan_memory(config, int(self._words[k.CHUNK_BYTES]))
+        self._disk = disk = DiskSpace(folder, config.name)
+        self._growing = threading.Lock()
+        h = self._words
+        h[k.DISK_FROM], h[k.DISK_NEXT], h[k.DISK_TO] = disk.start, disk.start, disk.end
+        h[k.COLD_LIMIT], h[k.MEMORY_CHUNKS] = self._memory.cold_rows, self._memory.hot_chunks
+
+    def make_room(self, num_rows: int) -> None:
+        """Sees to it that ``num_rows`` more rows have space on the disk.
+
+        Raises:
+            PSError: the disk is full; nothing has changed.
+        """
+        if self._disk is None:
+            return
+        h = self._words
+        needed = (2 * num_rows // k.CHUNK_ROWS + 3 * NUM_SUB_SHARDS) * int(h[k.CHUNK_BYTES])
+        if h[k.DISK_LEFT] < needed:
+            with self._growing:
+                if h[k.DISK_LEFT] < needed:
+                    bounded.add_space(self._table, self._disk.grow(needed - int(h[k.DISK_LEFT])))
+
+    def check_index(self, num_rows: int) -> None:
+        """Raises PSError unless the index of a table on disk has room for ``num_rows`` more rows."""
+        if self._disk is None or self._shares is not None:
+            return
+        if INDEX_BYTES * (self.num_entries + num_rows) > self._memory.index_bytes:
+            raise PSError(
+                f"table {self.config.name!r}: the index of {self.num_entries} ids leaves no room for {num_rows} more "
+                f"in its half of memory_bytes, {self._memory.index_bytes} bytes. Raise memory_bytes, set max_rows, or "
+                "run the table on more servers."
+            )
+
+    def cool(self) -> None:
+        """Moves the longest unused rows of sub-shards whose memory is nearly full to the disk."""
+        if self._disk is None:
+            return
+        room = self._memory.hot_chunks * k.CHUNK_ROWS
+        for s in np.flatnonzero(self._shards[:, k.HOT_ROWS] > room - room // 16).tolist():
+            with self._listing:
+                keys, ranks = self._list_ranks(range(s, s + 1), _HOT)
+                count = len(keys) - (room - room // 5)
+                cold = oldest(keys, ranks, count).copy() if count > 0 else keys[:0]
+            scratch = _scratch(len(cold))
+            bounded.cool_keys(self._table, address_of(cold), len(cold), address_of(scratch))
+
     def _check(self, status: int) -> None:
         if status:
             raise PSError(
@@ -138,6 +196,8 @@ class KernelStore:
         walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0, 0, at)
         bounded.list_ranks(table, 0, 0, 0, at, at)
         bounded.erase_keys(table, at, 0, room)
+        bounded.cool_keys(table, at, 0, room)
+        bounded.add_space(table, 0)
         walks.settle_rows(table, at, 0, at, room)
         walks.age_rows(table, 0)
 
@@ -299,31 +359,31 @@ class KernelStore:
         if self._shares is None:
             return np.empty(0, np.int64)
         rows = self._shards[:, k.NUM_ROWS]
-        found = self._above(rows, waiting=False)
+        found = self._above(rows, _ROWS)
         if self._words[k.ADMISSION] == 1:
-            found += self._above(self._shards[:, k.NUM_ENTRIES] - rows, waiting=True)
+            found += self._above(self._shards[:, k.NUM_ENTRIES] - rows, _WAITING)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def _above(self, used: Int64s, *, waiting: bool) -> list[Int64s]:
+    def _above(self, used: Int64s, which: int) -> list[Int64s]:
         shares = self._shares
         assert shares is not None
         width = NUM_SUB_SHARDS // shares.groups
         found = []
         for group in np.flatnonzero(np.add.reduce(used.reshape(shares.groups, width), axis=1) > shares.most).tolist():
             with self._listing:
-                keys, ranks = self._list_ranks(range(group * width, (group + 1) * width), waiting)
+                keys, ranks = self._list_ranks(range(group * width, (group + 1) * width), which)
                 if len(keys) > shares.most:
                     found.append(oldest(keys, ranks, len(keys) - shares.kept))
         return found
 
-    def _list_ranks(self, sub_shards: range, waiting: bool) -> tuple[Int64s, Int64s]:
+    def _list_ranks(self, sub_shards: range, which: int) -> tuple[Int64s, Int64s]:
         """Returns keys and ranks in memory that is used again: fresh pages would cost as much as the list."""
         n = 0
         for s in sub_shards:
             while True:
                 room = self._listed.shape[1]
                 keys = address_of(self._listed) + 8 * n
-                added = bounded.list_ranks(self._table, s, int(waiting), room - n, keys, keys + 8 * room)
+                added = bounded.list_ranks(self._table, s, which, room - n, keys, keys + 8 * room)
                 if added >= 0:
                     n += added
                     break
@@ -382,10 +442,15 @@ class KernelStore:
     def memory_bytes(self) -> int:
         """Bytes of indexes and of the chunks that hold rows."""
         lengths = self._shards[:, k.LENGTH]
-        chunks = self._shards[:, k.NUM_CHUNKS]
+        chunks = self._shards[:, k.HOT_CHUNKS]
         return int(
             16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES] + self._header.nbytes + self._subs.nbytes
         )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk for cold rows."""
+        return 0 if self._disk is None else self._disk.size
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Makes every later push use ``learning_rate`` in each block whose rule has one."""
@@ -394,6 +459,9 @@ class KernelStore:
                 params[rule_kernels.RATE] = learning_rate
 
 
-def _release(table: int, kept: object) -> None:
+def _release(table: int, kept: tuple[Any, ...]) -> None:
     """Releases a table's memory; ``kept`` holds the arrays that the state block consists of until then."""
     walks.close_table(table)
+    disk: DiskSpace | None = kept[-1]
+    if disk is not None:
+        disk.close()

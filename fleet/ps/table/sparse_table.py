@@ -6,6 +6,7 @@ Safe for any number of threads: a table is 64 sub-shards with a lock each, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,8 +27,13 @@ ROWS_PER_WINDOW = 8192
 class SparseTable:
     """The rows of one sparse table on this server.
 
+    Args:
+        config: of the table.
+        folder: where rows on disk lie, see [Note: Rows on disk]; only a table with ``rows="disk"`` uses it.
+
     Raises:
-        ConfigError: numba is broken or disabled, so that the table's kernels cannot be compiled.
+        ConfigError: the limits do not fit the rows, a table on disk has no folder, or numba is broken or
+            disabled, so that the table's kernels cannot be compiled.
 
     Example:
         >>> table = SparseTable(SparseTableConfig("ads", dim=8))
@@ -38,13 +44,13 @@ class SparseTable:
         2
     """
 
-    def __init__(self, config: SparseTableConfig) -> None:
+    def __init__(self, config: SparseTableConfig, folder: Path | None = None) -> None:
         self.config = config
         self.gate = Gate()
         with naming_the_cause():
             from fleet.ps.table.kernel_store import KernelStore
 
-            self._store = KernelStore(config)
+            self._store = KernelStore(config, folder)
         self._learning_rate: float | None = None
         self.on_delete: Callable[[Int64s], None] | None = None  # called with the keys of each eviction and shrink
 
@@ -101,8 +107,10 @@ class SparseTable:
         shows = None if shows is None else self._check("shows", shows, (len(keys),), np.float32)
         clicks = None if clicks is None else self._check("clicks", clicks, (len(keys),), np.float32)
         slots = None if slots is None else self._check("slots", slots, (len(keys),), np.uint32)
+        (self._store.make_room if tick is not None else self.make_room)(len(keys))
         self._store.tick = self._store.tick + 1 if tick is None else tick
         self._store.push(keys, gradients, shows, clicks, slots)
+        self._store.cool()
         if tick is None:
             self.evict()
 
@@ -113,8 +121,10 @@ class SparseTable:
         """
         keys = _check_keys("add", keys)
         deltas = self._check("deltas", deltas, (len(keys), self.layout.num_weights), np.float32)
+        (self._store.make_room if tick is not None else self.make_room)(len(keys))
         self._store.tick = self._store.tick + 1 if tick is None else tick
         self._store.add(keys, deltas)
+        self._store.cool()
         if tick is None:
             self.evict()
 
@@ -123,6 +133,15 @@ class SparseTable:
         return self._store.contains(_check_keys("contains", keys))
 
     # -- life of rows --------------------------------------------------------------------------------------------
+
+    def make_room(self, num_rows: int) -> None:
+        """Sees to it that ``num_rows`` new rows have space on the disk, for a table with ``rows="disk"``.
+
+        Raises:
+            PSError: the disk is full, or the index its part of ``memory_bytes``; the table is as before.
+        """
+        self._store.check_index(num_rows)
+        self._store.make_room(num_rows)
 
     def victims(self) -> Int64s:
         """Returns the keys that a table above its limit must lose, in no particular order; mostly none.
@@ -244,7 +263,9 @@ class SparseTable:
             raise ConfigError(
                 f"insert into table {self.config.name!r}: rows are {block.values.shape}; the table takes {shape}."
             )
+        (self.make_room if evict else self._store.make_room)(len(block))
         self._store.insert(block)
+        self._store.cool()
         if evict:
             self.evict()
 
@@ -268,6 +289,11 @@ class SparseTable:
     def memory_bytes(self) -> int:
         """Bytes held for rows and index."""
         return self._store.memory_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk for rows that are not in memory."""
+        return self._store.disk_bytes
 
     @property
     def learning_rate(self) -> float:

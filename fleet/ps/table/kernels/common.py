@@ -13,6 +13,9 @@ sub-shard is one array of 16-byte entries::
              bits 32..47  day of the last push
              bits 48..62  pushes so far, saturating;  bit 63: the row has its embedx part
 
+Chunks are in one of two tiers: memory, and with rows on disk a mapped file, whose rows are the cold ones. A slot stays
+what it is; a row changes its tier by a change of slot.
+
 A chunk holds 1024 rows, then their statistics (accessors), then their ranks (limits, see [Note: Eviction]).
 
 The place of an entry is proportional to 32 of its hash bits and probing never wraps, so an interval of hashes is an
@@ -45,6 +48,9 @@ SUB_SHARDS, CHUNK_BYTES, SLAB_AT, SLAB_LEFT, SLAB_BYTES, NUM_SLABS, SLABS, SLABS
 GROUP, FIND, ADMIT, DRAW = 40, 41, 42, 43
 TICK, HOLDS_BACK = 44, 45  # the rank that pushes write; pulls create no rows
 TABLE_LOCK, HEADER_WORDS = 48, 64
+# Rows on disk: where the mapping begins and ends (0 without), its next chunk and the bytes left for chunks, rows of it
+# used since pages were last unmapped and how many may be, and the most chunks of a sub-shard in memory.
+DISK_FROM, DISK_TO, DISK_NEXT, DISK_LEFT, COLD, COLD_LIMIT, MEMORY_CHUNKS = 56, 57, 58, 59, 60, 61, 62
 # Words of a block in the header.
 UPDATE, COLUMN, WIDTH, STATE, STATE_WIDTH, PARAMS = 0, 1, 2, 3, 4, 5
 # The numbers that FLOATS points to: float64, and the seed's mixed bits in the last of them.
@@ -52,7 +58,10 @@ INIT_A, INIT_B, NONCLK_COEFF, CLICK_COEFF, EMBEDX_THRESHOLD, INITIAL_STATE = 0, 
 SEED_BASE, NUM_FLOATS = 7, 8
 # Words of a sub-shard; its lock stands first.
 INDEX, CAPACITY, LENGTH, NUM_ENTRIES, NUM_ROWS = 8, 9, 10, 11, 12
-CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, NEXT_SLOT, FREE_SLOT, SUB_WORDS = 13, 14, 15, 16, 17, 32
+CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, HOT_ROWS, HOT_CHUNKS = 13, 14, 15, 24, 25
+# Of a tier: the next slot of its current chunk and that chunk's end, a list of free slots, one of empty chunks.
+NEXT_SLOT, FREE_SLOT, SLOT_END, SPARE_CHUNK, TIER_WORDS, SUB_WORDS = 16, 17, 18, 19, 4, 32
+IN_MEMORY, ON_DISK = 0, 1
 
 CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
 assert (CHUNK_ROWS, STATISTICS_BYTES) == (layout.CHUNK_ROWS, layout.STATISTICS_BYTES)
@@ -241,6 +250,7 @@ lock_mutex: Any = types.ExternalFunction("pthread_mutex_lock", i32(i64))
 unlock_mutex: Any = types.ExternalFunction("pthread_mutex_unlock", i32(i64))
 create_mutex: Any = types.ExternalFunction("pthread_mutex_init", i32(i64, i64))
 
+UNMAP_PAGES, WILL_NEED = 4, 3  # advice
 UNMIX_1, UNMIX_2 = pow(MIX_1, -1, 2**64), pow(MIX_2, -1, 2**64)
 _ADVISE_HUGE_PAGES = 14
 

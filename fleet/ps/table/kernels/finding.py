@@ -11,6 +11,8 @@ from fleet.ps.table.kernels.common import (
     CHUNKS,
     CLICK_COEFF,
     DAY,
+    DISK_FROM,
+    DISK_TO,
     EMPTY,
     FIND_ARGUMENTS,
     FLOATS,
@@ -29,6 +31,8 @@ from fleet.ps.table.kernels.common import (
     SUB_SHARDS,
     SUB_WORDS,
     UNRANKED,
+    WILL_NEED,
+    advise,
     c_function,
     call_admit,
     doubles,
@@ -45,7 +49,7 @@ from fleet.ps.table.kernels.common import (
     sub_shard_of,
     words,
 )
-from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY
+from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY, use_cold
 
 _AHEAD, SMALL_BATCH = 12, 4096
 _COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
@@ -146,6 +150,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
     ranked = header[RANKED] != UNRANKED and mode >= COUNT
+    disk_from, disk_to = header[DISK_FROM], header[DISK_TO]
     today = (header[DAY] & 0xFFFF) << 32
     # The compiler cannot know that nothing below writes to these words; only an admission does.
     index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_BYTES]
@@ -165,6 +170,10 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 counted = meta + _COUNT_ONE if meta & _COUNT_MASK != _COUNT_MASK else meta
                 words(at)[1] = (counted & ~(0xFFFF << 32)) | today
             chunk, place = chunks[slot >> CHUNK_SHIFT], slot & (CHUNK_ROWS - 1)
+            if disk_from <= chunk < disk_to:
+                use_cold(table)
+                page = (chunk + place * row_bytes) & ~4095
+                advise(page, chunk + (place + 1) * row_bytes - page, i32(WILL_NEED))
             start_loading(chunk + place * row_bytes, line_bytes)
             if counts_traffic:
                 start_loading(chunk + CHUNK_ROWS * row_bytes + place * STATISTICS_BYTES, STATISTICS_BYTES)

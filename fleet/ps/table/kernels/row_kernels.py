@@ -28,10 +28,16 @@ from fleet.ps.table.kernels.common import (
     CHUNK_SHIFT,
     CHUNKS,
     CHUNKS_ROOM,
+    COLD,
+    COLD_LIMIT,
     COLUMN,
     CREATE_BY_SCORE,
     CREATE_ON_PULL,
     DAY,
+    DISK_FROM,
+    DISK_LEFT,
+    DISK_NEXT,
+    DISK_TO,
     DRAW,
     DRAW_ARGUMENTS,
     EMPTY,
@@ -41,6 +47,9 @@ from fleet.ps.table.kernels.common import (
     HAS_EMBEDX,
     HAS_STATISTICS,
     HOLDS_BACK,
+    HOT_CHUNKS,
+    HOT_ROWS,
+    IN_MEMORY,
     INDEX,
     INIT_A,
     INIT_B,
@@ -48,6 +57,7 @@ from fleet.ps.table.kernels.common import (
     LAST_SLAB,
     LENGTH,
     LOW32,
+    MEMORY_CHUNKS,
     NEXT_SLOT,
     NUM_BLOCKS,
     NUM_CHUNKS,
@@ -55,6 +65,7 @@ from fleet.ps.table.kernels.common import (
     NUM_ROWS,
     NUM_SLABS,
     NUM_WEIGHTS,
+    ON_DISK,
     PENDING,
     PENDING_COUNT,
     RANK_BYTES,
@@ -67,14 +78,19 @@ from fleet.ps.table.kernels.common import (
     SLAB_LEFT,
     SLABS,
     SLABS_ROOM,
+    SLOT_END,
+    SPARE_CHUNK,
     STATE,
     STATE_WIDTH,
     STATISTICS_BYTES,
     TABLE_LOCK,
+    TIER_WORDS,
+    UNMAP_PAGES,
     UNRANKED,
     WHOLE_ROWS,
     WIDTH,
     ZERO_INIT,
+    advise,
     allocate,
     boolean,
     c_function,
@@ -93,6 +109,7 @@ from fleet.ps.table.kernels.common import (
     part,
     place_of,
     release,
+    u32,
     u64,
     uints,
     unlock_mutex,
@@ -295,31 +312,120 @@ def rank_at(table, sub, slot):
     return chunk + words(table)[RANKS_AT] + (slot & (CHUNK_ROWS - 1)) * RANK_BYTES
 
 
-@part(i64(i64, i64))
-def new_slot(table, sub):
-    """Returns a free slot, or -1 without memory."""
-    shard = words(sub)
-    if shard[FREE_SLOT] != 0:
-        slot = shard[FREE_SLOT] - 1
-        shard[FREE_SLOT] = i64(uints(row_at(table, sub, slot))[0])
-        shard[NUM_ROWS] += 1
-        return slot
-    slot = shard[NEXT_SLOT]
-    if slot == shard[NUM_CHUNKS] * CHUNK_ROWS:
-        if shard[NUM_CHUNKS] == shard[CHUNKS_ROOM]:
-            room = 2 * shard[CHUNKS_ROOM] + 4
-            chunks = longer_list(shard[CHUNKS], shard[NUM_CHUNKS], room)
-            if chunks == 0:
-                return -1
-            shard[CHUNKS], shard[CHUNKS_ROOM] = chunks, room
-        chunk = new_chunk(table)
-        if chunk == 0:
+@part(boolean(i64, i64, i64))
+def is_cold(table, sub, slot):
+    """Returns whether the slot is on disk."""
+    header = words(table)
+    return header[DISK_FROM] <= words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT] < header[DISK_TO]
+
+
+@part(none(i64))
+def use_cold(table):
+    """Counts a row on disk that is about to be used, and now and then takes all pages out of this process.
+
+    They stay in the page cache as long as the system has room for them.
+    """
+    header = words(table)
+    header[COLD] += 1
+    if header[COLD] >= header[COLD_LIMIT]:
+        header[COLD] = 0
+        advise(header[DISK_FROM], header[DISK_NEXT] - header[DISK_FROM], i32(UNMAP_PAGES))
+
+
+@part(i64(i64))
+def new_disk_chunk(table):
+    """Returns the address of mapped disk space for 1024 rows; 0 if nobody has allocated it."""
+    header, chunk = words(table), i64(0)
+    lock_mutex(table + 8 * TABLE_LOCK)
+    if header[DISK_LEFT] >= header[CHUNK_BYTES]:
+        chunk = header[DISK_NEXT]
+        header[DISK_NEXT] += header[CHUNK_BYTES]
+        header[DISK_LEFT] -= header[CHUNK_BYTES]
+    unlock_mutex(table + 8 * TABLE_LOCK)
+    return chunk
+
+
+@part(i64(i64, i64, i64))
+def add_chunk(table, sub, tier):
+    """Returns the first slot of a new chunk in a tier, or -1 without memory."""
+    header, shard = words(table), words(sub)
+    if tier == IN_MEMORY and header[MEMORY_CHUNKS] != 0 and shard[HOT_CHUNKS] >= header[MEMORY_CHUNKS]:
+        return -1
+    if shard[NUM_CHUNKS] == shard[CHUNKS_ROOM]:
+        room = 2 * shard[CHUNKS_ROOM] + 4
+        chunks = longer_list(shard[CHUNKS], shard[NUM_CHUNKS], room)
+        if chunks == 0:
             return -1
-        words(shard[CHUNKS])[shard[NUM_CHUNKS]] = chunk
-        shard[NUM_CHUNKS] += 1
-    shard[NEXT_SLOT] += 1
+        shard[CHUNKS], shard[CHUNKS_ROOM] = chunks, room
+    chunk = new_chunk(table) if tier == IN_MEMORY else new_disk_chunk(table)
+    if chunk == 0:
+        return -1
+    words(shard[CHUNKS])[shard[NUM_CHUNKS]] = chunk
+    shard[NUM_CHUNKS] += 1
+    shard[HOT_CHUNKS] += tier == IN_MEMORY
+    return (shard[NUM_CHUNKS] - 1) * CHUNK_ROWS
+
+
+@part(i64(i64, i64, i64))
+def new_slot(table, sub, tier):
+    """Returns a free slot of a tier, or -1 without memory."""
+    shard, place = words(sub), words(sub + 8 * TIER_WORDS * tier)
+    if place[FREE_SLOT] != 0:
+        slot = place[FREE_SLOT] - 1
+        place[FREE_SLOT] = i64(uints(row_at(table, sub, slot))[0])
+    else:
+        if place[NEXT_SLOT] == place[SLOT_END]:
+            first = place[SPARE_CHUNK] - 1
+            if first >= 0:
+                place[SPARE_CHUNK] = i64(uints(row_at(table, sub, first))[0])
+            else:
+                first = add_chunk(table, sub, tier)
+            if first < 0:
+                return -1
+            place[NEXT_SLOT], place[SLOT_END] = first, first + CHUNK_ROWS
+        slot = place[NEXT_SLOT]
+        place[NEXT_SLOT] += 1
     shard[NUM_ROWS] += 1
+    shard[HOT_ROWS] += tier == IN_MEMORY
+    if tier == ON_DISK:
+        use_cold(table)
     return slot
+
+
+@part(i64(i64, i64))
+def any_slot(table, sub):
+    """Returns a free slot, in memory if it has room, or -1."""
+    slot = new_slot(table, sub, i64(IN_MEMORY))
+    if slot < 0 and words(table)[DISK_FROM] != 0:
+        slot = new_slot(table, sub, i64(ON_DISK))
+    return slot
+
+
+@part(none(i64, i64, i64))
+def free_slot(table, sub, slot):
+    """Gives the slot back."""
+    shard, tier = words(sub), i64(ON_DISK) if is_cold(table, sub, slot) else i64(IN_MEMORY)
+    place = words(sub + 8 * TIER_WORDS * tier)
+    uints(row_at(table, sub, slot))[0] = u32(place[FREE_SLOT])
+    place[FREE_SLOT] = slot + 1
+    shard[NUM_ROWS] -= 1
+    shard[HOT_ROWS] -= tier == IN_MEMORY
+    if tier == ON_DISK:
+        use_cold(table)
+
+
+@part(none(i64, i64, i64, i64))
+def move_row(table, sub, at, slot):
+    """Moves the row of the entry at address ``at`` to another slot."""
+    header, entry = words(table), words(at)
+    old = entry[1] & LOW32
+    copy_bytes(row_at(table, sub, slot), row_at(table, sub, old), header[ROW_BYTES])
+    if header[HAS_STATISTICS] != 0:
+        copy_bytes(statistics_at(table, sub, slot), statistics_at(table, sub, old), STATISTICS_BYTES)
+    if header[RANKED] != UNRANKED:
+        words(rank_at(table, sub, slot))[0] = words(rank_at(table, sub, old))[0]
+    entry[1] = (entry[1] & ~LOW32) | slot
+    free_slot(table, sub, old)
 
 
 @part(boolean(i64, i64, f64, i64))
@@ -373,7 +479,7 @@ def initialise_block(table, row, h, block):
 @part(i64(i64, i64, i64))
 def new_row(table, sub, h):
     """Returns the slot of a fresh row, initialised; -1 without memory."""
-    slot = new_slot(table, sub)
+    slot = any_slot(table, sub)
     if slot < 0:
         return -1
     header, row = words(table), row_at(table, sub, slot)

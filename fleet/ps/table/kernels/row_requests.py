@@ -15,6 +15,7 @@ from fleet.ps.table.kernels.common import (
     BY_COUNT,
     COLUMN,
     CREATE_ON_PULL,
+    DISK_FROM,
     EMBEDX_THRESHOLD,
     FIND,
     FLOATS,
@@ -22,6 +23,7 @@ from fleet.ps.table.kernels.common import (
     HAS_EMBEDX,
     HAS_STATISTICS,
     HOLDS_BACK,
+    IN_MEMORY,
     LOW32,
     NUM_BLOCKS,
     NUM_COUNTERS,
@@ -65,6 +67,9 @@ from fleet.ps.table.kernels.row_kernels import (
     find,
     initialise_block,
     initialise_state,
+    is_cold,
+    move_row,
+    new_slot,
     rank_at,
     row_at,
     statistics_at,
@@ -196,6 +201,20 @@ def extend_rows(table, sub, hashes, n, slots):
 
 
 @part(none(i64, i64, i64, i64))
+def warm_rows(table, scratch, n, s):
+    """Moves the found rows of a sub-shard from disk to memory, as far as that has room."""
+    sub, slots, hashes = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s, words(slots_in(scratch, n)), words(scratch)
+    for i in range(words(scratch)[s], words(scratch)[s + 1]):
+        if slots[i] >= 0 and is_cold(table, sub, slots[i] & LOW32):
+            at = find(sub, hashes[HASHES + i])  # a key that the request repeats has moved already
+            if is_cold(table, sub, words(at)[1] & LOW32):
+                fresh = new_slot(table, sub, i64(IN_MEMORY))
+                if fresh >= 0:
+                    move_row(table, sub, at, fresh)
+            slots[i] = (slots[i] & ~LOW32) | (words(at)[1] & LOW32)
+
+
+@part(none(i64, i64, i64, i64))
 def stamp_ranks(table, sub, n, slots):
     """Writes the rank of the change in progress to the found rows, see [Note: Eviction]."""
     header, tick = words(table), words(table)[TICK]
@@ -239,6 +258,8 @@ def push_shard(table, scratch, n, s, gradients, shows, clicks, features):
     header, lo = words(table), words(scratch)[s]
     m, sub = words(scratch)[s + 1] - lo, header[SUB_SHARDS] + 8 * SUB_WORDS * s
     order, slots = order_in(scratch, n) + 4 * lo, slots_in(scratch, n) + 8 * lo
+    if header[DISK_FROM] != 0:
+        warm_rows(table, scratch, n, s)
     if header[HAS_STATISTICS] != 0:
         count_traffic(table, sub, order, m, slots, shows, clicks, features)
     for block in range(header[NUM_BLOCKS]):
@@ -270,6 +291,8 @@ def add_shard(table, scratch, n, s, deltas):
     """Adds deltas to the found rows of one sub-shard."""
     sub, width = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s, words(table)[NUM_WEIGHTS]
     lo = words(scratch)[s]
+    if words(table)[DISK_FROM] != 0:
+        warm_rows(table, scratch, n, s)
     if words(table)[RANKED] != UNRANKED:
         stamp_ranks(table, sub, words(scratch)[s + 1] - lo, slots_in(scratch, n) + 8 * lo)
     for i in range(words(scratch)[s], words(scratch)[s + 1]):

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
     CAPACITY,
+    CHUNK_ROWS,
     CHUNKS,
     DAY,
     EMPTY,
     FIND,
-    FREE_SLOT,
     GROUP,
     HAS_STATISTICS,
+    HOT_ROWS,
+    IN_MEMORY,
     INDEX,
     LENGTH,
     LOW32,
     NEXT_SLOT,
+    NUM_CHUNKS,
     NUM_ENTRIES,
     NUM_ROWS,
     NUM_SLABS,
+    ON_DISK,
     PENDING,
     RANKED,
     ROW_BYTES,
@@ -31,10 +35,12 @@ from fleet.ps.table.kernels.common import (
     SLAB_LEFT,
     SLABS,
     SLABS_ROOM,
+    SPARE_CHUNK,
     STATISTICS_BYTES,
     SUB_SHARDS,
     SUB_WORDS,
     TABLE_LOCK,
+    TIER_WORDS,
     UNRANKED,
     boolean,
     call_find,
@@ -63,13 +69,16 @@ from fleet.ps.table.kernels.common import (
 from fleet.ps.table.kernels.finding import HASHES, order_in, score_of, slots_in
 from fleet.ps.table.kernels.row_kernels import (
     FIND_ONLY,
+    any_slot,
     find,
+    free_slot,
     grow,
     insert_entry,
-    new_slot,
+    is_cold,
     rank_at,
     row_at,
     statistics_at,
+    use_cold,
 )
 
 # -- walks -------------------------------------------------------------------------------------------------------------
@@ -92,15 +101,6 @@ def erase_entry(sub, at):
         scan += 16
     words(hole)[1] = -1
     shard[NUM_ENTRIES] -= 1
-
-
-@part(none(i64, i64, i64))
-def free_slot(table, sub, slot):
-    """Gives the slot back."""
-    shard = words(sub)
-    uints(row_at(table, sub, slot))[0] = u32(shard[FREE_SLOT])
-    shard[FREE_SLOT] = slot + 1
-    shard[NUM_ROWS] -= 1
 
 
 @part(none(i64, i64, i64))
@@ -141,6 +141,8 @@ def copy_rows(table, s, first, last, room, keys, metas, values, statistics, rank
             words(keys)[n], words(metas)[n] = unmix(h), meta
             slot = meta & LOW32
             if slot & PENDING == 0:
+                if is_cold(table, sub, slot):
+                    use_cold(table)
                 copy_bytes(values + n * size, row_at(table, sub, slot), size)
                 if header[RANKED] != UNRANKED:
                     words(ranks)[n] = words(rank_at(table, sub, slot))[0]
@@ -166,7 +168,7 @@ def insert_row(table, sub, h, meta, values, statistics, rank):
     if at != 0:
         erase_row(table, sub, at)
     if meta & PENDING == 0:
-        slot = new_slot(table, sub)
+        slot = any_slot(table, sub)
         if slot < 0:
             return i64(1)
         copy_bytes(row_at(table, sub, slot), values, header[ROW_BYTES])
@@ -212,6 +214,8 @@ def is_doomed(table, sub, at, least, max_unseen_days, decay):
     if slot & PENDING == 0:
         level = f64((meta >> 48) & 0x7FFF)
         if header[HAS_STATISTICS] != 0:
+            if is_cold(table, sub, slot):
+                use_cold(table)
             numbers = doubles(statistics_at(table, sub, slot))
             numbers[0] *= decay
             numbers[1] *= decay
@@ -309,7 +313,7 @@ def close_table(table):
             release(shard[INDEX])
         if shard[CHUNKS] != 0:
             release(shard[CHUNKS])
-        for i in range(INDEX, FREE_SLOT + 1):
+        for i in range(INDEX, SUB_WORDS):
             shard[i] = 0
     for i in range(header[NUM_SLABS]):
         release(words(header[SLABS])[i])
@@ -328,7 +332,14 @@ def clear_table(table):
         shard = words(sub)
         lock_mutex(sub)
         fill_bytes(shard[INDEX], i32(0xFF), 16 * shard[LENGTH])
-        shard[NUM_ENTRIES], shard[NUM_ROWS], shard[NEXT_SLOT], shard[FREE_SLOT] = 0, 0, 0, 0
+        shard[NUM_ENTRIES], shard[NUM_ROWS], shard[HOT_ROWS] = 0, 0, 0
+        for i in range(2 * TIER_WORDS):
+            shard[NEXT_SLOT + i] = 0
+        for chunk in range(shard[NUM_CHUNKS] - 1, -1, -1):
+            first = chunk * CHUNK_ROWS
+            place = words(sub + 8 * TIER_WORDS * (ON_DISK if is_cold(table, sub, first) else IN_MEMORY))
+            uints(row_at(table, sub, first))[0] = u32(place[SPARE_CHUNK])
+            place[SPARE_CHUNK] = first + 1
         unlock_mutex(sub)
 
 

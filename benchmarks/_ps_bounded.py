@@ -1,0 +1,163 @@
+"""Rates of tables with a limit and of tables on disk, beside the same table without, in one thread.
+
+``limits``: pull and push of the same requests by a table without a limit, one whose limit is never reached (what the
+rank costs), and tables that evict by last push and by count, with room for half of the ids. The share of new rows that
+the requests bring to the evicting tables is stated.
+
+``disk``: a table in memory and one that was given a fifth of its bytes, whose process is measured (RSS). Before the
+cold runs the pages of the file are dropped from the page cache, so that they come from the disk.
+
+    python benchmarks/_ps_bounded.py --rows 1000000
+
+Every request meets all tables one after the other, so that other load on the machine meets all of them. Rates are the
+median over requests of rows a second: of processor time for the limits, by the clock for the disk, where a thread waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.ps import Bounds, Rule, SparseTable, SparseTableConfig
+
+SPREAD, REQUESTS = 7919, 40
+Keys = npt.NDArray[np.int64]
+Tables = dict[str, SparseTable]
+
+
+def main() -> None:
+    """Prints both parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=["limits", "disk"])
+    parser.add_argument("--folder", type=Path, help="where rows on disk lie; a temporary folder by default")
+    arguments = parser.parse_args()
+    if arguments.part != "disk":
+        _limits(arguments.rows, arguments.rounds)
+    if arguments.part != "limits":
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            _disk(arguments.rows, arguments.rounds, Path(folder))
+
+
+def _requests(ids: str, keys: int, size: int) -> list[Keys]:
+    rng, requests = np.random.default_rng(0), []
+    for _ in range(REQUESTS):
+        drawn = rng.integers(0, keys, size)
+        if ids == "zipf":
+            drawn = rng.zipf(1.2, 4 * size) * 2654435761 % keys
+        requests.append(rng.permutation(np.unique(drawn)) * SPREAD)
+    return requests
+
+
+def _fill(table: SparseTable, keys: int, dim: int) -> None:
+    zeros = np.zeros((20_000, dim), np.float32)
+    for first in range(0, keys, len(zeros)):
+        found = np.arange(first, min(keys, first + len(zeros))) * SPREAD
+        table.push(found, zeros[: len(found)])
+
+
+def _rates(
+    tables: Tables, requests: list[Keys], dim: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
+    longest = max(map(len, requests))
+    out, gradients = np.empty((longest, dim), np.float32), np.full((longest, dim), 1e-3, np.float32)
+    spent: dict[str, dict[str, list[float]]] = {name: {"pull": [], "push": []} for name in tables}
+    for _ in range(rounds):
+        for keys in requests:
+            for name, table in tables.items():
+                start = clock()
+                table.pull(keys, out[: len(keys)])
+                middle = clock()
+                table.push(keys, gradients[: len(keys)])
+                spent[name]["pull"].append((middle - start) / len(keys))
+                spent[name]["push"].append((clock() - middle) / len(keys))
+    rates = {}
+    for name, parts in spent.items():
+        both = np.add(parts["pull"], parts["push"])
+        rates[name] = {part: 1e-6 / float(np.median(values)) for part, values in parts.items()}
+        rates[name]["mean"] = 1e-6 / float(np.mean(both))  # an eviction is in few of the requests
+    return rates
+
+
+def _limits(rows: int, rounds: int) -> None:
+    dim, keys = 16, 2 * rows
+    print(f"limits: {keys} ids, dim {dim}, Adagrad; 'lru' and 'lfu' have room for {rows}")
+    for ids in ("zipf", "uniform"):
+        requests = _requests(ids, keys, 30_000)
+        bounds = {
+            "no limit": None,
+            "not reached": Bounds(max_rows=2 * keys),
+            "lru": Bounds(max_rows=rows),
+            "lfu": Bounds(max_rows=rows, evict="lfu"),
+        }
+        made = {name: SparseTable(SparseTableConfig("t", dim, Rule("adagrad"), bounds=b)) for name, b in bounds.items()}
+        for table in made.values():
+            _fill(table, keys, dim)
+        new = np.mean([1 - made["lru"].contains(request).mean() for request in requests[:5]])
+        for name, rate in _rates(made, requests, dim, rounds, time.thread_time).items():
+            print(
+                f"{ids:>8} {name:>12}: pull {rate['pull']:5.2f}, push {rate['push']:5.2f}, both, mean {rate['mean']:5.2f}"
+                f" M rows/s; {made[name].num_rows} rows, {made[name].memory_bytes / made[name].num_rows:.0f} B a row"
+            )
+        print(f"{'':>8} rows that are new to 'lru' at first: {new:.0%}")
+        for table in made.values():
+            table.close()
+
+
+def _disk(rows: int, rounds: int, folder: Path) -> None:
+    dim = 64
+    row_bytes = 4 * 2 * dim
+    memory = rows * row_bytes // 5
+    before = _resident_bytes()
+    cold = SparseTable(
+        SparseTableConfig("d", dim, Rule("adagrad"), bounds=Bounds(rows="disk", memory_bytes=memory)), folder
+    )
+    _fill(cold, rows, dim)
+    highest = 0
+    for ids in ("zipf", "uniform"):
+        for keys in _requests(ids, rows, 2000):
+            cold.push(keys, np.ones((len(keys), dim), np.float32))
+            cold.pull(keys)
+            highest = max(highest, _resident_bytes() - before)
+    print(
+        f"disk: {rows} rows of {row_bytes} bytes, {rows * row_bytes / 1e6:.0f} MB, given {memory / 1e6:.0f} MB; table "
+        f"{cold.memory_bytes / 1e6:.0f} MB in memory, {cold.disk_bytes / 1e6:.0f} MB on disk; "
+        f"process grew by {highest / 1e6:.0f} MB"
+    )
+    warm = SparseTable(SparseTableConfig("m", dim, Rule("adagrad"), bounds=Bounds(max_rows=2 * rows)))
+    _fill(warm, rows, dim)
+    for ids in ("zipf", "uniform"):
+        requests = _requests(ids, rows, 2000)
+        for drop in (False, True):
+            tables = {"memory": warm, "disk": cold}
+            if drop:
+                _drop_cache(cold)
+            rates = _rates(tables, requests, dim, 1 if drop else rounds, time.perf_counter)
+            for name, rate in rates.items():
+                cache = "page cache dropped first" if drop else "page cache as it is"
+                print(f"{ids:>8} {name:>7}: pull {rate['pull']:6.3f}, push {rate['push']:6.3f} M rows/s; {cache}")
+    cold.close()
+    warm.close()
+
+
+def _drop_cache(table: SparseTable) -> None:
+    file = table._store._disk._file.fileno()  # type: ignore[union-attr]
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
