@@ -9,8 +9,8 @@ cold runs the pages of the file are dropped from the page cache, so that they co
 
     python benchmarks/_ps_bounded.py --rows 1000000
 
-Every request meets all tables one after the other, so that other load on the machine meets all of them. Rates are the
-median over requests of rows a second: of processor time for the limits, by the clock for the disk, where a thread waits.
+Every request meets all tables one after the other, so that other load on the machine meets all of them. Rates are rows
+a second, the median over requests: of processor time for the limits, by the clock for the disk, where a thread waits.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def main() -> None:
             _disk(arguments.rows, arguments.rounds, Path(folder))
 
 
-def _requests(ids: str, keys: int, size: int) -> list[Keys]:
-    rng, requests = np.random.default_rng(0), []
-    for _ in range(REQUESTS):
+def _requests(ids: str, keys: int, size: int, seed: int = 0) -> list[Keys]:
+    rng, requests = np.random.default_rng(seed), []
+    for _ in range(REQUESTS if size > 2000 else 4 * REQUESTS):
         drawn = rng.integers(0, keys, size)
         if ids == "zipf":
             drawn = rng.zipf(1.2, 4 * size) * 2654435761 % keys
@@ -104,8 +104,9 @@ def _limits(rows: int, rounds: int) -> None:
         new = np.mean([1 - made["lru"].contains(request).mean() for request in requests[:5]])
         for name, rate in _rates(made, requests, dim, rounds, time.thread_time).items():
             print(
-                f"{ids:>8} {name:>12}: pull {rate['pull']:5.2f}, push {rate['push']:5.2f}, both, mean {rate['mean']:5.2f}"
-                f" M rows/s; {made[name].num_rows} rows, {made[name].memory_bytes / made[name].num_rows:.0f} B a row"
+                f"{ids:>8} {name:>12}: pull {rate['pull']:5.2f}, push {rate['push']:5.2f}, both, mean "
+                f"{rate['mean']:5.2f} M rows/s; {made[name].num_rows} rows, "
+                f"{made[name].memory_bytes / made[name].num_rows:.0f} B a row"
             )
         print(f"{'':>8} rows that are new to 'lru' at first: {new:.0%}")
         for table in made.values():
@@ -116,33 +117,30 @@ def _disk(rows: int, rounds: int, folder: Path) -> None:
     dim = 64
     row_bytes = 4 * 2 * dim
     memory = rows * row_bytes // 5
+    bounds = Bounds(rows="disk", memory_bytes=memory)
+    cold = SparseTable(SparseTableConfig("d", dim, Rule("adagrad"), bounds=bounds), folder)
+    cold.load_kernels()
     before = _resident_bytes()
-    cold = SparseTable(
-        SparseTableConfig("d", dim, Rule("adagrad"), bounds=Bounds(rows="disk", memory_bytes=memory)), folder
-    )
     _fill(cold, rows, dim)
-    highest = 0
-    for ids in ("zipf", "uniform"):
-        for keys in _requests(ids, rows, 2000):
-            cold.push(keys, np.ones((len(keys), dim), np.float32))
-            cold.pull(keys)
-            highest = max(highest, _resident_bytes() - before)
+    highest = _resident_bytes() - before
+    for block in cold.blocks():
+        highest = max(highest, _resident_bytes() - before - 2 * block.values.nbytes)
     print(
         f"disk: {rows} rows of {row_bytes} bytes, {rows * row_bytes / 1e6:.0f} MB, given {memory / 1e6:.0f} MB; table "
-        f"{cold.memory_bytes / 1e6:.0f} MB in memory, {cold.disk_bytes / 1e6:.0f} MB on disk; "
+        f"{cold.memory_bytes / 1e6:.0f} MB in memory, {cold.disk_bytes / 1e6:.0f} MB on disk; filled and walked, the "
         f"process grew by {highest / 1e6:.0f} MB"
     )
     warm = SparseTable(SparseTableConfig("m", dim, Rule("adagrad"), bounds=Bounds(max_rows=2 * rows)))
     _fill(warm, rows, dim)
+    tables = {"memory": warm, "disk": cold}
     for ids in ("zipf", "uniform"):
-        requests = _requests(ids, rows, 2000)
-        for drop in (False, True):
-            tables = {"memory": warm, "disk": cold}
+        requests = _requests(ids, rows, 2000, seed=rounds)
+        _rates(tables, requests[: 2 * REQUESTS], dim, 1, time.perf_counter)  # what is hot comes to memory
+        for drop, part in ((False, slice(2 * REQUESTS, -8)), (True, slice(-8, None))):
             if drop:
                 _drop_cache(cold)
-            rates = _rates(tables, requests, dim, 1 if drop else rounds, time.perf_counter)
-            for name, rate in rates.items():
-                cache = "page cache dropped first" if drop else "page cache as it is"
+            for name, rate in _rates(tables, requests[part], dim, 1, time.perf_counter).items():
+                cache = "its pages dropped from the page cache" if drop else "its pages in the page cache"
                 print(f"{ids:>8} {name:>7}: pull {rate['pull']:6.3f}, push {rate['push']:6.3f} M rows/s; {cache}")
     cold.close()
     warm.close()

@@ -6,6 +6,9 @@ rows it meets on disk to memory; a sub-shard whose memory is nearly full moves t
 [Note: Eviction]) to disk, in the request that filled it. A pull reads a row where it is. Where a row lies changes
 nothing that a pull gives, a save writes or the journal holds: the file is scratch, and goes with the process.
 
+Requests copy rows with pread and pwrite, which cost less than a page fault and map nothing; walks (saves, snapshots,
+shrinks) use the mapping, which sees the same pages.
+
 ``memory_bytes`` is divided once: for the index, 36 bytes a row of ``max_rows`` or half of it; for mapped pages, a
 sixteenth; the rest for chunks of hot rows. Mapped pages are counted as 64 KiB each, which the system may map around
 one, and are unmapped together when they fill their part; they stay in the page cache while the system has room.
@@ -63,8 +66,7 @@ def plan_memory(config: SparseTableConfig, chunk_bytes: int) -> MemoryPlan:
             f"least {NUM_SUB_SHARDS} pieces of {CHUNK_ROWS} rows, {NUM_SUB_SHARDS * chunk_bytes} bytes. Raise it or "
             "keep rows in memory."
         )
-    pages = 3 if config.accessor is not None else 2  # the row, its rank, and its statistics
-    return MemoryPlan(index, chunks, max(_LEAST_USED, window // (pages * _PAGES_AROUND)))
+    return MemoryPlan(index, chunks, max(_LEAST_USED, window // _PAGES_AROUND))
 
 
 class DiskSpace:
@@ -105,6 +107,11 @@ class DiskSpace:
     def end(self) -> int:
         """The address behind the mapping; what is allocated ends at ``start + size``."""
         return self.start + _RESERVED
+
+    @property
+    def descriptor(self) -> int:
+        """The open file's."""
+        return self._file.fileno()
 
     def grow(self, num_bytes: int) -> int:
         """Allocates at least ``num_bytes`` more on the disk; returns how many.

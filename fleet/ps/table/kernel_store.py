@@ -91,8 +91,7 @@ class KernelStore:
         h[k.CREATE_BY_SCORE] = accessor.create_by_score
         h[k.FLOATS] = address_of(self._floats)
         h[k.SUB_SHARDS] = subs
-        h[k.RANKS_AT] = k.CHUNK_ROWS * (h[k.ROW_BYTES] + k.STATISTICS_BYTES * layout.has_statistics)
-        h[k.CHUNK_BYTES] = h[k.RANKS_AT] + k.CHUNK_ROWS * k.RANK_BYTES * layout.has_ranks
+        self._place_in_chunks()
         h[k.TICK] = FIRST_TICK
         h[k.HOLDS_BACK] = config.bounds is not None
         if layout.has_ranks:
@@ -106,6 +105,19 @@ class KernelStore:
         f[k.EMBEDX_THRESHOLD] = accessor.embedx_threshold
         self._fill_blocks()
         return table
+
+    def _place_in_chunks(self) -> None:
+        """Says where rows, statistics and ranks are in a chunk: one array each, or side by side with rows on disk."""
+        h = self._words
+        sizes = [int(h[k.ROW_BYTES]), k.STATISTICS_BYTES * self.layout.has_statistics]
+        sizes.append(k.RANK_BYTES * self.layout.has_ranks)
+        count, strides = k.CHUNK_ROWS, sizes
+        if self.config.bounds is not None and self.config.bounds.rows == "disk":
+            sizes[0] = -(-sizes[0] // 8) * 8
+            count, strides = 1, [sum(sizes)] * 3
+        h[k.STATISTICS_AT], h[k.RANKS_AT] = count * sizes[0], count * (sizes[0] + sizes[1])
+        h[k.ROW_STRIDE], h[k.STATISTICS_STRIDE], h[k.RANK_STRIDE] = strides
+        h[k.CHUNK_BYTES] = k.CHUNK_ROWS * sum(sizes)
 
     def _fill_blocks(self) -> None:
         for number, block in enumerate(self.layout.blocks):
@@ -130,6 +142,7 @@ class KernelStore:
         self._growing = threading.Lock()
         h = self._words
         h[k.DISK_FROM], h[k.DISK_NEXT], h[k.DISK_TO] = disk.start, disk.start, disk.end
+        h[k.DISK_FILE] = disk.descriptor
         h[k.COLD_LIMIT], h[k.MEMORY_CHUNKS] = self._memory.cold_rows, self._memory.hot_chunks
 
     def make_room(self, num_rows: int) -> None:

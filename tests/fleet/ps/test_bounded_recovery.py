@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fleet.ps.client.client import Client
+from fleet.ps.client.link import ClientConfig
 from fleet.ps.server.journal import RecordKind, read_journal
 from fleet.ps.server.measures import server_measures
 from fleet.ps.table.bounds import Bounds
@@ -17,8 +20,10 @@ from fleet.ps.table.entry import CountFilterEntry
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-from tests.fleet.ps.service import Gradient, gradient, serving
+from fleet.ps.table.sparse_table import SparseTable
+from tests.fleet.ps.service import SECRET, Gradient, gradient, serving, silent
 from tests.fleet.ps.test_recovery import come_back, state_of
+from tests.helpers.ps_server_process import ServerProcess
 
 NORMAL = Initializer("normal", 0, 1)
 LRU = SparseTableConfig("lru", 3, Rule("adam"), initializer=NORMAL, bounds=Bounds(max_rows=40))
@@ -147,3 +152,56 @@ def test_a_journal_that_ends_at_any_record(tmp_path_factory, data):
                 found.append(come_back(service, copy, tmp_path))
                 shutil.rmtree(copy)
             assert found[0] == found[1]
+
+
+def resident_bytes(pid):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_server_with_rows_on_disk_and_a_limit(tmp_path):
+    """A table five times its memory and one that evicts, killed three times, are those of an undisturbed run."""
+    memory = 64 << 20
+    cold = SparseTableConfig("cold", 32, Rule("adam"), bounds=Bounds(rows="disk", memory_bytes=memory))
+    lru = SparseTableConfig("lru", 4, Rule("adagrad"), initializer=NORMAL, bounds=Bounds(max_rows=5000))
+    twins = [SparseTable(SparseTableConfig("cold", 32, Rule("adam"), bounds=Bounds(max_rows=10**9))), SparseTable(lru)]
+    config = {"endpoint": "127.0.0.1:0", "num_workers": 1, "folder": str(tmp_path / "s"), "snapshot_bytes": 60_000_000}
+    server = ServerProcess(config)
+    try:
+        config["endpoint"] = server.endpoint
+        settings = {"deadline_s": 60.0, "start_timeout_s": 60.0, "heartbeat": False, "secret": SECRET}
+        client = Client(ClientConfig(endpoints=[server.endpoint], rank=0, num_workers=1, **settings), notify=silent)
+        client.open()
+        client.create_tables({0: cold, 1: lru})
+        rng = np.random.default_rng(0)
+        before, highest = resident_bytes(server.pid), 0
+        for step in range(49):
+            keys = np.unique(np.concatenate((np.arange(17_000) + 17_000 * step, rng.integers(0, 800_000, 2000))))
+            others = np.unique(rng.zipf(1.1, 3000) % 20_000)
+            pushed = [
+                Gradient(k, rng.standard_normal((len(k), d)).astype(np.float32)) for k, d in ((keys, 32), (others, 4))
+            ]
+            client.wait(client.push(dict(enumerate(pushed))))
+            for twin, gradients in zip(twins, pushed, strict=True):
+                twin.push(gradients.ids, gradients.rows)
+            if step in (11, 25, 40):
+                server.kill()
+                server = ServerProcess(config)
+                before = 0
+            elif before:
+                highest = max(highest, resident_bytes(server.pid) - before)
+        assert twins[0].num_rows * (4 * 98 + 8) > 4.5 * memory
+        assert 0 < highest < memory + (64 << 20)  # messages, the journal's and the kernels' own
+        stat = client.stat()[0]["tables"]
+        assert stat["0"]["bytes"] <= memory
+        for number, twin in enumerate(twins):
+            keys = np.sort(twin.keys())
+            assert stat[str(number)]["rows"] == twin.num_rows
+            for some in np.array_split(keys, 1 + len(keys) // 20_000):
+                found = client.wait(client.pull({number: some}))[number]
+                np.testing.assert_array_equal(found, twin.pull(some))
+        client.goodbye()
+        assert server.join() == 0
+    finally:
+        server.kill()

@@ -23,11 +23,13 @@ from fleet.ps.table.kernels.common import (
     LOW32,
     NONCLK_COEFF,
     PENDING,
-    RANK_BYTES,
+    RANK_STRIDE,
     RANKED,
     RANKS_AT,
-    ROW_BYTES,
+    ROW_STRIDE,
+    STATISTICS_AT,
     STATISTICS_BYTES,
+    STATISTICS_STRIDE,
     SUB_SHARDS,
     SUB_WORDS,
     UNRANKED,
@@ -49,7 +51,7 @@ from fleet.ps.table.kernels.common import (
     sub_shard_of,
     words,
 )
-from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY, use_cold
+from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY
 
 _AHEAD, SMALL_BATCH = 12, 4096
 _COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
@@ -153,7 +155,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     disk_from, disk_to = header[DISK_FROM], header[DISK_TO]
     today = (header[DAY] & 0xFFFF) << 32
     # The compiler cannot know that nothing below writes to these words; only an admission does.
-    index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_BYTES]
+    index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_STRIDE]
     for i in range(min(_AHEAD, n)):
         prefetch(index + 16 * ((place_of(wanted[i]) * capacity) >> 32))
     for i in range(n):
@@ -171,14 +173,13 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 words(at)[1] = (counted & ~(0xFFFF << 32)) | today
             chunk, place = chunks[slot >> CHUNK_SHIFT], slot & (CHUNK_ROWS - 1)
             if disk_from <= chunk < disk_to:
-                use_cold(table)
                 page = (chunk + place * row_bytes) & ~4095
                 advise(page, chunk + (place + 1) * row_bytes - page, i32(WILL_NEED))
             start_loading(chunk + place * row_bytes, line_bytes)
             if counts_traffic:
-                start_loading(chunk + CHUNK_ROWS * row_bytes + place * STATISTICS_BYTES, STATISTICS_BYTES)
+                start_loading(chunk + header[STATISTICS_AT] + place * header[STATISTICS_STRIDE], STATISTICS_BYTES)
             if ranked:
-                prefetch(chunk + header[RANKS_AT] + place * RANK_BYTES)
+                prefetch(chunk + header[RANKS_AT] + place * header[RANK_STRIDE])
             start_loading(data + i64(places[i]) * data_bytes, min(data_bytes, line_bytes))
             if meta < 0:
                 slot |= HAS_EMBEDX

@@ -34,6 +34,7 @@ from fleet.ps.table.kernels.common import (
     CREATE_BY_SCORE,
     CREATE_ON_PULL,
     DAY,
+    DISK_FILE,
     DISK_FROM,
     DISK_LEFT,
     DISK_NEXT,
@@ -56,6 +57,7 @@ from fleet.ps.table.kernels.common import (
     INITIAL_STATE,
     LAST_SLAB,
     LENGTH,
+    LINK,
     LOW32,
     MEMORY_CHUNKS,
     NEXT_SLOT,
@@ -68,10 +70,11 @@ from fleet.ps.table.kernels.common import (
     ON_DISK,
     PENDING,
     PENDING_COUNT,
-    RANK_BYTES,
+    RANK_STRIDE,
     RANKED,
     RANKS_AT,
     ROW_BYTES,
+    ROW_STRIDE,
     SEED_BASE,
     SLAB_AT,
     SLAB_BYTES,
@@ -82,7 +85,9 @@ from fleet.ps.table.kernels.common import (
     SPARE_CHUNK,
     STATE,
     STATE_WIDTH,
+    STATISTICS_AT,
     STATISTICS_BYTES,
+    STATISTICS_STRIDE,
     TABLE_LOCK,
     TIER_WORDS,
     UNMAP_PAGES,
@@ -108,6 +113,7 @@ from fleet.ps.table.kernels.common import (
     none,
     part,
     place_of,
+    read_file,
     release,
     u32,
     u64,
@@ -115,6 +121,7 @@ from fleet.ps.table.kernels.common import (
     unlock_mutex,
     unmix,
     words,
+    write_file,
 )
 
 # -- index -------------------------------------------------------------------------------------------------------------
@@ -295,21 +302,21 @@ def new_chunk(table):
 def row_at(table, sub, slot):
     """Returns the address of a slot's row."""
     chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
-    return chunk + (slot & (CHUNK_ROWS - 1)) * words(table)[ROW_BYTES]
+    return chunk + (slot & (CHUNK_ROWS - 1)) * words(table)[ROW_STRIDE]
 
 
 @part(i64(i64, i64, i64))
 def statistics_at(table, sub, slot):
     """Returns the address of a slot's statistics: float64 show and click, float32 delta score, uint32 slot."""
     chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
-    return chunk + CHUNK_ROWS * words(table)[ROW_BYTES] + (slot & (CHUNK_ROWS - 1)) * STATISTICS_BYTES
+    return chunk + words(table)[STATISTICS_AT] + (slot & (CHUNK_ROWS - 1)) * words(table)[STATISTICS_STRIDE]
 
 
 @part(i64(i64, i64, i64))
 def rank_at(table, sub, slot):
     """Returns the address of a slot's rank."""
     chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
-    return chunk + words(table)[RANKS_AT] + (slot & (CHUNK_ROWS - 1)) * RANK_BYTES
+    return chunk + words(table)[RANKS_AT] + (slot & (CHUNK_ROWS - 1)) * words(table)[RANK_STRIDE]
 
 
 @part(boolean(i64, i64, i64))
@@ -330,6 +337,44 @@ def use_cold(table):
     if header[COLD] >= header[COLD_LIMIT]:
         header[COLD] = 0
         advise(header[DISK_FROM], header[DISK_NEXT] - header[DISK_FROM], i32(UNMAP_PAGES))
+
+
+@part(none(i64, i64, i64, i64))
+def read_cold(table, address, target, num_bytes):
+    """Copies from the file of rows on disk, without a mapped page where the system can."""
+    header = words(table)
+    if read_file(i32(header[DISK_FILE]), target, num_bytes, address - header[DISK_FROM]) != num_bytes:
+        use_cold(table)
+        copy_bytes(target, address, num_bytes)
+
+
+@part(none(i64, i64, i64, i64))
+def write_cold(table, address, source, num_bytes):
+    """Copies to the file of rows on disk, without a mapped page where the system can."""
+    header = words(table)
+    if write_file(i32(header[DISK_FILE]), source, num_bytes, address - header[DISK_FROM]) != num_bytes:
+        use_cold(table)
+        copy_bytes(address, source, num_bytes)
+
+
+@part(i64(i64, i64, i64, i64))
+def link_of(table, sub, slot, tier):
+    """Returns what :func:`set_link` wrote to a free slot."""
+    if tier == IN_MEMORY:
+        return i64(uints(row_at(table, sub, slot))[0])
+    words(sub)[LINK] = 0
+    read_cold(table, row_at(table, sub, slot), sub + 8 * LINK, 4)
+    return words(sub)[LINK]
+
+
+@part(none(i64, i64, i64, i64, i64))
+def set_link(table, sub, slot, tier, link):
+    """Writes the next free slot to a free slot."""
+    words(sub)[LINK] = link
+    if tier == IN_MEMORY:
+        uints(row_at(table, sub, slot))[0] = u32(link)
+    else:
+        write_cold(table, row_at(table, sub, slot), sub + 8 * LINK, 4)
 
 
 @part(i64(i64))
@@ -372,12 +417,12 @@ def new_slot(table, sub, tier):
     shard, place = words(sub), words(sub + 8 * TIER_WORDS * tier)
     if place[FREE_SLOT] != 0:
         slot = place[FREE_SLOT] - 1
-        place[FREE_SLOT] = i64(uints(row_at(table, sub, slot))[0])
+        place[FREE_SLOT] = link_of(table, sub, slot, tier)
     else:
         if place[NEXT_SLOT] == place[SLOT_END]:
             first = place[SPARE_CHUNK] - 1
             if first >= 0:
-                place[SPARE_CHUNK] = i64(uints(row_at(table, sub, first))[0])
+                place[SPARE_CHUNK] = link_of(table, sub, first, tier)
             else:
                 first = add_chunk(table, sub, tier)
             if first < 0:
@@ -387,8 +432,6 @@ def new_slot(table, sub, tier):
         place[NEXT_SLOT] += 1
     shard[NUM_ROWS] += 1
     shard[HOT_ROWS] += tier == IN_MEMORY
-    if tier == ON_DISK:
-        use_cold(table)
     return slot
 
 
@@ -406,24 +449,21 @@ def free_slot(table, sub, slot):
     """Gives the slot back."""
     shard, tier = words(sub), i64(ON_DISK) if is_cold(table, sub, slot) else i64(IN_MEMORY)
     place = words(sub + 8 * TIER_WORDS * tier)
-    uints(row_at(table, sub, slot))[0] = u32(place[FREE_SLOT])
+    set_link(table, sub, slot, tier, place[FREE_SLOT])
     place[FREE_SLOT] = slot + 1
     shard[NUM_ROWS] -= 1
     shard[HOT_ROWS] -= tier == IN_MEMORY
-    if tier == ON_DISK:
-        use_cold(table)
 
 
 @part(none(i64, i64, i64, i64))
 def move_row(table, sub, at, slot):
-    """Moves the row of the entry at address ``at`` to another slot."""
-    header, entry = words(table), words(at)
+    """Moves the row of the entry at address ``at``, its statistics and rank behind it, to a slot of the other tier."""
+    entry, size = words(at), words(table)[ROW_STRIDE]
     old = entry[1] & LOW32
-    copy_bytes(row_at(table, sub, slot), row_at(table, sub, old), header[ROW_BYTES])
-    if header[HAS_STATISTICS] != 0:
-        copy_bytes(statistics_at(table, sub, slot), statistics_at(table, sub, old), STATISTICS_BYTES)
-    if header[RANKED] != UNRANKED:
-        words(rank_at(table, sub, slot))[0] = words(rank_at(table, sub, old))[0]
+    if is_cold(table, sub, old):
+        read_cold(table, row_at(table, sub, old), row_at(table, sub, slot), size)
+    else:
+        write_cold(table, row_at(table, sub, slot), row_at(table, sub, old), size)
     entry[1] = (entry[1] & ~LOW32) | slot
     free_slot(table, sub, old)
 
@@ -482,6 +522,8 @@ def new_row(table, sub, h):
     slot = any_slot(table, sub)
     if slot < 0:
         return -1
+    if is_cold(table, sub, slot):
+        use_cold(table)
     header, row = words(table), row_at(table, sub, slot)
     fill_bytes(row, i32(0), header[ROW_BYTES])
     initialise_block(table, row, h, i64(0))

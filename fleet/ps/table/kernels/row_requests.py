@@ -71,8 +71,10 @@ from fleet.ps.table.kernels.row_kernels import (
     move_row,
     new_slot,
     rank_at,
+    read_cold,
     row_at,
     statistics_at,
+    use_cold,
 )
 
 LINE_BYTES = 512
@@ -83,7 +85,7 @@ _COUNT_SHIFT, _MOST_COUNTED = 48, 32767
 @part(none(i64, i64, i64, i64, i64, i64, i64))
 def copy_out(table, sub, order, n, slots, out, hashes):
     """Writes the pulled columns of found rows; for the others zeros, or initial weights where ``hashes`` is not 0."""
-    counters, width = words(table)[NUM_COUNTERS], words(table)[NUM_WEIGHTS]
+    counters, width, cold = words(table)[NUM_COUNTERS], words(table)[NUM_WEIGHTS], words(table)[DISK_FROM] != 0
     for i in range(n):
         slot, place = words(slots)[i], i64(ints(order)[i])
         target = floats(out + 4 * place * (counters + width))
@@ -94,9 +96,16 @@ def copy_out(table, sub, order, n, slots, out, hashes):
                 draw_weights(table, words(hashes)[i], out + 4 * (place * (counters + width) + counters))
             continue
         if counters != 0:
+            if cold and is_cold(table, sub, slot & LOW32):
+                use_cold(table)
             numbers = doubles(statistics_at(table, sub, slot & LOW32))
             target[0], target[1] = f32(numbers[0]), f32(numbers[1])
             target = floats(out + 4 * (place * (counters + width) + counters))
+        if cold and is_cold(table, sub, slot & LOW32):
+            read_cold(
+                table, row_at(table, sub, slot & LOW32), out + 4 * (place * (counters + width) + counters), 4 * width
+            )
+            continue
         source = floats(row_at(table, sub, slot & LOW32))
         for j in range(width):
             target[j] = source[j]
@@ -211,6 +220,8 @@ def warm_rows(table, scratch, n, s):
                 fresh = new_slot(table, sub, i64(IN_MEMORY))
                 if fresh >= 0:
                     move_row(table, sub, at, fresh)
+                else:
+                    use_cold(table)
             slots[i] = (slots[i] & ~LOW32) | (words(at)[1] & LOW32)
 
 

@@ -60,8 +60,6 @@ from fleet.ps.table.kernels.common import (
     part,
     place_of,
     release,
-    u32,
-    uints,
     unlock_mutex,
     unmix,
     words,
@@ -77,6 +75,7 @@ from fleet.ps.table.kernels.row_kernels import (
     is_cold,
     rank_at,
     row_at,
+    set_link,
     statistics_at,
     use_cold,
 )
@@ -171,6 +170,8 @@ def insert_row(table, sub, h, meta, values, statistics, rank):
         slot = any_slot(table, sub)
         if slot < 0:
             return i64(1)
+        if is_cold(table, sub, slot):
+            use_cold(table)
         copy_bytes(row_at(table, sub, slot), values, header[ROW_BYTES])
         if header[RANKED] != UNRANKED:
             words(rank_at(table, sub, slot))[0] = rank
@@ -337,8 +338,9 @@ def clear_table(table):
             shard[NEXT_SLOT + i] = 0
         for chunk in range(shard[NUM_CHUNKS] - 1, -1, -1):
             first = chunk * CHUNK_ROWS
-            place = words(sub + 8 * TIER_WORDS * (ON_DISK if is_cold(table, sub, first) else IN_MEMORY))
-            uints(row_at(table, sub, first))[0] = u32(place[SPARE_CHUNK])
+            tier = i64(ON_DISK) if is_cold(table, sub, first) else i64(IN_MEMORY)
+            place = words(sub + 8 * TIER_WORDS * tier)
+            set_link(table, sub, first, tier, place[SPARE_CHUNK])
             place[SPARE_CHUNK] = first + 1
         unlock_mutex(sub)
 

@@ -97,7 +97,7 @@ def test_a_full_disk_is_refused_before_anything_changes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(PSError, match=f"table 'cold': .*{tmp_path}: No space left on device.*as before"):
-        table.push(np.arange(200_000) + 10**9, np.ones((200_000, 8), np.float32))
+        table.push(np.arange(100_000) + 10**9, np.ones((100_000, 8), np.float32))
     assert rows_of(table, 4000) == before
     monkeypatch.undo()
     table.push(keys + 10**12, gradients)
