@@ -159,6 +159,24 @@ def resident_bytes(pid):
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
+def check_rows(client, twins):
+    stat = client.stat()[0]["tables"]
+    for number, twin in enumerate(twins):
+        keys = np.sort(twin.keys())
+        assert stat[str(number)]["rows"] == twin.num_rows
+        for some in np.array_split(keys, 1 + len(keys) // 20_000):
+            found = client.wait(client.pull({number: some}))[number]
+            np.testing.assert_array_equal(found, twin.pull(some))
+
+
+def connected(endpoint, tables):
+    settings = {"deadline_s": 60.0, "start_timeout_s": 60.0, "heartbeat": False, "secret": SECRET}
+    client = Client(ClientConfig(endpoints=[endpoint], rank=0, num_workers=1, **settings), notify=silent)
+    client.open()
+    client.create_tables(tables)
+    return client
+
+
 @pytest.mark.slow
 def test_kill_9_of_a_server_with_rows_on_disk_and_a_limit(tmp_path):
     """A table five times its memory and one that evicts, killed three times, are those of an undisturbed run."""
@@ -170,10 +188,7 @@ def test_kill_9_of_a_server_with_rows_on_disk_and_a_limit(tmp_path):
     server = ServerProcess(config)
     try:
         config["endpoint"] = server.endpoint
-        settings = {"deadline_s": 60.0, "start_timeout_s": 60.0, "heartbeat": False, "secret": SECRET}
-        client = Client(ClientConfig(endpoints=[server.endpoint], rank=0, num_workers=1, **settings), notify=silent)
-        client.open()
-        client.create_tables({0: cold, 1: lru})
+        client = connected(server.endpoint, {0: cold, 1: lru})
         rng = np.random.default_rng(0)
         before, highest = resident_bytes(server.pid), 0
         for step in range(49):
@@ -193,14 +208,8 @@ def test_kill_9_of_a_server_with_rows_on_disk_and_a_limit(tmp_path):
                 highest = max(highest, resident_bytes(server.pid) - before)
         assert twins[0].num_rows * (4 * 98 + 8) > 4.5 * memory
         assert 0 < highest < memory + (64 << 20)  # messages, the journal's and the kernels' own
-        stat = client.stat()[0]["tables"]
-        assert stat["0"]["bytes"] <= memory
-        for number, twin in enumerate(twins):
-            keys = np.sort(twin.keys())
-            assert stat[str(number)]["rows"] == twin.num_rows
-            for some in np.array_split(keys, 1 + len(keys) // 20_000):
-                found = client.wait(client.pull({number: some}))[number]
-                np.testing.assert_array_equal(found, twin.pull(some))
+        assert client.stat()[0]["tables"]["0"]["bytes"] <= memory
+        check_rows(client, twins)
         client.goodbye()
         assert server.join() == 0
     finally:

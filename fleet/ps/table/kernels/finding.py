@@ -139,6 +139,20 @@ def start_loading(address, num_bytes):
         prefetch(line)
 
 
+@part(none(i64, i64, i64, i64))
+def start_rest(table, chunk, place, mode):
+    """Starts loading what a push needs beside a row, and a row on disk."""
+    header = words(table)
+    if header[DISK_FROM] <= chunk < header[DISK_TO]:
+        page = (chunk + place * header[ROW_STRIDE]) & ~4095
+        advise(page, chunk + (place + 1) * header[ROW_STRIDE] - page, i32(WILL_NEED))
+        return
+    if header[HAS_STATISTICS] != 0 and mode == COUNT:
+        start_loading(chunk + header[STATISTICS_AT] + place * header[STATISTICS_STRIDE], STATISTICS_BYTES)
+    if header[RANKED] != UNRANKED and mode >= COUNT:
+        prefetch(chunk + header[RANKS_AT] + place * header[RANK_STRIDE])
+
+
 @c_function(i64(*FIND_ARGUMENTS))
 def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes, data, data_bytes):
     """Writes the slots of ``n`` mixed bits (-1 for no row).
@@ -148,11 +162,9 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     memory. The caller holds the sub-shard's lock.
     """
     header, shard, wanted, found, places = words(table), words(sub), words(hashes), words(slots), ints(order)
-    counts_traffic = header[HAS_STATISTICS] != 0 and mode == COUNT
+    counts_more = header[HAS_STATISTICS] != 0 or header[RANKED] != UNRANKED
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
-    ranked = header[RANKED] != UNRANKED and mode >= COUNT
-    disk_from, disk_to = header[DISK_FROM], header[DISK_TO]
     today = (header[DAY] & 0xFFFF) << 32
     # The compiler cannot know that nothing below writes to these words; only an admission does.
     index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_STRIDE]
@@ -172,14 +184,9 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 counted = meta + _COUNT_ONE if meta & _COUNT_MASK != _COUNT_MASK else meta
                 words(at)[1] = (counted & ~(0xFFFF << 32)) | today
             chunk, place = chunks[slot >> CHUNK_SHIFT], slot & (CHUNK_ROWS - 1)
-            if disk_from <= chunk < disk_to:
-                page = (chunk + place * row_bytes) & ~4095
-                advise(page, chunk + (place + 1) * row_bytes - page, i32(WILL_NEED))
             start_loading(chunk + place * row_bytes, line_bytes)
-            if counts_traffic:
-                start_loading(chunk + header[STATISTICS_AT] + place * header[STATISTICS_STRIDE], STATISTICS_BYTES)
-            if ranked:
-                prefetch(chunk + header[RANKS_AT] + place * header[RANK_STRIDE])
+            if counts_more:
+                start_rest(table, chunk, place, mode)
             start_loading(data + i64(places[i]) * data_bytes, min(data_bytes, line_bytes))
             if meta < 0:
                 slot |= HAS_EMBEDX
