@@ -4,6 +4,10 @@
 rank costs), and tables that evict by last push and by count, with room for half of the ids. The share of new rows that
 the requests bring to the evicting tables is stated.
 
+``server``: pull and push of a worker to a server with its journal, both in this process and all of it counted, by a
+table without a limit and two that evict in turn. A share of the ids of each request has never been seen, so that all
+three create as many rows; the others are zipf.
+
 ``disk``: a table in memory and one that was given a fifth of its bytes, whose process is measured (RSS). Before the
 cold runs the pages of the file are dropped from the page cache, so that they come from the disk.
 
@@ -25,9 +29,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps import Bounds, Rule, SparseTable, SparseTableConfig
+from fleet.ps import (
+    Bounds,
+    Client,
+    ClientConfig,
+    Gradient,
+    Rule,
+    Server,
+    ServerConfig,
+    SparseTable,
+    SparseTableConfig,
+)
 
-SPREAD, REQUESTS = 7919, 40
+SPREAD, REQUESTS, SECRET = 7919, 40, b"of the benchmark"
 Keys = npt.NDArray[np.int64]
 Tables = dict[str, SparseTable]
 
@@ -37,12 +51,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=["limits", "disk"])
+    parser.add_argument("--part", choices=["limits", "server", "disk"])
     parser.add_argument("--folder", type=Path, help="where rows on disk lie; a temporary folder by default")
     arguments = parser.parse_args()
-    if arguments.part != "disk":
+    if arguments.part in (None, "limits"):
         _limits(arguments.rows, arguments.rounds)
-    if arguments.part != "limits":
+    if arguments.part in (None, "server"):
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            _server(arguments.rows, arguments.rounds, Path(folder))
+    if arguments.part in (None, "disk"):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             _disk(arguments.rows, arguments.rounds, Path(folder))
 
@@ -111,6 +128,54 @@ def _limits(rows: int, rounds: int) -> None:
         print(f"{'':>8} rows that are new to 'lru' at first: {new:.0%}")
         for table in made.values():
             table.close()
+
+
+def _server(rows: int, rounds: int, folder: Path) -> None:
+    dim, keys = 16, rows
+    names = {0: "no limit", 1: "lru", 2: "lfu"}
+    bounds = {0: None, 1: Bounds(max_rows=rows), 2: Bounds(max_rows=rows, evict="lfu")}
+    tables = {i: SparseTableConfig(f"t{i}", dim, Rule("adagrad"), bounds=b) for i, b in bounds.items()}
+    server = Server(ServerConfig(endpoint="127.0.0.1:0", num_workers=1, folder=folder, secret=SECRET), notify=str)
+    server.start()
+    client = Client(ClientConfig(endpoints=[server.endpoint], rank=0, num_workers=1, secret=SECRET), notify=str)
+    client.open()
+    client.create_tables(tables)
+    served = server.state.tables
+    for i in tables:
+        _fill(served[i].table, keys, dim)  # type: ignore[attr-defined]
+    for share in (0.02, 0.1):
+        spent = _serve_requests(client, list(tables), keys, dim, share, rounds)
+        for i, times in spent.items():
+            mean = float(np.mean(times))
+            print(
+                f"server, {share:4.0%} new, {names[i]:>8}: pull and push {1e-6 / mean:5.2f} M rows per processor "
+                f"second, {float(np.mean(spent[0])) / mean:.2f} of no limit; {served[i].describe()}"
+            )
+    client.goodbye()
+    server.stop()
+
+
+def _serve_requests(
+    client: Client, tables: list[int], keys: int, dim: int, share: float, rounds: int
+) -> dict[int, list[float]]:
+    """Returns the seconds of processor time a row, request by request."""
+    spent: dict[int, list[float]] = {i: [] for i in tables}
+    fresh = int(1e12 * share)
+    warm = 40
+    for number in range(warm + 40 * rounds):
+        rng = np.random.default_rng(number)
+        found = np.unique(rng.zipf(1.2, 40_000) * 2654435761 % keys)
+        new = np.arange(fresh, fresh + round(share * len(found)))
+        fresh += len(new)
+        request = rng.permutation(np.concatenate((found, new))) * SPREAD
+        gradient = Gradient(request, np.full((len(request), dim), 1e-3, np.float32))
+        for i in tables:
+            start = time.process_time()
+            client.wait(client.pull({i: request}))
+            client.wait(client.push({i: gradient}))
+            if number >= warm:
+                spent[i].append((time.process_time() - start) / len(request))
+    return spent
 
 
 def _disk(rows: int, rounds: int, folder: Path) -> None:

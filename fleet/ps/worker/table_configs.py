@@ -113,7 +113,10 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
         if key not in known:
             raise ConfigError(f"{label} does not exist.{did_you_mean(key, known)} Keys: {', '.join(known)}.")
         if key == "sparse_table_class" and value not in _CLASSES:
-            raise UnsupportedOptionError(f"{label} is {value!r}; tables are in memory, {' or '.join(_CLASSES)}.")
+            raise UnsupportedOptionError(
+                f'{label} is {value!r}; tables are in memory, {" or ".join(_CLASSES)}, and with rows="disk" partly '
+                "on disk."
+            )
         if key == _SCALE and not isinstance(value, bool):
             raise ConfigError(f"{label} is {value!r}; it takes True or False.")
         if key in ("shard_num", "compress_in_save"):

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.table.bounds import Bounds, bounds_of
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.worker.embedding import SparseEmbedding
+from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_configs import configure_table
+from fleet.ps.worker.table_plan import plan_tables
 
 PLAIN = SparseTableConfig("ads", 9)
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -78,3 +82,26 @@ def test_bounds_of_nothing() -> None:
 def test_a_table_too_small_for_its_pieces_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_bytes is 1000; memory comes in 64 pieces of 1024 rows"):
         SparseTable(SparseTableConfig("ads", 9, bounds=Bounds(max_bytes=1000)))
+
+
+@pytest.mark.parametrize("given", [{"max_rows": 10}, {"max_bytes": 2**30}, {"evict": "ttl", "ttl_days": 2}])
+def test_modes_and_modules_whose_rows_cannot_be_deleted_refuse_limits(given: dict[str, Any]) -> None:
+    model = nn.Sequential(SparseEmbedding(4, name="ads", **given))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert plan_tables([model], optimizer).sparse[0].config.bounds == Bounds(**given)
+    with pytest.raises(ConfigError, match="geo workers keep theirs"):
+        plan_tables([model], optimizer, geo=True)
+    plain = nn.Sequential(nn.Embedding(50, 4, sparse=True))
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"nn.Embedding has a fixed number of rows .* use fleet.SparseEmbedding"):
+        plan_tables([plain], sgd, configure=lambda config: configure_table(config, given))
+
+
+def test_rows_on_disk_suit_every_module() -> None:
+    given = {"rows": "disk", "memory_bytes": 2**30}
+    for module in (SparseEmbedding(4, name="ads"), nn.Embedding(50, 4, sparse=True)):
+        model = nn.Sequential(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for geo in (False, True):
+            plan = plan_tables([model], optimizer, geo=geo, configure=lambda config: configure_table(config, given))
+            assert plan.sparse[0].config.bounds == Bounds(**given)
