@@ -13,7 +13,7 @@ from fleet.ps.table.bounds import Bounds, bounds_of
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.worker.embedding import SparseEmbedding
-from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.served_embedding import serve_embeddings
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import plan_tables
 
@@ -92,6 +92,7 @@ def test_modes_and_modules_whose_rows_cannot_be_deleted_refuse_limits(given: dic
     with pytest.raises(ConfigError, match="geo workers keep theirs"):
         plan_tables([model], optimizer, geo=True)
     plain = nn.Sequential(nn.Embedding(50, 4, sparse=True))
+    serve_embeddings(plain)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"nn.Embedding has a fixed number of rows .* use fleet.SparseEmbedding"):
         plan_tables([plain], sgd, configure=lambda config: configure_table(config, given))
@@ -101,6 +102,7 @@ def test_rows_on_disk_suit_every_module() -> None:
     given = {"rows": "disk", "memory_bytes": 2**30}
     for module in (SparseEmbedding(4, name="ads"), nn.Embedding(50, 4, sparse=True)):
         model = nn.Sequential(module)
+        serve_embeddings(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for geo in (False, True):
             plan = plan_tables([model], optimizer, geo=geo, configure=lambda config: configure_table(config, given))
