@@ -21,6 +21,7 @@ _HOMES = {
     "GeoCommunicator": "worker.geo",
     "SocketTransport": "wire.transport",
     "Accessor": "table.accessor",
+    "Bounds": "table.bounds",
     "documented_accessor": "table.accessor",
     "DenseTable": "table.dense_table",
     "DenseTableConfig": "table.dense_table",

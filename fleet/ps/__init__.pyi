@@ -25,6 +25,7 @@ from fleet.ps.serving.predictor import Predictor as Predictor
 from fleet.ps.serving.reader import Reader as Reader
 from fleet.ps.table.accessor import Accessor as Accessor
 from fleet.ps.table.accessor import documented_accessor as documented_accessor
+from fleet.ps.table.bounds import Bounds as Bounds
 from fleet.ps.table.dense_table import DenseTable as DenseTable
 from fleet.ps.table.dense_table import DenseTableConfig as DenseTableConfig
 from fleet.ps.table.entry import CountFilterEntry as CountFilterEntry
@@ -50,6 +51,7 @@ from fleet.ps.worker.sender import SenderConfig as SenderConfig
 __all__ = [
     "Accessor",
     "AsyncSender",
+    "Bounds",
     "Client",
     "ClientConfig",
     "CountFilterEntry",

@@ -2,7 +2,7 @@
 
 A block is a header of 48 bytes and the arrays of a :class:`fleet.ps.RowBlock` one after the other, little-endian::
 
-    magic "FPSR", version u16, flags u16 (1: statistics), rows u32, row_floats u32, crc32 of the arrays u32,
+    magic "FPSR", version u16, flags u16 (1: statistics, 2: ranks), rows u32, row_floats u32, crc32 of the arrays u32,
     first and last virtual range u16 each, stamp i64, bytes of the arrays u64, crc32 of the header so far u32, 0 u32
 """
 
@@ -24,7 +24,7 @@ from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.rows import RowBlock, Statistics
 
 _HEADER = struct.Struct("<4sHHIIIHHqQII")
-_MAGIC, _VERSION, _HAS_STATISTICS = b"FPSR", 1, 1
+_MAGIC, _VERSION, _HAS_STATISTICS, _HAS_RANKS = b"FPSR", 1, 1, 2
 _MAX_ROWS, _MAX_FLOATS = 1 << 24, 1 << 24
 _BUFFER_BYTES = 1 << 20
 HEADER_BYTES = _HEADER.size
@@ -49,12 +49,14 @@ def encode_block(block: RowBlock) -> bytes:
             kept.delta_scores.astype("<f4"),
             kept.slots.astype("<u4"),
         ]
+    if block.ranks is not None:
+        arrays.append(block.ranks.astype("<i8"))
     payload = b"".join(array.tobytes() for array in arrays)
     ranges = range_of(mix(block.keys))
     fields = (
         _MAGIC,
         _VERSION,
-        _HAS_STATISTICS * (block.statistics is not None),
+        _HAS_STATISTICS * (block.statistics is not None) | _HAS_RANKS * (block.ranks is not None),
         len(block),
         block.values.shape[1],
         zlib.crc32(payload),
@@ -93,7 +95,7 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
         )
     if version != _VERSION:
         raise CheckpointError(f"{where}: blocks of version {version}; this release reads version {_VERSION}.")
-    dtypes = _dtypes(width, bool(flags & _HAS_STATISTICS))
+    dtypes = _dtypes(width, bool(flags & _HAS_STATISTICS), bool(flags & _HAS_RANKS))
     if rows > _MAX_ROWS or width > _MAX_FLOATS or size != rows * sum(dtype.itemsize for dtype in dtypes):
         raise CheckpointError(f"{where}: {rows} rows of {width} floats do not make {size} bytes. The file is damaged.")
     payload = file.read(min(size, bytes_left(file)))  # nothing is allocated before the file is known to have it
@@ -110,10 +112,12 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
     return _decode(payload, rows, dtypes, stamp)
 
 
-def _dtypes(width: int, has_statistics: bool) -> list[np.dtype[np.void]]:
+def _dtypes(width: int, has_statistics: bool, has_ranks: bool) -> list[np.dtype[np.void]]:
     shapes: list[tuple[str, int]] = [("<i8", 1), ("<u2", 1), ("<u4", 1), ("u1", 1), ("<f4", width)]
     if has_statistics:
         shapes += [("<f8", 1), ("<f8", 1), ("<f4", 1), ("<u4", 1)]
+    if has_ranks:
+        shapes.append(("<i8", 1))
     return [np.dtype((kind, (count,))) for kind, count in shapes]
 
 
@@ -127,6 +131,7 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
         position += rows * dtype.itemsize
     keys, unseen_days, counts, flags, values, *rest = arrays
     kept = None
+    ranks = rest.pop().astype(np.int64) if len(rest) % 4 else None
     if rest:
         kept = Statistics(
             rest[0].astype(np.float64),
@@ -143,6 +148,7 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
         values.astype(np.float32).reshape(rows, -1) if rows else np.empty((0, dtypes[4].shape[0]), np.float32),
         kept,
         stamp,
+        ranks,
     )
 
 

@@ -101,6 +101,7 @@ def save_table(
     with temporary_file(path) as file:
         writer = _GroupWriter(file)
         for block in table.blocks(stamp=stamp):
+            block.ranks = None  # they count the changes of this server alone
             writer.add(_selected(table.config, block, mode))
         extents, rows, num_bytes = writer.finish()
     manifest = Manifest(

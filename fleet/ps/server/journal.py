@@ -61,6 +61,7 @@ class RecordKind:
     BARRIER = 8
     GOODBYE = 9
     HISTORY = 10
+    EVICT = 16  # ids whose rows a table above its limit has lost
 
 
 @dataclass(frozen=True, slots=True)

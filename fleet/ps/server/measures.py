@@ -44,9 +44,11 @@ def server_measures(state: ServerState) -> list[Measure]:
         behind = state.journal.last_lsn - state.journal.durable_lsn if state.journal.level else 0
     spread = max(active) - min(active) if active else 0
     rows, size = ({name: float(facts[key]) for name, facts in tables.items()} for key in ("rows", "bytes"))
+    evicted = {name: float(facts["evicted"]) for name, facts in tables.items() if "evicted" in facts}
     return [
         Measure("table_rows", "rows of a table on this server", label="table", samples=rows),
         Measure("table_bytes", "memory of a table on this server", label="table", samples=size),
+        Measure("evicted_rows", "rows that a table has lost to its limit", label="table", samples=evicted, grows=True),
         Measure("memory_bytes", "resident memory of the process", resident_bytes()),
         Measure("pulled_rows", "rows given to workers", counts["pulled"], grows=True),
         Measure("pushed_rows", "rows and dense elements changed", counts["rows"], grows=True),

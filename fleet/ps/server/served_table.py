@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.errors import CheckpointError, ConfigError
+from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
@@ -135,12 +135,12 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     return TablePart(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
 
 
-def make_served_table(spec: Mapping[str, Any]) -> ServedTable:
-    """Returns an empty table of ``spec``, see :mod:`fleet.ps.table.table_spec`, with all its kernels loaded."""
+def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> ServedTable:
+    """Returns an empty table of ``spec`` with all its kernels; its rows on disk lie in ``folder``."""
     config = config_of_spec(spec)
     if isinstance(config, DenseTableConfig):
         return ServedDense(DenseTable(config))
-    table = SparseTable(config)
+    table = SparseTable(config, folder)
     table.load_kernels()
     return ServedSparse(table)
 
@@ -165,11 +165,17 @@ class ServedTable(Protocol):
     def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
         """Writes the rows of ``part`` to ``out``."""
 
-    def push(self, part: TablePart) -> None:
-        """Applies a gradient."""
+    def push(self, part: TablePart, lsn: int = 0) -> None:
+        """Applies a gradient, which is record ``lsn``."""
 
-    def add(self, part: TablePart) -> None:
-        """Adds deltas."""
+    def add(self, part: TablePart, lsn: int = 0) -> None:
+        """Adds deltas, which are record ``lsn``."""
+
+    def victims(self) -> NDArray[np.int64]:
+        """Returns the ids whose rows a table above its limit must lose."""
+
+    def erase(self, part: TablePart) -> None:
+        """Deletes rows."""
 
     def set_values(self, part: TablePart) -> None:
         """Replaces dense values."""
@@ -197,6 +203,7 @@ class ServedSparse:
         self.learning_rate: float | None = None
         self.day: str | None = None  # the last one that advance_day named
         self.keeps_shows = table.config.accessor is not None
+        self.evicted = 0
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the next push."""
@@ -213,6 +220,11 @@ class ServedSparse:
             raise Refused(f"table {name!r} takes rows of dim {dim}; the message has {part.dim}.")
         if change and part.rows is None:
             raise Refused(f"table {name!r}: the message has ids and no rows.")
+        if change:
+            try:
+                self.table.make_room(part.n)
+            except PSError as error:
+                raise Refused(str(error)) from None
 
     def pull_shape(self, part: TablePart) -> tuple[int, int]:
         """Returns the shape of the rows that a pull of ``part`` gives."""
@@ -223,17 +235,26 @@ class ServedSparse:
         assert part.ids is not None
         self.table.pull(part.ids, out, create=create)
 
-    def push(self, part: TablePart) -> None:
-        """Applies a gradient."""
+    def push(self, part: TablePart, lsn: int = 0) -> None:
+        """Applies a gradient, which is record ``lsn``; the caller asks for the :meth:`victims` then."""
         assert part.ids is not None
         assert part.rows is not None
-        self.table.push(part.ids, part.rows, part.shows, part.clicks, part.slots)
+        self.table.push(part.ids, part.rows, part.shows, part.clicks, part.slots, tick=lsn)
 
-    def add(self, part: TablePart) -> None:
-        """Adds deltas."""
+    def add(self, part: TablePart, lsn: int = 0) -> None:
+        """Adds deltas, which are record ``lsn``; the caller asks for the :meth:`victims` then."""
         assert part.ids is not None
         assert part.rows is not None
-        self.table.add(part.ids, part.rows)
+        self.table.add(part.ids, part.rows, tick=lsn)
+
+    def victims(self) -> NDArray[np.int64]:
+        """Returns the ids whose rows a table above its limit must lose."""
+        return self.table.victims()
+
+    def erase(self, part: TablePart) -> None:
+        """Deletes the rows of ``part.ids``."""
+        assert part.ids is not None
+        self.evicted += self.table.erase(part.ids)
 
     def set_values(self, part: TablePart) -> None:
         """Not possible for rows: only loading sets them."""
@@ -253,12 +274,6 @@ class ServedSparse:
             raise Refused(f"{action!r} is not an action of sparse tables.")
         return self.table.num_rows
 
-    def alter_and_tell(self, action: str, fields: dict[str, Any]) -> tuple[int, NDArray[np.int64]]:
-        """Does :meth:`alter`; returns the rows affected and the ids whose rows are gone. The gate is held."""
-        before = self.table.keys()
-        rows = self.alter(action, fields)
-        return rows, before[~self.table.contains(before)]
-
     def _begin_day(self, day: object) -> None:
         """Advances the day, unless it has the name of the last one: a restarted worker may name it again."""
         if day is not None and not (isinstance(day, str) and len(day) <= _LONGEST_DAY):
@@ -269,7 +284,7 @@ class ServedSparse:
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""
-        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes}
+        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes, "evicted": self.evicted}
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot, chunk by chunk, while training continues."""
@@ -285,7 +300,7 @@ class ServedSparse:
             end = path.stat().st_size - END_BYTES
             while file.tell() < end:
                 block = read_block(file, path)
-                self.table.insert(block)
+                self.table.insert(block, evict=False)  # the journal says which rows went
                 stamps.add(block.keys, block.stamp)
             read_end(file, path)
         return stamps
@@ -329,15 +344,23 @@ class ServedDense:
         """Writes the values to ``out``."""
         self.table.pull(out.reshape(-1))
 
-    def push(self, part: TablePart) -> None:
+    def push(self, part: TablePart, lsn: int = 0) -> None:
         """Applies a gradient."""
         assert part.rows is not None
         self.table.push(part.rows.reshape(-1))
 
-    def add(self, part: TablePart) -> None:
+    def add(self, part: TablePart, lsn: int = 0) -> None:
         """Adds deltas."""
         assert part.rows is not None
         self.table.add(part.rows.reshape(-1))
+
+    def victims(self) -> NDArray[np.int64]:
+        """Returns none: a dense table has a fixed size."""
+        return np.empty(0, np.int64)
+
+    def erase(self, part: TablePart) -> None:
+        """Not possible for dense values."""
+        raise AssertionError("a dense table has no victims")
 
     def set_values(self, part: TablePart) -> None:
         """Replaces the values."""

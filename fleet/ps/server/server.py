@@ -113,7 +113,7 @@ class Server:
         *,
         transport: Transport | None = None,
         notify: Callable[[str], None] = print,
-        make_table: MakeTable = make_served_table,
+        make_table: MakeTable | None = None,
     ) -> None:
         # Before anything is changed: a broken numba is an error here, and the kernel of the seals is loaded while files
         # can be opened.
@@ -124,6 +124,7 @@ class Server:
         level = config.journal_level
         journal = Journal(None if config.folder is None else config.folder / "journal", level)
         job = JobState(config.num_workers, journal.lock, config.lease_s, config.job)
+        make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
         self.state = ServerState(job, journal, make_table, sync=config.mode == "sync")
         self._operations = Operations(
             config,
@@ -206,6 +207,7 @@ class Server:
         state.journal.open()
         if state.job.published.history and not state.job.published.on:
             state.begin_history("", "")  # what changes now is not noted
+        state.evict_all()
         return not saved and not any(worker.channels for worker in state.job.workers)
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -32,9 +32,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.server.job_state import Held, JobState, Refused, Worker
@@ -49,8 +48,6 @@ __all__ = ["ServerState"]
 
 MAX_AHEAD = 4  # steps that one worker may be ahead of the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
-_KEEPS_ROWS = ("learning_rate", "advance_day")  # actions that neither remove rows nor change their weights
-_NONE = np.empty(0, np.int64)
 MakeTable = Callable[[dict[str, Any]], ServedTable]
 
 
@@ -108,7 +105,18 @@ class ServerState:
 
     def _install(self, made: dict[int, ServedTable], specs: dict[int, dict[str, Any]]) -> None:
         self.job.specs = {**self.job.specs, **specs}
-        self.tables = {**self.tables, **made}
+        for table_id, table in made.items():
+            self.adopt(table_id, table)
+
+    def adopt(self, table_id: int, table: ServedTable) -> None:
+        """Serves ``table``; the ids of rows that it deletes from now on are noted for the sink."""
+        if isinstance(table, ServedSparse):
+            table.table.on_delete = partial(self._note_gone, table_id)
+        self.tables = {**self.tables, table_id: table}
+
+    def _note_gone(self, table_id: int, keys: Keys) -> None:
+        with self.job.changed:
+            self.job.note_changed(table_id, keys, gone=True)
 
     def table(self, table_id: int) -> ServedTable:
         """Returns the table; raises :class:`Refused` when there is none."""
@@ -189,7 +197,8 @@ class ServerState:
                 lsn = self.journal.append(record)
                 fresh = self._note(record, worker, parts, lsn)
             try:
-                self._apply(record.kind, [part for part in parts if part.table_id in fresh])
+                self._apply(record.kind, [part for part in parts if part.table_id in fresh], lsn)
+                self._evict([part.table_id for part in parts])
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -220,17 +229,44 @@ class ServerState:
             if is_addition:
                 self.job.recorder.mark([w.rank for w in self.job.workers if w.rank != rank], table_id, kept)
 
-    def _apply(self, kind: int, parts: Sequence[TablePart]) -> None:
+    def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int) -> None:
         for part in parts:
             table = self.tables[part.table_id]
             if kind == RecordKind.PUSH:
-                table.push(part)
+                table.push(part, lsn)
             elif kind == RecordKind.ADD:
-                table.add(part)
+                table.add(part, lsn)
             else:
                 table.set_values(part)
             self.counts["rows"] += part.n
         self.counts["applied"] += 1
+
+    def _evict(self, table_ids: Sequence[int]) -> None:
+        """Brings tables above their limits below them, see [Note: Eviction]; the caller holds these tables.
+
+        A journal that takes no record leaves the rows: it takes no push either, and the next one evicts them.
+        """
+        for table_id in table_ids:
+            keys = self.tables[table_id].victims()
+            if len(keys):
+                parts = [TablePart(table_id, len(keys), 1, keys)]
+                body = b"".join(encode_parts(parts))
+                try:
+                    with self.job.changed:
+                        self.journal.append(Record(RecordKind.EVICT, 0, n_tables=1, body=body))
+                except PSError:
+                    return
+                self._erase(parts)
+
+    def _erase(self, parts: Sequence[TablePart]) -> None:
+        for part in parts:
+            self.tables[part.table_id].erase(part)
+
+    def evict_all(self) -> None:
+        """Evicts what was due when the server was killed; the journal is open and nobody is served yet."""
+        for table_id in sorted(self.tables):
+            with self._held([table_id]):
+                self._evict([table_id])
 
     # -- sync mode -----------------------------------------------------------------------------------------------
 
@@ -272,12 +308,13 @@ class ServerState:
                 merged = self._merged(gradients, len(ranks))
                 with self._held([part.table_id for part in merged]):
                     with self.job.changed:
-                        self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
+                        lsn = self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
                         self._unfinished = step
                         self.job.take_held(step, ranks)
                         self._note_merged(merged)
                     try:
-                        self._apply(RecordKind.PUSH, merged)
+                        self._apply(RecordKind.PUSH, merged, lsn)
+                        self._evict([part.table_id for part in merged])
                     except BaseException as error:
                         self._fail(error)
                         raise
@@ -338,21 +375,14 @@ class ServerState:
                 return Status.DUPLICATE, 0
             with self.snapshots, table.order, table.gate.exclusive():
                 try:
-                    rows, gone = self._altered(table, action, fields)
+                    rows = table.alter(action, fields)
                 except (ConfigError, KeyError, TypeError, ValueError) as error:
                     raise Refused(f"{action} of table {table_id}: {error}") from None
                 with self.job.changed:
                     body = {"table": table_id, "action": action, "fields": fields}
                     record = _control(RecordKind.ALTER, body, worker.rank, number, header.seq)
                     channel.note(self.journal.append(record), header.seq)
-                    self.job.note_changed(table_id, gone, gone=True)
         return Status.OK, rows
-
-    def _altered(self, table: ServedTable, action: str, fields: dict[str, Any]) -> tuple[int, Keys]:
-        """Alters ``table``; returns the rows affected and, where rows are published, the ids that lost theirs."""
-        if self.job.published.on and isinstance(table, ServedSparse) and action not in _KEEPS_ROWS:
-            return table.alter_and_tell(action, fields)
-        return table.alter(action, fields), _NONE
 
     def begin_history(self, history: str, boot: str) -> None:
         """Notes the identity that sinks know this server's journal by from now on; empty: rows are not published."""
@@ -398,7 +428,10 @@ class ServerState:
         if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
             parts = self._record_parts(record)
             fresh = self._note(record, worker, parts, record.lsn)
-            self._apply(record.kind, missing_parts([p for p in parts if p.table_id in fresh], stamps, record.lsn))
+            missing = missing_parts([p for p in parts if p.table_id in fresh], stamps, record.lsn)
+            self._apply(record.kind, missing, record.lsn)
+        elif record.kind == RecordKind.EVICT:
+            self._erase(missing_parts(self._record_parts(record), stamps, record.lsn))
         elif record.kind == RecordKind.HELD:
             held = Held(record.n_tables, record.flags, bytes(record.body))
             self._note_held(record, worker, held, record.lsn)
@@ -416,13 +449,12 @@ class ServerState:
         elif record.kind == RecordKind.APPLY:
             merged = self._merged(self.job.take_held(fields["step"], fields["ranks"]), len(fields["ranks"]))
             self._note_merged(merged)
-            self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn))
+            self._apply(RecordKind.PUSH, missing_parts(merged, stamps, record.lsn), record.lsn)
         elif record.kind == RecordKind.ALTER:
             worker.channel(record.channel).note(record.lsn, record.seq)
             table_id = fields["table"]
             if table_id not in stamps or record.lsn > stamps[table_id].latest:
-                _, gone = self._altered(self.tables[table_id], fields["action"], fields["fields"])
-                self.job.note_changed(table_id, gone, gone=True)
+                self.tables[table_id].alter(fields["action"], fields["fields"])
         elif record.kind == RecordKind.BARRIER:
             self.job.pass_barrier(fields["name"], fields["number"], fields.get("key", ""))
         elif record.kind == RecordKind.HISTORY:

@@ -227,7 +227,7 @@ def _read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dic
             table.set_learning_rate(rate)
         if isinstance(table, ServedSparse):
             table.day = days.get(str(table_id))
-        state.tables[table_id] = table
+        state.adopt(table_id, table)
     return lsn, fields.get("level"), stamps
 
 

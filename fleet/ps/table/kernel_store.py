@@ -7,23 +7,28 @@ The tests hold it against a store in plain numpy. Memory is the kernels' own and
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fleet.errors import PSError
+from fleet.errors import ConfigError, PSError
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.disk_space import DiskSpace, plan_memory
+from fleet.ps.table.eviction import FIRST_TICK, INDEX_BYTES, limit_of, loaded_ranks, oldest, plan_shares
 from fleet.ps.table.hash import GOLDEN, NUM_SUB_SHARDS, mix_int
+from fleet.ps.table.kernels import bounded, finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.kernels import common as k
-from fleet.ps.table.kernels import finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.layout import Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
 from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics, Window
 from fleet.ps.table.rules import LEARNING_RATE
 
 _PLACES = 2**32
 _AGING_PERIOD = 16384
+_ROWS, _WAITING, _HOT = 0, 1, 2  # which ids to list
 _STATISTICS = np.dtype([("show", "<f8"), ("click", "<f8"), ("delta", "<f4"), ("slot", "<u4")])
 
 
@@ -39,7 +44,7 @@ def _scratch(n: int) -> npt.NDArray[np.int64]:
 class KernelStore:
     """Holds the state block (see [Note: State block]) and calls the kernels with its address."""
 
-    def __init__(self, config: SparseTableConfig) -> None:
+    def __init__(self, config: SparseTableConfig, folder: Path | None = None) -> None:
         self.config = config
         self.layout = plan_layout(config)
         self._header = np.zeros(k.HEADER_WORDS + 8, np.int64)
@@ -47,9 +52,16 @@ class KernelStore:
         self._floats = np.zeros(k.NUM_FLOATS)
         self._params = [rule_kernels.rule_parameters(block.rule) for block in self.layout.blocks]
         self._nonces = itertools.count(1)
+        limit = limit_of(config)
+        self._shares = None if limit is None else plan_shares(limit)
+        self._listing = threading.Lock()
+        self._listed = np.empty((2, 0), np.int64)
         self._table = self._fill_header()
+        self._disk: DiskSpace | None = None
+        if config.bounds is not None and config.bounds.rows == "disk":
+            self._open_disk(config, folder)
         self._check(walks.open_table(self._table))
-        kept = (self._header, self._subs, self._floats, self._params)
+        kept = (self._header, self._subs, self._floats, self._params, self._disk)
         self._finalizer = weakref.finalize(self, _release, self._table, kept)
         # At exit other threads may still be at work; the system takes the memory back.
         self._finalizer.atexit = False
@@ -79,7 +91,11 @@ class KernelStore:
         h[k.CREATE_BY_SCORE] = accessor.create_by_score
         h[k.FLOATS] = address_of(self._floats)
         h[k.SUB_SHARDS] = subs
-        h[k.CHUNK_BYTES] = k.CHUNK_ROWS * (4 * layout.row_floats + k.STATISTICS_BYTES * layout.has_statistics)
+        self._place_in_chunks()
+        h[k.TICK] = FIRST_TICK
+        h[k.HOLDS_BACK] = config.bounds is not None
+        if layout.has_ranks:
+            h[k.RANKED] = k.BY_COUNT if config.bounds is not None and config.bounds.evict == "lfu" else k.BY_PUSH
         f = self._floats
         f.view(np.uint64)[k.SEED_BASE] = mix_int(config.seed + GOLDEN)
         f[k.INIT_A] = config.initializer.a
@@ -89,6 +105,19 @@ class KernelStore:
         f[k.EMBEDX_THRESHOLD] = accessor.embedx_threshold
         self._fill_blocks()
         return table
+
+    def _place_in_chunks(self) -> None:
+        """Says where rows, statistics and ranks are in a chunk: one array each, or side by side with rows on disk."""
+        h = self._words
+        sizes = [int(h[k.ROW_BYTES]), k.STATISTICS_BYTES * self.layout.has_statistics]
+        sizes.append(k.RANK_BYTES * self.layout.has_ranks)
+        count, strides = k.CHUNK_ROWS, sizes
+        if self.config.bounds is not None and self.config.bounds.rows == "disk":
+            sizes[0] = -(-sizes[0] // 8) * 8
+            count, strides = 1, [sum(sizes)] * 3
+        h[k.STATISTICS_AT], h[k.RANKS_AT] = count * sizes[0], count * (sizes[0] + sizes[1])
+        h[k.ROW_STRIDE], h[k.STATISTICS_STRIDE], h[k.RANK_STRIDE] = strides
+        h[k.CHUNK_BYTES] = k.CHUNK_ROWS * sum(sizes)
 
     def _fill_blocks(self) -> None:
         for number, block in enumerate(self.layout.blocks):
@@ -101,6 +130,59 @@ class KernelStore:
                 block.state_width,
                 address_of(self._params[number]),
             )
+
+    def _open_disk(self, config: SparseTableConfig, folder: Path | None) -> None:
+        if folder is None:
+            raise ConfigError(
+                f'table {config.name!r}: rows="disk" needs a folder on the server to put them in, and this one has '
+                "none. Start the servers with FLEET_PS_FOLDER."
+            )
+        self._memory = plan_memory(config, int(self._words[k.CHUNK_BYTES]))
+        self._disk = disk = DiskSpace(folder, config.name)
+        self._growing = threading.Lock()
+        h = self._words
+        h[k.DISK_FROM], h[k.DISK_NEXT], h[k.DISK_TO] = disk.start, disk.start, disk.end
+        h[k.DISK_FILE] = disk.descriptor
+        h[k.COLD_LIMIT], h[k.MEMORY_CHUNKS] = self._memory.cold_rows, self._memory.hot_chunks
+
+    def make_room(self, num_rows: int) -> None:
+        """Sees to it that ``num_rows`` more rows have space on the disk.
+
+        Raises:
+            PSError: the disk is full; nothing has changed.
+        """
+        if self._disk is None:
+            return
+        h = self._words
+        needed = (2 * num_rows // k.CHUNK_ROWS + 3 * NUM_SUB_SHARDS) * int(h[k.CHUNK_BYTES])
+        if h[k.DISK_LEFT] < needed:
+            with self._growing:
+                if h[k.DISK_LEFT] < needed:
+                    bounded.add_space(self._table, self._disk.grow(needed - int(h[k.DISK_LEFT])))
+
+    def check_index(self, num_rows: int) -> None:
+        """Raises PSError unless the index of a table on disk has room for ``num_rows`` more rows."""
+        if self._disk is None or self._shares is not None:
+            return
+        if INDEX_BYTES * (self.num_entries + num_rows) > self._memory.index_bytes:
+            raise PSError(
+                f"table {self.config.name!r}: the index of {self.num_entries} ids leaves no room for {num_rows} more "
+                f"in its half of memory_bytes, {self._memory.index_bytes} bytes. Raise memory_bytes, set max_rows, or "
+                "run the table on more servers."
+            )
+
+    def cool(self) -> None:
+        """Moves the longest unused rows of sub-shards whose memory is nearly full to the disk."""
+        if self._disk is None:
+            return
+        room = self._memory.hot_chunks * k.CHUNK_ROWS
+        for s in np.flatnonzero(self._shards[:, k.HOT_ROWS] > room - room // 16).tolist():
+            with self._listing:
+                keys, ranks = self._list_ranks(range(s, s + 1), _HOT)
+                count = len(keys) - (room - room // 5)
+                cold = oldest(keys, ranks, count).copy() if count > 0 else keys[:0]
+            scratch = _scratch(len(cold))
+            bounded.cool_keys(self._table, address_of(cold), len(cold), address_of(scratch))
 
     def _check(self, status: int) -> None:
         if status:
@@ -122,9 +204,13 @@ class KernelStore:
         row_requests.push(table, at, 0, at, 0, 0, 0, 0, room)
         row_requests.add(table, at, 0, at, 0, room)
         row_requests.contains(table, at, 0, at, room)
-        walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at)
-        walks.insert_rows(table, 0, at, at, at, at, room)
-        walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0)
+        walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at, at)
+        walks.insert_rows(table, 0, at, at, at, at, at, room)
+        walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0, 0, at)
+        bounded.list_ranks(table, 0, 0, 0, at, at)
+        bounded.erase_keys(table, at, 0, room)
+        bounded.cool_keys(table, at, 0, room)
+        bounded.add_space(table, 0)
         walks.settle_rows(table, at, 0, at, room)
         walks.age_rows(table, 0)
 
@@ -206,6 +292,7 @@ class KernelStore:
             metas = np.empty(room, np.uint64)
             values = np.empty((room, self.layout.row_floats), np.float32)
             traffic = np.empty(room if self.layout.has_statistics else 0, _STATISTICS)
+            ranks = np.empty(room if self.layout.has_ranks else 0, np.int64)
             n = walks.copy_rows(
                 self._table,
                 s,
@@ -216,9 +303,12 @@ class KernelStore:
                 address_of(metas),
                 address_of(values),
                 address_of(traffic),
+                address_of(ranks),
             )
             if n >= 0:
-                return self._to_block(keys[:n], metas[:n], values[:n], traffic[:n])
+                block = self._to_block(keys[:n], metas[:n], values[:n], traffic[:n])
+                block.ranks = ranks[:n] if self.layout.has_ranks else None
+                return block
             room *= 2
 
     def _to_block(
@@ -257,12 +347,77 @@ class KernelStore:
             traffic["slot"] = kept.slots
         keys = np.ascontiguousarray(block.keys, np.int64)
         values = np.ascontiguousarray(block.values, np.float32)
-        arrays = (keys, metas, values, traffic, _scratch(len(block)))
+        ranks = block.ranks
+        if ranks is None and self.layout.has_ranks:
+            counted = self._words[k.RANKED] == k.BY_COUNT
+            ranks = loaded_ranks(block.unseen_days, block.counts, counted=bool(counted))
+        if ranks is not None:
+            ranks = np.ascontiguousarray(ranks, np.int64)
+        arrays = (keys, metas, values, traffic, ranks, _scratch(len(block)))
         self._check(walks.insert_rows(self._table, len(block), *map(address_of, arrays)))
 
-    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> int:
-        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns how many."""
-        return int(walks.shrink_rows(self._table, *window, float(least), float(max_unseen_days), float(decay)))
+    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> Int64s:
+        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns their keys."""
+        criteria = (float(least), float(max_unseen_days), float(decay))
+        while True:
+            keys = np.empty(int(self._shards[window[0], k.NUM_ENTRIES]) + 64, np.int64)
+            n = walks.shrink_rows(self._table, *window, *criteria, len(keys), address_of(keys))
+            if n >= 0:
+                return keys[:n].copy()
+
+    # -- limits --------------------------------------------------------------------------------------------------
+
+    def victims(self) -> Int64s:
+        """Returns the keys that a table above its limit must lose, see [Note: Eviction]; mostly none."""
+        if self._shares is None:
+            return np.empty(0, np.int64)
+        rows = self._shards[:, k.NUM_ROWS]
+        found = self._above(rows, _ROWS)
+        if self._words[k.ADMISSION] == 1:
+            found += self._above(self._shards[:, k.NUM_ENTRIES] - rows, _WAITING)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _above(self, used: Int64s, which: int) -> list[Int64s]:
+        shares = self._shares
+        assert shares is not None
+        width = NUM_SUB_SHARDS // shares.groups
+        found = []
+        for group in np.flatnonzero(np.add.reduce(used.reshape(shares.groups, width), axis=1) > shares.most).tolist():
+            with self._listing:
+                keys, ranks = self._list_ranks(range(group * width, (group + 1) * width), which)
+                if len(keys) > shares.most:
+                    found.append(oldest(keys, ranks, len(keys) - shares.kept))
+        return found
+
+    def _list_ranks(self, sub_shards: range, which: int) -> tuple[Int64s, Int64s]:
+        """Returns keys and ranks in memory that is used again: fresh pages would cost as much as the list."""
+        n = 0
+        for s in sub_shards:
+            while True:
+                room = self._listed.shape[1]
+                keys = address_of(self._listed) + 8 * n
+                added = bounded.list_ranks(self._table, s, which, room - n, keys, keys + 8 * room)
+                if added >= 0:
+                    n += added
+                    break
+                grown = np.empty((2, 2 * (n + int(self._shards[s, k.NUM_ENTRIES])) + 64), np.int64)
+                grown[:, :n] = self._listed[:, :n]
+                self._listed = grown
+        return self._listed[0, :n], self._listed[1, :n]
+
+    def erase(self, keys: Int64s) -> int:
+        """Deletes the rows of ``keys``; returns how many there were."""
+        scratch = _scratch(len(keys))
+        return int(bounded.erase_keys(self._table, address_of(keys), len(keys), address_of(scratch)))
+
+    @property
+    def tick(self) -> int:
+        """The number of the change in progress, which pushes note on rows."""
+        return int(self._words[k.TICK]) - FIRST_TICK
+
+    @tick.setter
+    def tick(self, value: int) -> None:
+        self._words[k.TICK] = FIRST_TICK + value
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Takes ``delta_scores`` off the rows that still exist."""
@@ -300,10 +455,15 @@ class KernelStore:
     def memory_bytes(self) -> int:
         """Bytes of indexes and of the chunks that hold rows."""
         lengths = self._shards[:, k.LENGTH]
-        chunks = self._shards[:, k.NUM_CHUNKS]
+        chunks = self._shards[:, k.HOT_CHUNKS]
         return int(
             16 * lengths.sum() + chunks.sum() * self._words[k.CHUNK_BYTES] + self._header.nbytes + self._subs.nbytes
         )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk for cold rows."""
+        return 0 if self._disk is None else self._disk.size
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Makes every later push use ``learning_rate`` in each block whose rule has one."""
@@ -312,6 +472,9 @@ class KernelStore:
                 params[rule_kernels.RATE] = learning_rate
 
 
-def _release(table: int, kept: object) -> None:
+def _release(table: int, kept: tuple[Any, ...]) -> None:
     """Releases a table's memory; ``kept`` holds the arrays that the state block consists of until then."""
     walks.close_table(table)
+    disk: DiskSpace | None = kept[-1]
+    if disk is not None:
+        disk.close()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigError
 from fleet.ps.table.accessor import Accessor, accessor_parameters
+from fleet.ps.table.bounds import Bounds
 from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
@@ -18,6 +19,7 @@ from fleet.ps.table.rules import Rule
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 CREATE_ON = ("pull", "push")
+CHUNK_ROWS, STATISTICS_BYTES = 1024, 24  # rows are allocated together; an accessor's statistics of each
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class SparseTableConfig:
             ``"push"``: pulls of missing rows give zeros and the first push creates them (Paddle's default); with
             an accessor that push updates only the embed column, the embedx part is created after it.
         scale_gradient: workers multiply gradients by the number of samples, as Paddle does; the servers do not use it.
+        bounds: how many rows a server keeps and where; ``None`` is all of them, in memory.
 
     Raises:
         ConfigError: a value is out of range or does not fit the others.
@@ -52,6 +55,7 @@ class SparseTableConfig:
     seed: int = 0
     create_on: str = "pull"
     scale_gradient: bool = False
+    bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or not 1 <= self.dim <= 65536:
@@ -74,7 +78,8 @@ class SparseTableConfig:
     @property
     def adds_up(self) -> bool:
         """Whether one push of a sum is the same as a push of each gradient: nothing counts the pushes either."""
-        return self.rule.adds_up and self.accessor is None and self.entry is None
+        counts = self.bounds is not None and self.bounds.policy == "lfu"
+        return self.rule.adds_up and self.accessor is None and self.entry is None and not counts
 
     def as_dict(self) -> Mapping[str, Any]:
         """Returns the configuration as plain values, for a manifest."""
@@ -90,6 +95,7 @@ class SparseTableConfig:
             "embed_rule": {"name": embed.name, **embed.hyper} if self.accessor is not None else None,
             "initializer": [self.initializer.kind, self.initializer.a, self.initializer.b],
             "accessor": None if self.accessor is None else dict(accessor_parameters(self.accessor)),
+            **({} if self.bounds is None else {"bounds": dict(self.bounds.as_dict())}),
         }
 
 
@@ -110,13 +116,17 @@ class ColumnBlock:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """A row: ``num_weights`` floats of weights, then the state of each block; ``row_floats`` in all."""
+    """A row: ``num_weights`` floats of weights, then the state of each block; ``row_floats`` in all.
+
+    With ``has_ranks`` 8 bytes follow that say when it was pushed, see [Note: Eviction].
+    """
 
     blocks: tuple[ColumnBlock, ...]
     num_weights: int
     row_floats: int
     num_counters: int
     has_statistics: bool
+    has_ranks: bool = False
 
 
 def plan_layout(config: SparseTableConfig) -> RowLayout:
@@ -134,7 +144,8 @@ def plan_layout(config: SparseTableConfig) -> RowLayout:
     for rule, column, width in spans:
         blocks.append(ColumnBlock(rule, column, width, state))
         state += rule.state_width(width)
-    return RowLayout(tuple(blocks), num_weights, state, num_counters, accessor is not None)
+    ranked = config.bounds is not None and (config.bounds.has_limit or config.bounds.rows == "disk")
+    return RowLayout(tuple(blocks), num_weights, state, num_counters, accessor is not None, ranked)
 
 
 def admission_of(entry: Entry | None) -> tuple[int, int]:

@@ -43,6 +43,7 @@ class RowBlock:
         values: float32 [n, row_floats], weights then optimizer state.
         statistics: ``None`` without an accessor.
         stamp: what the caller's stamp returned when the block was copied; 0 without one.
+        ranks: int64, when each row was pushed, see :mod:`fleet.ps.table.eviction`; ``None`` in a table without a limit.
     """
 
     keys: Int64s
@@ -53,6 +54,7 @@ class RowBlock:
     values: Float32s
     statistics: Statistics | None = None
     stamp: int = 0
+    ranks: Int64s | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -68,6 +70,7 @@ class RowBlock:
             self.values[select],
             None if self.statistics is None else self.statistics.take(select),
             self.stamp,
+            None if self.ranks is None else self.ranks[select],
         )
 
 
@@ -93,4 +96,5 @@ def join_blocks(blocks: Sequence[RowBlock]) -> RowBlock:
         np.concatenate([block.values for block in blocks]),
         statistics,
         blocks[0].stamp,
+        None if any(block.ranks is None for block in blocks) else np.concatenate([block.ranks for block in blocks]),
     )

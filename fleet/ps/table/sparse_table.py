@@ -6,6 +6,7 @@ Safe for any number of threads: a table is 64 sub-shards with a lock each, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,8 +27,13 @@ ROWS_PER_WINDOW = 8192
 class SparseTable:
     """The rows of one sparse table on this server.
 
+    Args:
+        config: of the table.
+        folder: where rows on disk lie, see [Note: Rows on disk]; only a table with ``rows="disk"`` uses it.
+
     Raises:
-        ConfigError: numba is broken or disabled, so that the table's kernels cannot be compiled.
+        ConfigError: the limits do not fit the rows, a table on disk has no folder, or numba is broken or
+            disabled, so that the table's kernels cannot be compiled.
 
     Example:
         >>> table = SparseTable(SparseTableConfig("ads", dim=8))
@@ -38,14 +44,15 @@ class SparseTable:
         2
     """
 
-    def __init__(self, config: SparseTableConfig) -> None:
+    def __init__(self, config: SparseTableConfig, folder: Path | None = None) -> None:
         self.config = config
         self.gate = Gate()
         with naming_the_cause():
             from fleet.ps.table.kernel_store import KernelStore
 
-            self._store = KernelStore(config)
+            self._store = KernelStore(config, folder)
         self._learning_rate: float | None = None
+        self.on_delete: Callable[[Int64s], None] | None = None  # called with keys whose rows are deleted
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -77,14 +84,20 @@ class SparseTable:
         shows: Float32s | None = None,
         clicks: Float32s | None = None,
         slots: npt.NDArray[np.uint32] | None = None,
+        *,
+        tick: int | None = None,
     ) -> None:
         """Applies one gradient row per key by the table's rule; missing rows are created first if admitted.
+
+        A table with a limit evicts rows afterwards, unless the caller gives a ``tick`` and sees to it.
 
         Args:
             keys: distinct int64 keys. A repeated key is updated once per appearance.
             gradients: float32 [n, num_weights] (``dim``, without the two counters of Ctr accessors).
             shows, clicks: float32 [n]; ``None`` is 1 and 0.
             slots: uint32 [n], the feature slot that an accessor's row remembers; ``None`` keeps it.
+            tick: number of the change, larger than those before; ``None`` counts on. The caller must call
+                :meth:`victims` and :meth:`erase` then.
 
         Raises:
             ConfigError: an array has the wrong shape or dtype; nothing was applied.
@@ -94,18 +107,62 @@ class SparseTable:
         shows = None if shows is None else self._check("shows", shows, (len(keys),), np.float32)
         clicks = None if clicks is None else self._check("clicks", clicks, (len(keys),), np.float32)
         slots = None if slots is None else self._check("slots", slots, (len(keys),), np.uint32)
+        (self._store.make_room if tick is not None else self.make_room)(len(keys))
+        self._store.tick = self._store.tick + 1 if tick is None else tick
         self._store.push(keys, gradients, shows, clicks, slots)
+        self._store.cool()
+        if tick is None:
+            self.evict()
 
-    def add(self, keys: Int64s, deltas: Float32s) -> None:
-        """Adds one row of deltas [n, num_weights] per key to the weights (geo); state and statistics stay."""
+    def add(self, keys: Int64s, deltas: Float32s, *, tick: int | None = None) -> None:
+        """Adds one row of deltas [n, num_weights] per key to the weights (geo); state and statistics stay.
+
+        ``tick`` as in :meth:`push`.
+        """
         keys = _check_keys("add", keys)
-        self._store.add(keys, self._check("deltas", deltas, (len(keys), self.layout.num_weights), np.float32))
+        deltas = self._check("deltas", deltas, (len(keys), self.layout.num_weights), np.float32)
+        (self._store.make_room if tick is not None else self.make_room)(len(keys))
+        self._store.tick = self._store.tick + 1 if tick is None else tick
+        self._store.add(keys, deltas)
+        self._store.cool()
+        if tick is None:
+            self.evict()
 
     def contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
         """Returns for each key whether it has a row (ids that wait for admission have none)."""
         return self._store.contains(_check_keys("contains", keys))
 
     # -- life of rows --------------------------------------------------------------------------------------------
+
+    def make_room(self, num_rows: int) -> None:
+        """Sees to it that ``num_rows`` new rows have space on the disk, for a table with ``rows="disk"``.
+
+        Raises:
+            PSError: the disk is full, or the index its part of ``memory_bytes``; the table is as before.
+        """
+        self._store.check_index(num_rows)
+        self._store.make_room(num_rows)
+
+    def victims(self) -> Int64s:
+        """Returns the keys that a table above its limit must lose, in no particular order; mostly none.
+
+        They depend on the keys and on when each was pushed, and on nothing else.
+        """
+        return self._store.victims()
+
+    def erase(self, keys: Int64s) -> int:
+        """Deletes the rows of ``keys``; returns how many there were."""
+        erased = self._store.erase(_check_keys("erase", keys))
+        if self.on_delete is not None:
+            self.on_delete(keys)
+        return erased
+
+    def evict(self) -> Int64s:
+        """Brings a table that is above its limit below it; returns the keys that were deleted."""
+        keys = self.victims()
+        if len(keys):
+            self.erase(keys)
+        return keys
 
     def shrink(self, threshold: float | None = None, max_unseen_days: float | None = None) -> int:
         """Returns how many rows were deleted: those below ``threshold``, and those unseen too long.
@@ -129,14 +186,25 @@ class SparseTable:
         least = -np.inf if threshold is None else float(threshold)
         days = np.inf if max_unseen_days is None else float(max_unseen_days)
         decay = 1.0 if accessor is None else accessor.show_click_decay_rate
-        return sum(self._store.shrink_window(w, least, days, decay) for w in self.plan_windows())
+        return len(self._shrink(least, days, decay))
+
+    def _shrink(self, least: float, days: float, decay: float) -> Int64s:
+        keys = np.concatenate([self._store.shrink_window(w, least, days, decay) for w in self.plan_windows()])
+        if self.on_delete is not None and len(keys):
+            self.on_delete(keys)
+        return keys
 
     def advance_day(self) -> None:
-        """Adds one to the unseen days of every row (a save of mode 3 does)."""
+        """Adds one to the unseen days of every row (a save of mode 3 does); those unseen for ``ttl_days`` go."""
         self._store.day += 1
+        bounds = self.config.bounds
+        if bounds is not None and bounds.ttl_days is not None:
+            self._shrink(-np.inf, float(bounds.ttl_days) - 1, 1.0)
 
     def clear(self) -> None:
         """Removes every row."""
+        if self.on_delete is not None:
+            self.on_delete(self.keys())
         self._store.clear()
 
     def close(self) -> None:
@@ -186,14 +254,22 @@ class SparseTable:
         """Makes room for ``num_rows`` more rows, so that loading them in the order of a save stays fast."""
         self._store.reserve(num_rows)
 
-    def insert(self, block: RowBlock) -> None:
-        """Inserts rows as they are, replacing those of the same keys (loading)."""
+    def insert(self, block: RowBlock, *, evict: bool = True) -> None:
+        """Inserts rows as they are, replacing those of the same keys (loading).
+
+        A table with a limit evicts rows afterwards, if ``evict`` is True. Rows without ranks count as pushed before all
+        others of the table, in the order of their unseen days.
+        """
         shape = (len(block), self.layout.row_floats)
         if block.values.shape != shape:
             raise ConfigError(
                 f"insert into table {self.config.name!r}: rows are {block.values.shape}; the table takes {shape}."
             )
+        (self.make_room if evict else self._store.make_room)(len(block))
         self._store.insert(block)
+        self._store.cool()
+        if evict:
+            self.evict()
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Subtracts saved delta scores from the rows that still exist (save modes 1 and 2)."""
@@ -215,6 +291,11 @@ class SparseTable:
     def memory_bytes(self) -> int:
         """Bytes held for rows and index."""
         return self._store.memory_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk for rows that are not in memory."""
+        return self._store.disk_bytes
 
     @property
     def learning_rate(self) -> float:

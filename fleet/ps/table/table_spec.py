@@ -7,6 +7,7 @@ from typing import Any
 
 from fleet.errors import ConfigError
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.bounds import Bounds
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.entry import entry_from_attr
 from fleet.ps.table.initializers import Initializer
@@ -52,6 +53,7 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
             entry=entry_from_attr(spec["entry"]),
             seed=spec["seed"],
             create_on=spec["create_on"],
+            bounds=Bounds(**spec["bounds"]) if "bounds" in spec else None,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"a table specification that cannot be read: {error!r}.") from None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.bounds import bounds_of
 from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
@@ -71,6 +72,8 @@ class SparseEmbedding(WatchesWeight):
         rule: the servers' update rule; ``None`` takes that of the optimizer.
         seed: initial rows are a pure function of (seed, id, column).
         slot: the number that rows of an accessor remember as their feature slot.
+        max_rows, max_bytes, evict, ttl_days, rows, memory_bytes: how many rows each server keeps, which go first, and
+            where they lie, see :class:`fleet.ps.Bounds`. Without any of them the table grows with the ids it sees.
 
     Shapes (``s`` = num_slots, absent when it is 1):
         ids [...] with combiner none -> [..., dim]; ids [batch, length] or [batch, s, length] with a combiner ->
@@ -104,8 +107,16 @@ class SparseEmbedding(WatchesWeight):
         rule: Rule | None = None,
         seed: int = 0,
         slot: int | None = None,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        evict: str | None = None,
+        ttl_days: int | None = None,
+        rows: str = "memory",
+        memory_bytes: int | None = None,
     ) -> None:
         super().__init__()
+        limits = {"max_rows": max_rows, "max_bytes": max_bytes, "evict": evict, "ttl_days": ttl_days, "rows": rows}
+        self._bounds = bounds_of("SparseEmbedding", {**limits, "memory_bytes": memory_bytes})
         _check_form(name, combiner, num_slots, separate_slots, entry)
         for label, value, low, high in (("padding_idx", padding_idx, *_INT64), ("slot", slot, 0, 2**32 - 1)):
             if value is not None:
@@ -150,12 +161,14 @@ class SparseEmbedding(WatchesWeight):
             accessor=self._accessor or accessor,
             entry=self.entry,
             seed=self._seed,
+            bounds=self._bounds,
         )
 
     def use_table(self, config: SparseTableConfig) -> None:
         """Attaches the module to a table that was configured elsewhere, for example by ``sparse_table_configs``."""
         self._accessor = config.accessor
         self._scales = config.scale_gradient
+        self._bounds = config.bounds
         self.lookup = self._new_lookup(config)
 
     def forward(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +58,7 @@ class LocalRows:
     trains = False
 
     def __init__(self, config: SparseTableConfig) -> None:
-        self.table = SparseTable(config)
+        self.table = SparseTable(replace(config, bounds=None))  # the limits are those of servers
 
     def rows(self, keys: Keys) -> Rows:
         """Returns the rows of ``keys``; new ids get the initial weights that servers would give them."""

@@ -66,6 +66,12 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
                 "weights. Omit initial_range and accessors that pull show and click, or use "
                 "fleet.SparseEmbedding."
             )
+        if config.bounds is not None and (config.bounds.has_limit or config.bounds.evict is not None):
+            raise ConfigError(
+                f"sparse_table_configs[{config.name!r}]: nn.Embedding has a fixed number of rows with initial weights "
+                "of its own, which a row that comes back after its eviction would lack. Omit max_rows, max_bytes, "
+                "evict and ttl_days, or use fleet.SparseEmbedding."
+            )
         self.lookup = self._new_lookup(keeps_shows=config.accessor is not None)
         self.scales = config.scale_gradient
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.ps.table.accessor import Accessor, documented_accessor
+from fleet.ps.table.bounds import BOUND_KEYS, bounds_of
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
@@ -32,7 +33,7 @@ _REFUSED = {
     "load_filter_slots": "a load takes all rows of a table",
     "save_filter_slots": "a save takes the rows that its mode says",
     "sparse_delta_keep_days": "write delta_keep_days",
-    "enable_cache": "whole tables are in memory",
+    "enable_cache": "whole tables are in memory, or their hot rows with rows and memory_bytes",
     "use_gpu_graph": "there are no tables on GPUs",
     "nodeid_slot": "there are no graph tables",
 }
@@ -63,6 +64,16 @@ def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | Non
         return config
     if not isinstance(settings, Mapping):
         raise ConfigError(f"sparse_table_configs[{config.name!r}] takes a dictionary, got {settings!r}.")
+    bounds = bounds_of(f"sparse_table_configs[{config.name!r}]", settings)
+    if bounds is not None and config.bounds is not None and bounds != config.bounds:
+        raise ConfigError(
+            f"sparse_table_configs[{config.name!r}] has {dict(bounds.as_dict())}, the module of the table "
+            f"{dict(config.bounds.as_dict())}. Write the limit in one place."
+        )
+    config = replace(config, bounds=bounds or config.bounds)
+    settings = {key: value for key, value in settings.items() if key not in BOUND_KEYS}
+    if bounds is not None and not settings:
+        return config  # a limit alone changes neither statistics nor rule
     _check_keys(config.name, settings)
     accessor = _accessor(config, settings)
     rule = _rule(config, settings, "embedx_")
@@ -94,7 +105,7 @@ def _with_range(config: SparseTableConfig, settings: Mapping[str, Any]) -> Spars
 
 
 def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
-    known = [*_OWN_KEYS, *_STATISTICS, *_RULE_KEYS]
+    known = [*_OWN_KEYS, *_STATISTICS, *BOUND_KEYS, *_RULE_KEYS]
     for key, value in settings.items():
         label = f"sparse_table_configs[{table!r}][{key!r}]"
         if key in _REFUSED:
@@ -102,7 +113,10 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
         if key not in known:
             raise ConfigError(f"{label} does not exist.{did_you_mean(key, known)} Keys: {', '.join(known)}.")
         if key == "sparse_table_class" and value not in _CLASSES:
-            raise UnsupportedOptionError(f"{label} is {value!r}; tables are in memory, {' or '.join(_CLASSES)}.")
+            raise UnsupportedOptionError(
+                f'{label} is {value!r}; tables are in memory, {" or ".join(_CLASSES)}, and with rows="disk" partly '
+                "on disk."
+            )
         if key == _SCALE and not isinstance(value, bool):
             raise ConfigError(f"{label} is {value!r}; it takes True or False.")
         if key in ("shard_num", "compress_in_save"):

@@ -335,6 +335,12 @@ def _follows(
 
 
 def _check_geo(config: SparseTableConfig) -> None:
+    if config.bounds is not None and (config.bounds.has_limit or config.bounds.evict is not None):
+        raise ConfigError(
+            f"table {config.name!r}: max_rows, max_bytes and evict delete rows of the servers, but geo workers keep "
+            "theirs and send differences: a row would come back with the last of them alone. Omit them, or train in "
+            "async or sync mode."
+        )
     if config.entry is not None or config.accessor is not None:
         raise ConfigError(
             f"table {config.name!r}: geo training exchanges differences of rows, which carry no counts for an entry "

@@ -33,6 +33,7 @@ def rows_of(table: SparseTable, rows_per_window: int = 300) -> dict[int, tuple[A
                 admitted and bool(block.has_embedx[i]),
                 tuple(block.values[i].tolist()),
                 traffic,
+                0 if block.ranks is None or not admitted else int(block.ranks[i]),
             )
     return found
 
@@ -41,7 +42,7 @@ def assert_same_rows(one: dict[int, tuple[Any, ...]], other: dict[int, tuple[Any
     """Both hold the same keys, the same counts and flags, and numbers that agree."""
     assert one.keys() == other.keys()
     for key, row in one.items():
-        assert row[:4] == other[key][:4], key
+        assert (row[:4], row[6:]) == (other[key][:4], other[key][6:]), key
         np.testing.assert_allclose(row[4], other[key][4], rtol=rtol, atol=rtol / 20, err_msg=str(key))
         np.testing.assert_allclose(row[5], other[key][5], rtol=1e-6, err_msg=str(key))
 

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.ps.table.accessor import Accessor, accessor_score
+from fleet.ps.table.eviction import FIRST_TICK, limit_of, loaded_ranks, plan_shares
 from fleet.ps.table.gate import Gate
-from fleet.ps.table.hash import NUM_SUB_SHARDS, mix
+from fleet.ps.table.hash import NUM_SUB_SHARDS, mix, mix_int
 from fleet.ps.table.layout import ColumnBlock, Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
 from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics, Window
 from fleet.ps.table.rules import LEARNING_RATE
@@ -37,16 +38,30 @@ class ReferenceStore:
         self._admission, self._admission_argument = admission_of(config.entry)
         self._lock = threading.RLock()
         self._pushes = 0
+        self._bounded = config.bounds is not None
+        self._counted = config.bounds is not None and config.bounds.evict == "lfu"
+        self._limit = limit_of(config)
+        self.tick = 0
         self.clear()
 
     def load_kernels(self) -> None:
         """Has none."""
+
+    def make_room(self, num_rows: int) -> None:
+        """Has no disk."""
+
+    def check_index(self, num_rows: int) -> None:
+        """Has no limit in bytes."""
+
+    def cool(self) -> None:
+        """Has no disk."""
 
     def clear(self) -> None:
         """Forgets every row."""
         with self._lock:
             self._places: dict[int, int] = {}
             self._pending: dict[int, list[int]] = {}
+            self._ranks: dict[int, int] = {}
             self._free: list[int] = []
             self._used = 0
             self._allocate(64)
@@ -77,15 +92,18 @@ class ReferenceStore:
         create = create and self.config.create_on == "pull"
         with self._lock:
             if create and self._admission != 1:
-                for key in keys.tolist():
-                    if key not in self._places and self._is_admitted(key):
-                        self._new_row(key)
+                missing = [key for key in keys.tolist() if key not in self._places and self._is_admitted(key)]
+                for key in dict.fromkeys(missing):
+                    self._new_row(key)
             lines, found = self._lines(keys)
             counters = self.layout.num_counters
             out[:] = 0
             out[found, counters:] = self._values[lines, : self.layout.num_weights]
             if counters:
                 out[found, :counters] = self._traffic[lines]
+            if self._bounded and create and self._admission != 1:  # as if the pull had not been
+                for key in dict.fromkeys(missing):
+                    self._erase(key)
 
     def push(
         self,
@@ -179,6 +197,12 @@ class ReferenceStore:
         return bool(bits * 2**32 < self._admission_argument)
 
     def _count(self, key: int, score: float) -> None:
+        self._count_push(key, 1.0 if self._bounded and self.config.create_on == "pull" else score)
+        if self.layout.has_ranks and key in self._places:
+            count = min((self._ranks.get(key, 0) >> 48) + 1, MAX_ROW_COUNT) if self._counted else 0
+            self._ranks[key] = (count << 48) + FIRST_TICK + self.tick
+
+    def _count_push(self, key: int, score: float) -> None:
         line = self._places.get(key)
         if line is not None:
             self._counts[line] = min(self._counts[line] + 1, MAX_ROW_COUNT)
@@ -261,6 +285,8 @@ class ReferenceStore:
                 np.concatenate((self._has_embedx[lines], np.zeros(m, bool))),
                 np.concatenate((self._values[lines], np.zeros((m, self.layout.row_floats), np.float32))),
             )
+            if self.layout.has_ranks:
+                block.ranks = np.array([self._ranks.get(key, 0) for key in block.keys.tolist()], np.int64)
             if self.layout.has_statistics:
                 block.statistics = Statistics(
                     np.concatenate((self._traffic[lines, 0], np.zeros(m))),
@@ -282,6 +308,10 @@ class ReferenceStore:
                 if not block.admitted[i]:
                     self._pending[key] = [int(block.counts[i]), last_seen]
                     continue
+                if self.layout.has_ranks:
+                    days, counts = block.unseen_days[i : i + 1], block.counts[i : i + 1]
+                    ranks = loaded_ranks(days, counts, counted=self._counted)
+                    self._ranks[key] = int((ranks if block.ranks is None else block.ranks[i : i + 1])[0])
                 line = self._new_row(key)
                 self._values[line], self._has_embedx[line] = block.values[i], block.has_embedx[i]
                 self._counts[line], self._last_seen[line] = block.counts[i], last_seen
@@ -292,12 +322,13 @@ class ReferenceStore:
 
     def _erase(self, key: int) -> None:
         self._pending.pop(key, None)
+        self._ranks.pop(key, None)
         line = self._places.pop(key, None)
         if line is not None:
             self._free.append(line)
 
-    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> int:
-        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns how many."""
+    def shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> Int64s:
+        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns their keys."""
         with self._lock:
             rows = self._keys_of(window, [*self._places])
             lines = self._lines(rows)[0]
@@ -313,7 +344,32 @@ class ReferenceStore:
             ]
             for key in doomed:
                 self._erase(key)
-            return len(doomed)
+            return np.array(doomed, np.int64)
+
+    def victims(self) -> Int64s:
+        """Returns the keys that a table above its limit must lose."""
+        if self._limit is None:
+            return np.empty(0, np.int64)
+        shares = plan_shares(self._limit)
+        found: list[int] = []
+        with self._lock:
+            counts = {key: count for key, (count, _) in self._pending.items()}
+            for ranks in (self._ranks, counts):
+                for group in range(shares.groups):
+                    keys = np.array([*ranks], np.int64)
+                    mine = keys[sub_shard_of(mix(keys)) * shares.groups // NUM_SUB_SHARDS == group].tolist()
+                    if len(mine) > shares.most:
+                        mine.sort(key=lambda key: (ranks[key], mix_int(key)))
+                        found += mine[: len(mine) - shares.kept]
+        return np.array(found, np.int64)
+
+    def erase(self, keys: Int64s) -> int:
+        """Deletes the rows of ``keys``; returns how many there were."""
+        with self._lock:
+            known = [key for key in keys.tolist() if key in self._places or key in self._pending]
+            for key in known:
+                self._erase(key)
+            return len(known)
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Takes ``delta_scores`` off the rows that still exist."""
@@ -361,6 +417,7 @@ class ReferenceTable(SparseTable):
         self.gate = Gate()
         self._store = ReferenceStore(config)  # type: ignore[assignment]
         self._learning_rate = None
+        self.on_delete = None
 
 
 def table_of(config: SparseTableConfig, use_kernels: bool) -> SparseTable:

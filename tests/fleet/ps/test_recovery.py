@@ -80,7 +80,8 @@ def state_of(server):
                         block.statistics.delta_scores[i],
                     )
                 )
-                rows_[key] = (int(block.counts[i]), bool(block.admitted[i]), block.values[i].tobytes(), counts)
+                rank = None if block.ranks is None else int(block.ranks[i])
+                rows_[key] = (int(block.counts[i]), bool(block.admitted[i]), block.values[i].tobytes(), counts, rank)
         state[number] = rows_
         state[number, "lr"] = served.learning_rate
     session = machine.job
@@ -342,7 +343,7 @@ def test_a_change_that_cannot_be_applied_stops_the_server(tmp_path, monkeypatch)
     with serving(folder=tmp_path / "s") as service:
         client = service.client(tables={0: SPARSE}, deadline_s=1.0)
         table = service.servers[0].state.tables[0].table
-        monkeypatch.setattr(table, "push", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        monkeypatch.setattr(table, "push", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
         with pytest.raises(PSError, match="no room"):
             client.wait(client.push({0: gradient([1])}))
         with pytest.raises(PSError, match="Restart it"):

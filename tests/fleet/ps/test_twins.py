@@ -17,6 +17,7 @@ from fleet.ps import (
     UniqueKeys,
     sum_rows,
 )
+from fleet.ps.table.bounds import Bounds
 from fleet.ps.table.rules import RULES
 from tests.fleet.ps import reference_ids
 from tests.fleet.ps._tables import assert_same_rows, rows_of
@@ -29,6 +30,13 @@ ACCESSORS = [
     Accessor(),
     Accessor("CtrCommonAccessor", embedx_threshold=0.25),
     Accessor("UnitAccessor", create_by_score=True, zero_init=False),
+]
+BOUNDS = [
+    None,
+    Bounds(max_rows=17),
+    Bounds(max_rows=9, evict="lfu"),
+    Bounds(evict="ttl", ttl_days=2),
+    Bounds(max_rows=25, evict="ttl", ttl_days=1),
 ]
 ENTRIES = [None, CountFilterEntry(3), ProbabilityEntry(0.5)]
 
@@ -49,6 +57,7 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
         create_on=draw(st.sampled_from(["pull", "push"])),
         initializer=Initializer(kind, -0.5, 0.5),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        bounds=draw(st.sampled_from(BOUNDS)),
     )
     tables = [table_of(config, use) for use in (True, False)]
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -77,7 +86,7 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
         if results:
             np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=1e-6)
         assert tables[0].contains(keys).tolist() == tables[1].contains(keys).tolist()
-        assert tables[0].num_rows == tables[1].num_rows
+        assert tables[0].num_rows == tables[1].num_rows <= (config.bounds and config.bounds.max_rows or 10**9)
     assert_same_rows(rows_of(tables[0]), rows_of(tables[1]))
 
 

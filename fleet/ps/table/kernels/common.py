@@ -13,6 +13,12 @@ sub-shard is one array of 16-byte entries::
              bits 32..47  day of the last push
              bits 48..62  pushes so far, saturating;  bit 63: the row has its embedx part
 
+Chunks are in one of two tiers: memory, and with rows on disk a mapped file, whose rows are the cold ones. A slot stays
+what it is; a row changes its tier by a change of slot.
+
+A chunk holds 1024 rows, then their statistics (accessors), then their ranks (limits, see [Note: Eviction]). With rows
+on disk each row is followed by its own, so that it is in one page.
+
 The place of an entry is proportional to 32 of its hash bits and probing never wraps, so an interval of hashes is an
 interval of the index at any capacity: that is what makes walks safe while rows come, go and the index grows.
 """
@@ -30,17 +36,24 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from fleet.ps.table import layout
 from fleet.ps.table.hash import MIX_1, MIX_2
 from fleet.ps.table.kernels.numba_cache import keep_compiled
 
 # Words of the header.
 NUM_WEIGHTS, ROW_BYTES, NUM_COUNTERS, HAS_STATISTICS, NUM_BLOCKS = 0, 1, 2, 3, 4
 CREATE_ON_PULL, WHOLE_ROWS, ADMISSION, ADMISSION_ARGUMENT = 5, 6, 7, 8
-_, ZERO_INIT, DAY, SCALES_BY_SHOW, CREATE_BY_SCORE, FLOATS = 10, 11, 12, 13, 14, 15
+RANKS_AT, RANKED, ZERO_INIT, DAY, SCALES_BY_SHOW, CREATE_BY_SCORE, FLOATS = 9, 10, 11, 12, 13, 14, 15
 BLOCKS, BLOCK_WORDS = 16, 8
 SUB_SHARDS, CHUNK_BYTES, SLAB_AT, SLAB_LEFT, SLAB_BYTES, NUM_SLABS, SLABS, SLABS_ROOM = 32, 33, 34, 35, 36, 37, 38, 39
 GROUP, FIND, ADMIT, DRAW = 40, 41, 42, 43
+TICK, HOLDS_BACK = 44, 45  # the rank that pushes write; pulls create no rows
+ROW_STRIDE, STATISTICS_AT, STATISTICS_STRIDE, RANK_STRIDE = 46, 47, 53, 54  # in a chunk
 TABLE_LOCK, HEADER_WORDS = 48, 64
+# Rows on disk: where the mapping begins and ends (0 without), its next chunk and the bytes left for chunks, rows of it
+# used since pages were last unmapped and how many may be, and the most chunks of a sub-shard in memory.
+DISK_FROM, DISK_TO, DISK_NEXT, DISK_LEFT, COLD, COLD_LIMIT, MEMORY_CHUNKS = 56, 57, 58, 59, 60, 61, 62
+DISK_FILE = 55  # its descriptor
 # Words of a block in the header.
 UPDATE, COLUMN, WIDTH, STATE, STATE_WIDTH, PARAMS = 0, 1, 2, 3, 4, 5
 # The numbers that FLOATS points to: float64, and the seed's mixed bits in the last of them.
@@ -48,9 +61,15 @@ INIT_A, INIT_B, NONCLK_COEFF, CLICK_COEFF, EMBEDX_THRESHOLD, INITIAL_STATE = 0, 
 SEED_BASE, NUM_FLOATS = 7, 8
 # Words of a sub-shard; its lock stands first.
 INDEX, CAPACITY, LENGTH, NUM_ENTRIES, NUM_ROWS = 8, 9, 10, 11, 12
-CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, NEXT_SLOT, FREE_SLOT, SUB_WORDS = 13, 14, 15, 16, 17, 32
+CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, HOT_ROWS, HOT_CHUNKS, LINK = 13, 14, 15, 24, 25, 26
+# Of a tier: the next slot of its current chunk and that chunk's end, a list of free slots, one of empty chunks.
+NEXT_SLOT, FREE_SLOT, SLOT_END, SPARE_CHUNK, TIER_WORDS, SUB_WORDS = 16, 17, 18, 19, 4, 32
+IN_MEMORY, ON_DISK = 0, 1
 
 CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
+assert (CHUNK_ROWS, STATISTICS_BYTES) == (layout.CHUNK_ROWS, layout.STATISTICS_BYTES)
+# Kinds of ranks: none, the change of the last push, the same below the number of pushes.
+UNRANKED, BY_PUSH, BY_COUNT, RANK_BYTES = 0, 1, 2, 8
 LOW32, EMPTY, PENDING, PENDING_COUNT = 0xFFFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FFFFFFF
 # Flag of a slot that a find returns: the row has its embedx part.
 HAS_EMBEDX = 1 << 40
@@ -230,10 +249,13 @@ release: Any = types.ExternalFunction("free", none(i64))
 fill_bytes: Any = types.ExternalFunction("memset", i64(i64, i32, i64))
 copy_bytes: Any = types.ExternalFunction("memcpy", i64(i64, i64, i64))
 advise: Any = types.ExternalFunction("madvise", i32(i64, i64, i32))
+read_file: Any = types.ExternalFunction("pread", i64(i32, i64, i64, i64))
+write_file: Any = types.ExternalFunction("pwrite", i64(i32, i64, i64, i64))
 lock_mutex: Any = types.ExternalFunction("pthread_mutex_lock", i32(i64))
 unlock_mutex: Any = types.ExternalFunction("pthread_mutex_unlock", i32(i64))
 create_mutex: Any = types.ExternalFunction("pthread_mutex_init", i32(i64, i64))
 
+UNMAP_PAGES, WILL_NEED = 4, 3  # advice
 UNMIX_1, UNMIX_2 = pow(MIX_1, -1, 2**64), pow(MIX_2, -1, 2**64)
 _ADVISE_HUGE_PAGES = 14
 

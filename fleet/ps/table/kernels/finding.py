@@ -11,6 +11,8 @@ from fleet.ps.table.kernels.common import (
     CHUNKS,
     CLICK_COEFF,
     DAY,
+    DISK_FROM,
+    DISK_TO,
     EMPTY,
     FIND_ARGUMENTS,
     FLOATS,
@@ -21,10 +23,18 @@ from fleet.ps.table.kernels.common import (
     LOW32,
     NONCLK_COEFF,
     PENDING,
-    ROW_BYTES,
+    RANK_STRIDE,
+    RANKED,
+    RANKS_AT,
+    ROW_STRIDE,
+    STATISTICS_AT,
     STATISTICS_BYTES,
+    STATISTICS_STRIDE,
     SUB_SHARDS,
     SUB_WORDS,
+    UNRANKED,
+    WILL_NEED,
+    advise,
     c_function,
     call_admit,
     doubles,
@@ -129,6 +139,20 @@ def start_loading(address, num_bytes):
         prefetch(line)
 
 
+@part(none(i64, i64, i64, i64))
+def start_rest(table, chunk, place, mode):
+    """Starts loading what a push needs beside a row, and a row on disk."""
+    header = words(table)
+    if header[DISK_FROM] <= chunk < header[DISK_TO]:
+        page = (chunk + place * header[ROW_STRIDE]) & ~4095
+        advise(page, chunk + (place + 1) * header[ROW_STRIDE] - page, i32(WILL_NEED))
+        return
+    if header[HAS_STATISTICS] != 0 and mode == COUNT:
+        start_loading(chunk + header[STATISTICS_AT] + place * header[STATISTICS_STRIDE], STATISTICS_BYTES)
+    if header[RANKED] != UNRANKED and mode >= COUNT:
+        prefetch(chunk + header[RANKS_AT] + place * header[RANK_STRIDE])
+
+
 @c_function(i64(*FIND_ARGUMENTS))
 def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, line_bytes, data, data_bytes):
     """Writes the slots of ``n`` mixed bits (-1 for no row).
@@ -138,12 +162,12 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     memory. The caller holds the sub-shard's lock.
     """
     header, shard, wanted, found, places = words(table), words(sub), words(hashes), words(slots), ints(order)
-    counts_traffic = header[HAS_STATISTICS] != 0 and mode == COUNT
+    counts_more = header[HAS_STATISTICS] != 0 or header[RANKED] != UNRANKED
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
     today = (header[DAY] & 0xFFFF) << 32
     # The compiler cannot know that nothing below writes to these words; only an admission does.
-    index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_BYTES]
+    index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_STRIDE]
     for i in range(min(_AHEAD, n)):
         prefetch(index + 16 * ((place_of(wanted[i]) * capacity) >> 32))
     for i in range(n):
@@ -161,8 +185,8 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 words(at)[1] = (counted & ~(0xFFFF << 32)) | today
             chunk, place = chunks[slot >> CHUNK_SHIFT], slot & (CHUNK_ROWS - 1)
             start_loading(chunk + place * row_bytes, line_bytes)
-            if counts_traffic:
-                start_loading(chunk + CHUNK_ROWS * row_bytes + place * STATISTICS_BYTES, STATISTICS_BYTES)
+            if counts_more:
+                start_rest(table, chunk, place, mode)
             start_loading(data + i64(places[i]) * data_bytes, min(data_bytes, line_bytes))
             if meta < 0:
                 slot |= HAS_EMBEDX

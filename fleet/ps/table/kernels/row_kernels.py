@@ -28,9 +28,17 @@ from fleet.ps.table.kernels.common import (
     CHUNK_SHIFT,
     CHUNKS,
     CHUNKS_ROOM,
+    COLD,
+    COLD_LIMIT,
     COLUMN,
     CREATE_BY_SCORE,
+    CREATE_ON_PULL,
     DAY,
+    DISK_FILE,
+    DISK_FROM,
+    DISK_LEFT,
+    DISK_NEXT,
+    DISK_TO,
     DRAW,
     DRAW_ARGUMENTS,
     EMPTY,
@@ -39,35 +47,55 @@ from fleet.ps.table.kernels.common import (
     FREE_SLOT,
     HAS_EMBEDX,
     HAS_STATISTICS,
+    HOLDS_BACK,
+    HOT_CHUNKS,
+    HOT_ROWS,
+    IN_MEMORY,
     INDEX,
     INIT_A,
     INIT_B,
     INITIAL_STATE,
     LAST_SLAB,
     LENGTH,
+    LINK,
     LOW32,
+    MEMORY_CHUNKS,
     NEXT_SLOT,
     NUM_BLOCKS,
     NUM_CHUNKS,
     NUM_ENTRIES,
     NUM_ROWS,
     NUM_SLABS,
+    NUM_WEIGHTS,
+    ON_DISK,
     PENDING,
     PENDING_COUNT,
+    RANK_STRIDE,
+    RANKED,
+    RANKS_AT,
     ROW_BYTES,
+    ROW_STRIDE,
     SEED_BASE,
     SLAB_AT,
     SLAB_BYTES,
     SLAB_LEFT,
     SLABS,
     SLABS_ROOM,
+    SLOT_END,
+    SPARE_CHUNK,
     STATE,
     STATE_WIDTH,
+    STATISTICS_AT,
     STATISTICS_BYTES,
+    STATISTICS_STRIDE,
     TABLE_LOCK,
+    TIER_WORDS,
+    UNMAP_PAGES,
+    UNRANKED,
     WHOLE_ROWS,
     WIDTH,
     ZERO_INIT,
+    advise,
     allocate,
     boolean,
     c_function,
@@ -85,12 +113,15 @@ from fleet.ps.table.kernels.common import (
     none,
     part,
     place_of,
+    read_file,
     release,
+    u32,
     u64,
     uints,
     unlock_mutex,
     unmix,
     words,
+    write_file,
 )
 
 # -- index -------------------------------------------------------------------------------------------------------------
@@ -271,41 +302,198 @@ def new_chunk(table):
 def row_at(table, sub, slot):
     """Returns the address of a slot's row."""
     chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
-    return chunk + (slot & (CHUNK_ROWS - 1)) * words(table)[ROW_BYTES]
+    return chunk + (slot & (CHUNK_ROWS - 1)) * words(table)[ROW_STRIDE]
 
 
 @part(i64(i64, i64, i64))
 def statistics_at(table, sub, slot):
     """Returns the address of a slot's statistics: float64 show and click, float32 delta score, uint32 slot."""
     chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
-    return chunk + CHUNK_ROWS * words(table)[ROW_BYTES] + (slot & (CHUNK_ROWS - 1)) * STATISTICS_BYTES
+    return chunk + words(table)[STATISTICS_AT] + (slot & (CHUNK_ROWS - 1)) * words(table)[STATISTICS_STRIDE]
+
+
+@part(i64(i64, i64, i64))
+def rank_at(table, sub, slot):
+    """Returns the address of a slot's rank."""
+    chunk = words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT]
+    return chunk + words(table)[RANKS_AT] + (slot & (CHUNK_ROWS - 1)) * words(table)[RANK_STRIDE]
+
+
+@part(boolean(i64, i64, i64))
+def is_cold(table, sub, slot):
+    """Returns whether the slot is on disk."""
+    header = words(table)
+    return header[DISK_FROM] <= words(words(sub)[CHUNKS])[slot >> CHUNK_SHIFT] < header[DISK_TO]
+
+
+@part(none(i64))
+def use_cold(table):
+    """Counts a row on disk that is about to be used, and now and then takes all pages out of this process.
+
+    They stay in the page cache as long as the system has room for them.
+    """
+    header = words(table)
+    header[COLD] += 1
+    if header[COLD] >= header[COLD_LIMIT]:
+        header[COLD] = 0
+        advise(header[DISK_FROM], header[DISK_NEXT] - header[DISK_FROM], i32(UNMAP_PAGES))
+
+
+@part(none(i64, i64, i64, i64))
+def read_cold(table, address, target, num_bytes):
+    """Copies from the file of rows on disk, without a mapped page where the system can."""
+    header = words(table)
+    if read_file(i32(header[DISK_FILE]), target, num_bytes, address - header[DISK_FROM]) != num_bytes:
+        use_cold(table)
+        copy_bytes(target, address, num_bytes)
+
+
+@part(none(i64, i64, i64, i64))
+def write_cold(table, address, source, num_bytes):
+    """Copies to the file of rows on disk, without a mapped page where the system can."""
+    header = words(table)
+    if write_file(i32(header[DISK_FILE]), source, num_bytes, address - header[DISK_FROM]) != num_bytes:
+        use_cold(table)
+        copy_bytes(address, source, num_bytes)
+
+
+@part(i64(i64, i64, i64, i64))
+def link_of(table, sub, slot, tier):
+    """Returns what :func:`set_link` wrote to a free slot."""
+    if tier == IN_MEMORY:
+        return i64(uints(row_at(table, sub, slot))[0])
+    words(sub)[LINK] = 0
+    read_cold(table, row_at(table, sub, slot), sub + 8 * LINK, 4)
+    return words(sub)[LINK]
+
+
+@part(none(i64, i64, i64, i64, i64))
+def set_link(table, sub, slot, tier, link):
+    """Writes the next free slot to a free slot."""
+    words(sub)[LINK] = link
+    if tier == IN_MEMORY:
+        uints(row_at(table, sub, slot))[0] = u32(link)
+    else:
+        write_cold(table, row_at(table, sub, slot), sub + 8 * LINK, 4)
+
+
+@part(i64(i64))
+def new_disk_chunk(table):
+    """Returns the address of mapped disk space for 1024 rows; 0 if nobody has allocated it."""
+    header, chunk = words(table), i64(0)
+    lock_mutex(table + 8 * TABLE_LOCK)
+    if header[DISK_LEFT] >= header[CHUNK_BYTES]:
+        chunk = header[DISK_NEXT]
+        header[DISK_NEXT] += header[CHUNK_BYTES]
+        header[DISK_LEFT] -= header[CHUNK_BYTES]
+    unlock_mutex(table + 8 * TABLE_LOCK)
+    return chunk
+
+
+@part(i64(i64, i64, i64))
+def add_chunk(table, sub, tier):
+    """Returns the first slot of a new chunk in a tier, or -1 without memory."""
+    header, shard = words(table), words(sub)
+    if tier == IN_MEMORY and header[MEMORY_CHUNKS] != 0 and shard[HOT_CHUNKS] >= header[MEMORY_CHUNKS]:
+        return -1
+    if shard[NUM_CHUNKS] == shard[CHUNKS_ROOM]:
+        room = 2 * shard[CHUNKS_ROOM] + 4
+        chunks = longer_list(shard[CHUNKS], shard[NUM_CHUNKS], room)
+        if chunks == 0:
+            return -1
+        shard[CHUNKS], shard[CHUNKS_ROOM] = chunks, room
+    chunk = new_chunk(table) if tier == IN_MEMORY else new_disk_chunk(table)
+    if chunk == 0:
+        return -1
+    words(shard[CHUNKS])[shard[NUM_CHUNKS]] = chunk
+    shard[NUM_CHUNKS] += 1
+    shard[HOT_CHUNKS] += tier == IN_MEMORY
+    return (shard[NUM_CHUNKS] - 1) * CHUNK_ROWS
+
+
+@part(i64(i64, i64, i64))
+def new_slot(table, sub, tier):
+    """Returns a free slot of a tier, or -1 without memory."""
+    shard, place = words(sub), words(sub + 8 * TIER_WORDS * tier)
+    if place[FREE_SLOT] != 0:
+        slot = place[FREE_SLOT] - 1
+        place[FREE_SLOT] = link_of(table, sub, slot, tier)
+    else:
+        if place[NEXT_SLOT] == place[SLOT_END]:
+            first = place[SPARE_CHUNK] - 1
+            if first >= 0:
+                place[SPARE_CHUNK] = link_of(table, sub, first, tier)
+            else:
+                first = add_chunk(table, sub, tier)
+            if first < 0:
+                return -1
+            place[NEXT_SLOT], place[SLOT_END] = first, first + CHUNK_ROWS
+        slot = place[NEXT_SLOT]
+        place[NEXT_SLOT] += 1
+    shard[NUM_ROWS] += 1
+    shard[HOT_ROWS] += tier == IN_MEMORY
+    return slot
 
 
 @part(i64(i64, i64))
-def new_slot(table, sub):
-    """Returns a free slot, or -1 without memory."""
-    shard = words(sub)
-    if shard[FREE_SLOT] != 0:
-        slot = shard[FREE_SLOT] - 1
-        shard[FREE_SLOT] = i64(uints(row_at(table, sub, slot))[0])
-        shard[NUM_ROWS] += 1
-        return slot
-    slot = shard[NEXT_SLOT]
-    if slot == shard[NUM_CHUNKS] * CHUNK_ROWS:
-        if shard[NUM_CHUNKS] == shard[CHUNKS_ROOM]:
-            room = 2 * shard[CHUNKS_ROOM] + 4
-            chunks = longer_list(shard[CHUNKS], shard[NUM_CHUNKS], room)
-            if chunks == 0:
-                return -1
-            shard[CHUNKS], shard[CHUNKS_ROOM] = chunks, room
-        chunk = new_chunk(table)
-        if chunk == 0:
-            return -1
-        words(shard[CHUNKS])[shard[NUM_CHUNKS]] = chunk
-        shard[NUM_CHUNKS] += 1
-    shard[NEXT_SLOT] += 1
-    shard[NUM_ROWS] += 1
+def any_slot(table, sub):
+    """Returns a free slot, in memory if it has room, or -1."""
+    slot = new_slot(table, sub, i64(IN_MEMORY))
+    if slot < 0 and words(table)[DISK_FROM] != 0:
+        slot = new_slot(table, sub, i64(ON_DISK))
     return slot
+
+
+@part(none(i64, i64, i64))
+def free_slot(table, sub, slot):
+    """Gives the slot back."""
+    shard, tier = words(sub), i64(ON_DISK) if is_cold(table, sub, slot) else i64(IN_MEMORY)
+    place = words(sub + 8 * TIER_WORDS * tier)
+    set_link(table, sub, slot, tier, place[FREE_SLOT])
+    place[FREE_SLOT] = slot + 1
+    shard[NUM_ROWS] -= 1
+    shard[HOT_ROWS] -= tier == IN_MEMORY
+
+
+@part(none(i64, i64, i64, i64))
+def move_row(table, sub, at, slot):
+    """Moves the row of the entry at address ``at``, its statistics and rank behind it, to a slot of the other tier."""
+    entry, size = words(at), words(table)[ROW_STRIDE]
+    old = entry[1] & LOW32
+    if is_cold(table, sub, old):
+        read_cold(table, row_at(table, sub, old), row_at(table, sub, slot), size)
+    else:
+        write_cold(table, row_at(table, sub, slot), row_at(table, sub, old), size)
+    entry[1] = (entry[1] & ~LOW32) | slot
+    free_slot(table, sub, old)
+
+
+@part(boolean(i64, i64, f64, i64))
+def may_start(table, h, score, nonce):
+    """Returns whether a missing id may get an entry at all."""
+    header = words(table)
+    if header[ADMISSION] == 2:
+        drawn = uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_ADMISSION), i64(0))
+        if not drawn * 4294967296.0 < header[ADMISSION_ARGUMENT]:
+            return False
+    if header[CREATE_BY_SCORE] == 0 or score >= 1.0:
+        return True
+    return score > uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_CREATION), nonce)
+
+
+@part(none(i64, i64, i64))
+def draw_weights(table, h, target):
+    """Writes the weights that a new row would have."""
+    header, weights, key = words(table), floats(target), unmix(h)
+    for column in range(header[NUM_WEIGHTS]):
+        weights[column] = f32(0)
+    if not may_start(table, h, 1.0, i64(0)):
+        return
+    for block in range(header[NUM_BLOCKS] if header[WHOLE_ROWS] != 0 else 1):
+        place = words(table + 8 * (BLOCKS + BLOCK_WORDS * block))
+        if header[ZERO_INIT] == 0 or block != 0:
+            for column in range(place[COLUMN], place[COLUMN] + place[WIDTH]):
+                weights[column] = f32(call_draw(header[DRAW], header[FLOATS], key, column))
 
 
 @part(none(i64, i64, i64))
@@ -331,9 +519,11 @@ def initialise_block(table, row, h, block):
 @part(i64(i64, i64, i64))
 def new_row(table, sub, h):
     """Returns the slot of a fresh row, initialised; -1 without memory."""
-    slot = new_slot(table, sub)
+    slot = any_slot(table, sub)
     if slot < 0:
         return -1
+    if is_cold(table, sub, slot):
+        use_cold(table)
     header, row = words(table), row_at(table, sub, slot)
     fill_bytes(row, i32(0), header[ROW_BYTES])
     initialise_block(table, row, h, i64(0))
@@ -341,6 +531,8 @@ def new_row(table, sub, h):
         initialise_block(table, row, h, i64(1))
     if header[HAS_STATISTICS] != 0:
         fill_bytes(statistics_at(table, sub, slot), i32(0), STATISTICS_BYTES)
+    if header[RANKED] != UNRANKED:
+        words(rank_at(table, sub, slot))[0] = 0
     return slot
 
 
@@ -351,19 +543,6 @@ def meta_of(table, slot, count, has_embedx):
     return meta | i64(-(2**63)) if has_embedx else meta
 
 
-@part(boolean(i64, i64, f64, i64))
-def may_start(table, h, score, nonce):
-    """Returns whether a missing id may get an entry at all."""
-    header = words(table)
-    if header[ADMISSION] == 2:
-        drawn = uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_ADMISSION), i64(0))
-        if not drawn * 4294967296.0 < header[ADMISSION_ARGUMENT]:
-            return False
-    if header[CREATE_BY_SCORE] == 0 or score >= 1.0:
-        return True
-    return score > uniform_of(header[FLOATS], unmix(h), i64(_COLUMN_CREATION), nonce)
-
-
 @c_function(i64(*ADMIT_ARGUMENTS))
 def admit(table, sub, h, at, mode, score, nonce):
     """Gives a missing id its entry (``at`` 0), or counts a push on an id not admitted yet, and the row if admitted.
@@ -371,7 +550,8 @@ def admit(table, sub, h, at, mode, score, nonce):
     Returns the slot, -1 for none, -2 without memory.
     """
     header, count, needed = words(table), i64(0), i64(1)
-    if at == 0 and not may_start(table, h, score if mode == COUNT else 1.0, nonce):
+    pulled = header[HOLDS_BACK] != 0 and header[CREATE_ON_PULL] != 0  # without a bound its pull would have made the row
+    if at == 0 and not may_start(table, h, score if mode == COUNT and not pulled else 1.0, nonce):
         return i64(-1)
     if header[ADMISSION] == 1:
         needed = header[ADMISSION_ARGUMENT]

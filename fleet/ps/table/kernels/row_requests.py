@@ -9,26 +9,34 @@ status of 1 means that memory ran out.
 from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
+    ADMISSION,
     BLOCK_WORDS,
     BLOCKS,
+    BY_COUNT,
     COLUMN,
     CREATE_ON_PULL,
+    DISK_FROM,
     EMBEDX_THRESHOLD,
     FIND,
     FLOATS,
     GROUP,
     HAS_EMBEDX,
     HAS_STATISTICS,
+    HOLDS_BACK,
+    IN_MEMORY,
     LOW32,
     NUM_BLOCKS,
     NUM_COUNTERS,
     NUM_WEIGHTS,
     PARAMS,
+    RANKED,
     ROW_BYTES,
     SCALES_BY_SHOW,
     STATE,
     SUB_SHARDS,
     SUB_WORDS,
+    TICK,
+    UNRANKED,
     UPDATE,
     WIDTH,
     call_find,
@@ -55,32 +63,49 @@ from fleet.ps.table.kernels.row_kernels import (
     COUNT,
     CREATE,
     FIND_ONLY,
+    draw_weights,
     find,
     initialise_block,
     initialise_state,
+    is_cold,
+    move_row,
+    new_slot,
+    rank_at,
+    read_cold,
     row_at,
     statistics_at,
+    use_cold,
 )
 
 LINE_BYTES = 512
 _EMBEDX_BIT = -(2**63)
+_COUNT_SHIFT, _MOST_COUNTED = 48, 32767
 
 
-@part(none(i64, i64, i64, i64, i64, i64))
-def copy_out(table, sub, order, n, slots, out):
-    """Writes the pulled columns of found rows, zeros for the others."""
-    counters, width = words(table)[NUM_COUNTERS], words(table)[NUM_WEIGHTS]
+@part(none(i64, i64, i64, i64, i64, i64, i64))
+def copy_out(table, sub, order, n, slots, out, hashes):
+    """Writes the pulled columns of found rows; for the others zeros, or initial weights where ``hashes`` is not 0."""
+    counters, width, cold = words(table)[NUM_COUNTERS], words(table)[NUM_WEIGHTS], words(table)[DISK_FROM] != 0
     for i in range(n):
         slot, place = words(slots)[i], i64(ints(order)[i])
         target = floats(out + 4 * place * (counters + width))
         if slot < 0:
             for j in range(counters + width):
                 target[j] = f32(0)
+            if hashes != 0:
+                draw_weights(table, words(hashes)[i], out + 4 * (place * (counters + width) + counters))
             continue
         if counters != 0:
+            if cold and is_cold(table, sub, slot & LOW32):
+                use_cold(table)
             numbers = doubles(statistics_at(table, sub, slot & LOW32))
             target[0], target[1] = f32(numbers[0]), f32(numbers[1])
             target = floats(out + 4 * (place * (counters + width) + counters))
+        if cold and is_cold(table, sub, slot & LOW32):
+            read_cold(
+                table, row_at(table, sub, slot & LOW32), out + 4 * (place * (counters + width) + counters), 4 * width
+            )
+            continue
         source = floats(row_at(table, sub, slot & LOW32))
         for j in range(width):
             target[j] = source[j]
@@ -138,7 +163,9 @@ def let_go(table, scratch, n, first):
 def pull(table, keys, n, out, create, scratch):
     """Writes the pulled columns of each key to ``out``, zeros for a missing row."""
     header, bounds, status, first = words(table), words(scratch), 0, 0
-    mode = i64(CREATE) if create != 0 and header[CREATE_ON_PULL] != 0 else i64(FIND_ONLY)
+    creates = create != 0 and header[CREATE_ON_PULL] != 0
+    mode = i64(CREATE) if creates and header[HOLDS_BACK] == 0 else i64(FIND_ONLY)
+    draws = creates and header[HOLDS_BACK] != 0 and header[ADMISSION] != 1
     call_group(header[GROUP], table, keys, n, scratch)
     line_bytes, out_bytes = min(4 * header[NUM_WEIGHTS], LINE_BYTES), 4 * (header[NUM_COUNTERS] + header[NUM_WEIGHTS])
     while first < 64 and status == 0:
@@ -146,7 +173,8 @@ def pull(table, keys, n, out, create, scratch):
         for s in range(first, first + span_of(n) if status == 0 else first):
             lo, m = bounds[s], bounds[s + 1] - bounds[s]
             sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
-            copy_out(table, sub, order_in(scratch, n) + 4 * lo, m, slots_in(scratch, n) + 8 * lo, out)
+            hashes = scratch + 8 * (HASHES + lo) if draws else 0
+            copy_out(table, sub, order_in(scratch, n) + 4 * lo, m, slots_in(scratch, n) + 8 * lo, out, hashes)
         let_go(table, scratch, n, first)
         first += span_of(n)
     return status
@@ -181,6 +209,37 @@ def extend_rows(table, sub, hashes, n, slots):
                 words(find(sub, h))[1] |= i64(_EMBEDX_BIT)
 
 
+@part(none(i64, i64, i64, i64))
+def warm_rows(table, scratch, n, s):
+    """Moves the found rows of a sub-shard from disk to memory, as far as that has room."""
+    sub, slots, hashes = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s, words(slots_in(scratch, n)), words(scratch)
+    for i in range(words(scratch)[s], words(scratch)[s + 1]):
+        if slots[i] >= 0 and is_cold(table, sub, slots[i] & LOW32):
+            at = find(sub, hashes[HASHES + i])  # a key that the request repeats has moved already
+            if is_cold(table, sub, words(at)[1] & LOW32):
+                fresh = new_slot(table, sub, i64(IN_MEMORY))
+                if fresh >= 0:
+                    move_row(table, sub, at, fresh)
+                else:
+                    use_cold(table)
+            slots[i] = (slots[i] & ~LOW32) | (words(at)[1] & LOW32)
+
+
+@part(none(i64, i64, i64, i64))
+def stamp_ranks(table, sub, n, slots):
+    """Writes the rank of the change in progress to the found rows, see [Note: Eviction]."""
+    header, tick = words(table), words(table)[TICK]
+    for i in range(n):
+        slot = words(slots)[i]
+        if slot >= 0:
+            rank = words(rank_at(table, sub, slot & LOW32))
+            if header[RANKED] == BY_COUNT:
+                count = min((rank[0] >> _COUNT_SHIFT) + 1, _MOST_COUNTED)
+                rank[0] = (count << _COUNT_SHIFT) | tick
+            else:
+                rank[0] = tick
+
+
 @part(none(*(i64,) * 9))
 def update_block(table, sub, block, order, n, slots, rows, gradients, shows):
     """Applies the rule of one block to the found rows; the second block only where it exists."""
@@ -210,10 +269,14 @@ def push_shard(table, scratch, n, s, gradients, shows, clicks, features):
     header, lo = words(table), words(scratch)[s]
     m, sub = words(scratch)[s + 1] - lo, header[SUB_SHARDS] + 8 * SUB_WORDS * s
     order, slots = order_in(scratch, n) + 4 * lo, slots_in(scratch, n) + 8 * lo
+    if header[DISK_FROM] != 0:
+        warm_rows(table, scratch, n, s)
     if header[HAS_STATISTICS] != 0:
         count_traffic(table, sub, order, m, slots, shows, clicks, features)
     for block in range(header[NUM_BLOCKS]):
         update_block(table, sub, block, order, m, slots, rows_in(scratch, n), gradients, shows)
+    if header[RANKED] != UNRANKED:
+        stamp_ranks(table, sub, m, slots)
     if header[NUM_BLOCKS] == 2:
         extend_rows(table, sub, scratch + 8 * (HASHES + lo), m, slots)
 
@@ -238,6 +301,11 @@ def push(table, keys, n, gradients, shows, clicks, features, nonce, scratch):
 def add_shard(table, scratch, n, s, deltas):
     """Adds deltas to the found rows of one sub-shard."""
     sub, width = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s, words(table)[NUM_WEIGHTS]
+    lo = words(scratch)[s]
+    if words(table)[DISK_FROM] != 0:
+        warm_rows(table, scratch, n, s)
+    if words(table)[RANKED] != UNRANKED:
+        stamp_ranks(table, sub, words(scratch)[s + 1] - lo, slots_in(scratch, n) + 8 * lo)
     for i in range(words(scratch)[s], words(scratch)[s + 1]):
         slot = words(slots_in(scratch, n))[i]
         if slot >= 0:

@@ -9,31 +9,39 @@ from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
     CAPACITY,
+    CHUNK_ROWS,
     CHUNKS,
     DAY,
     EMPTY,
     FIND,
-    FREE_SLOT,
     GROUP,
     HAS_STATISTICS,
+    HOT_ROWS,
+    IN_MEMORY,
     INDEX,
     LENGTH,
     LOW32,
     NEXT_SLOT,
+    NUM_CHUNKS,
     NUM_ENTRIES,
     NUM_ROWS,
     NUM_SLABS,
+    ON_DISK,
     PENDING,
+    RANKED,
     ROW_BYTES,
     SLAB_AT,
     SLAB_BYTES,
     SLAB_LEFT,
     SLABS,
     SLABS_ROOM,
+    SPARE_CHUNK,
     STATISTICS_BYTES,
     SUB_SHARDS,
     SUB_WORDS,
     TABLE_LOCK,
+    TIER_WORDS,
+    UNRANKED,
     boolean,
     call_find,
     call_group,
@@ -52,14 +60,25 @@ from fleet.ps.table.kernels.common import (
     part,
     place_of,
     release,
-    u32,
-    uints,
     unlock_mutex,
     unmix,
     words,
 )
 from fleet.ps.table.kernels.finding import HASHES, order_in, score_of, slots_in
-from fleet.ps.table.kernels.row_kernels import FIND_ONLY, find, grow, insert_entry, new_slot, row_at, statistics_at
+from fleet.ps.table.kernels.row_kernels import (
+    FIND_ONLY,
+    any_slot,
+    find,
+    free_slot,
+    grow,
+    insert_entry,
+    is_cold,
+    rank_at,
+    row_at,
+    set_link,
+    statistics_at,
+    use_cold,
+)
 
 # -- walks -------------------------------------------------------------------------------------------------------------
 
@@ -84,15 +103,6 @@ def erase_entry(sub, at):
 
 
 @part(none(i64, i64, i64))
-def free_slot(table, sub, slot):
-    """Gives the slot back."""
-    shard = words(sub)
-    uints(row_at(table, sub, slot))[0] = u32(shard[FREE_SLOT])
-    shard[FREE_SLOT] = slot + 1
-    shard[NUM_ROWS] -= 1
-
-
-@part(none(i64, i64, i64))
 def erase_row(table, sub, at):
     """Removes the entry at ``at`` and frees its row."""
     slot = words(at)[1] & LOW32
@@ -108,8 +118,11 @@ def home_of(sub, place):
 
 
 @kernel
-def copy_rows(table, s, first, last, room, keys, metas, values, statistics):
-    """Copies the rows of places ``first`` to ``last`` (excluded); returns how many, or -1 if ``room`` is too small."""
+def copy_rows(table, s, first, last, room, keys, metas, values, statistics, ranks):
+    """Copies the rows of places ``first`` to ``last`` (excluded); returns how many, or -1 if ``room`` is too small.
+
+    ``ranks`` is used by tables that have them.
+    """
     header = words(table)
     sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
     size, n = header[ROW_BYTES], i64(0)
@@ -127,31 +140,41 @@ def copy_rows(table, s, first, last, room, keys, metas, values, statistics):
             words(keys)[n], words(metas)[n] = unmix(h), meta
             slot = meta & LOW32
             if slot & PENDING == 0:
+                if is_cold(table, sub, slot):
+                    use_cold(table)
                 copy_bytes(values + n * size, row_at(table, sub, slot), size)
+                if header[RANKED] != UNRANKED:
+                    words(ranks)[n] = words(rank_at(table, sub, slot))[0]
                 if header[HAS_STATISTICS] != 0:
                     copy_bytes(statistics + n * STATISTICS_BYTES, statistics_at(table, sub, slot), STATISTICS_BYTES)
             else:
                 fill_bytes(values + n * size, i32(0), size)
                 if header[HAS_STATISTICS] != 0:
                     fill_bytes(statistics + n * STATISTICS_BYTES, i32(0), STATISTICS_BYTES)
+                if header[RANKED] != UNRANKED:
+                    words(ranks)[n] = 0
             n += 1
         at += 16
     unlock_mutex(sub)
     return n
 
 
-@part(i64(*(i64,) * 6))
-def insert_row(table, sub, h, meta, values, statistics):
+@part(i64(*(i64,) * 7))
+def insert_row(table, sub, h, meta, values, statistics, rank):
     """Puts one row in, over the one of the same key; returns 1 without memory."""
     header = words(table)
     at = find(sub, h)
     if at != 0:
         erase_row(table, sub, at)
     if meta & PENDING == 0:
-        slot = new_slot(table, sub)
+        slot = any_slot(table, sub)
         if slot < 0:
             return i64(1)
+        if is_cold(table, sub, slot):
+            use_cold(table)
         copy_bytes(row_at(table, sub, slot), values, header[ROW_BYTES])
+        if header[RANKED] != UNRANKED:
+            words(rank_at(table, sub, slot))[0] = rank
         if header[HAS_STATISTICS] != 0:
             copy_bytes(statistics_at(table, sub, slot), statistics, STATISTICS_BYTES)
         meta = (meta & ~LOW32) | slot
@@ -159,7 +182,7 @@ def insert_row(table, sub, h, meta, values, statistics):
 
 
 @kernel
-def insert_rows(table, n, keys, metas, values, statistics, scratch):
+def insert_rows(table, n, keys, metas, values, statistics, ranks, scratch):
     """Puts rows in, over those of the same keys; returns 1 without memory."""
     header = words(table)
     call_group(header[GROUP], table, keys, n, scratch)
@@ -176,6 +199,7 @@ def insert_rows(table, n, keys, metas, values, statistics, scratch):
                 words(metas)[place],
                 values + place * header[ROW_BYTES],
                 statistics + place * STATISTICS_BYTES,
+                words(ranks)[place] if header[RANKED] != UNRANKED else i64(0),
             )
         unlock_mutex(sub)
         if status != 0:
@@ -191,6 +215,8 @@ def is_doomed(table, sub, at, least, max_unseen_days, decay):
     if slot & PENDING == 0:
         level = f64((meta >> 48) & 0x7FFF)
         if header[HAS_STATISTICS] != 0:
+            if is_cold(table, sub, slot):
+                use_cold(table)
             numbers = doubles(statistics_at(table, sub, slot))
             numbers[0] *= decay
             numbers[1] *= decay
@@ -200,17 +226,24 @@ def is_doomed(table, sub, at, least, max_unseen_days, decay):
 
 
 @kernel
-def shrink_rows(table, s, first, last, least, max_unseen_days, decay):
-    """Decays statistics, deletes rows below ``least`` or unseen too long, returns how many."""
+def shrink_rows(table, s, first, last, least, max_unseen_days, decay, room, keys):
+    """Decays statistics, deletes rows below ``least`` or unseen too long, writes their keys and returns how many.
+
+    Returns -1, with nothing done, if ``room`` is less than the entries of the sub-shard.
+    """
     sub = words(table)[SUB_SHARDS] + 8 * SUB_WORDS * s
     erased = 0
     lock_mutex(sub)
+    if room < words(sub)[NUM_ENTRIES]:
+        unlock_mutex(sub)
+        return -1
     at, end = home_of(sub, first), home_of(sub, last - 1)
     while True:
         if (words(at)[1] & LOW32) == EMPTY:
             if at >= end:
                 break
         elif first <= place_of(words(at)[0]) < last and is_doomed(table, sub, at, least, max_unseen_days, decay):
+            words(keys)[erased] = unmix(words(at)[0])
             erase_row(table, sub, at)
             erased += 1
             continue
@@ -281,7 +314,7 @@ def close_table(table):
             release(shard[INDEX])
         if shard[CHUNKS] != 0:
             release(shard[CHUNKS])
-        for i in range(INDEX, FREE_SLOT + 1):
+        for i in range(INDEX, SUB_WORDS):
             shard[i] = 0
     for i in range(header[NUM_SLABS]):
         release(words(header[SLABS])[i])
@@ -300,7 +333,15 @@ def clear_table(table):
         shard = words(sub)
         lock_mutex(sub)
         fill_bytes(shard[INDEX], i32(0xFF), 16 * shard[LENGTH])
-        shard[NUM_ENTRIES], shard[NUM_ROWS], shard[NEXT_SLOT], shard[FREE_SLOT] = 0, 0, 0, 0
+        shard[NUM_ENTRIES], shard[NUM_ROWS], shard[HOT_ROWS] = 0, 0, 0
+        for i in range(2 * TIER_WORDS):
+            shard[NEXT_SLOT + i] = 0
+        for chunk in range(shard[NUM_CHUNKS] - 1, -1, -1):
+            first = chunk * CHUNK_ROWS
+            tier = i64(ON_DISK) if is_cold(table, sub, first) else i64(IN_MEMORY)
+            place = words(sub + 8 * TIER_WORDS * tier)
+            set_link(table, sub, first, tier, place[SPARE_CHUNK])
+            place[SPARE_CHUNK] = first + 1
         unlock_mutex(sub)
 
 
