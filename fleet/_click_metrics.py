@@ -302,7 +302,9 @@ class StatWindowedAuc:
         sizes, codes = (np.array(host_array(state_dict[name]), np.int64) for name in ("sizes", "codes"))
         fits = sizes.ndim == codes.ndim == 1 and int(sizes.sum()) == codes.size and bool((sizes >= 0).all())
         if state_dict["bins"] != self.bins or not fits or bool(((codes < 0) | (codes >= 2 * self.bins)).any()):
-            raise CheckpointError(f"StatWindowedAuc(bins={self.bins}) cannot load batches of {state_dict['bins']} bins.")
+            raise CheckpointError(
+                f"StatWindowedAuc(bins={self.bins}) cannot load batches of {state_dict['bins']} bins."
+            )
         self.reset()
         for batch in np.split(codes.astype(np.uint32), np.cumsum(sizes)[:-1]) if sizes.size else ():
             self._append(batch)

@@ -67,6 +67,11 @@ class ASyncConfig(Config, option="a_sync_configs"):
         "async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound",
         at_least=-1,
     )
+    wire: str = setting(
+        "float32",
+        "form of rows and dense parameters between workers and servers; int8: row gradients as int8, the rest bfloat16",
+        choices=("float32", "bfloat16", "int8"),
+    )
     runtime_split_send_recv: bool = setting(
         False, "internal switch of Paddle", no_meaning="it splits operators of a static program, and torch runs none"
     )
@@ -161,7 +166,7 @@ class ASync(JobKind):
         try:
             mode = ps_mode(options)
             hybrid = hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
-            return staleness_problem(options, mode) or hybrid
+            return staleness_problem(options, mode) or wire_problem(options, mode) or hybrid
         except ConfigError as error:
             return str(error)
 
@@ -305,6 +310,18 @@ def staleness_problem(options: Values, mode: str) -> str | None:
     return (
         f"a_sync_configs['max_staleness'] is {bound} and the mode is {mode}: {why}. Leave it -1, or train "
         "asynchronously: a_sync = True with k_steps 0."
+    )
+
+
+def wire_problem(options: Values, mode: str) -> str | None:
+    """Returns why rows of this mode cannot travel rounded, or ``None``."""
+    wire = options["a_sync_configs"].wire
+    if wire == "float32" or mode != "geo":
+        return None
+    return (
+        f"a_sync_configs['wire'] is {wire!r} and the mode is geo: a worker trains on copies of its own and sends what "
+        "has changed in them, so what rounding loses would set its copies apart from the servers' rows for good. Leave "
+        "it 'float32', or train with k_steps 0."
     )
 
 

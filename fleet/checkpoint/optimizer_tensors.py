@@ -320,7 +320,7 @@ def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.
     """Returns whether the tensor ``present`` has memory of its own for numbers like those of ``parameter``."""
     if not isinstance(present, Tensor) or is_part(present) != is_part(parameter):
         return False
-    if is_part(present) and present.placements != parameter.placements:
+    if is_part(present) and getattr(present, "placements", ()) != getattr(parameter, "placements", ()):
         return False
     own = local(present)
     is_alike = own.shape == local(parameter).shape and (own.dtype, own.device) == (dtype, device)

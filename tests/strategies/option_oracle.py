@@ -215,6 +215,7 @@ KEYS = {
         ("thread_pool_size", 1, 2, "does"),
         ("send_wait_times", 1, 5, "does"),
         ("max_staleness", -1, 4, "does"),  # not in Fleet
+        ("wire", "float32", "int8", "does"),  # not in Fleet
         ("runtime_split_send_recv", False, True, "warns"),
         ("launch_barrier", True, False, "does"),
         ("heter_worker_device_guard", "cpu", "gpu", "refused"),

@@ -263,7 +263,8 @@ class ServedSparse:
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""
-        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes}
+        asked, found = self.table.pull_counts
+        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes, "asked": asked, "found": found}
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot, chunk by chunk, while training continues."""

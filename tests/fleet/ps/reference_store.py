@@ -37,6 +37,7 @@ class ReferenceStore:
         self._admission, self._admission_argument = admission_of(config.entry)
         self._lock = threading.RLock()
         self._pushes = 0
+        self.pull_counts = 0, 0
         self.clear()
 
     def load_kernels(self) -> None:
@@ -76,10 +77,14 @@ class ReferenceStore:
         """Writes the pulled columns of each key; creates missing rows where ``create`` and the policies allow."""
         create = create and self.config.create_on == "pull"
         with self._lock:
-            if create and self._admission != 1:
-                for key in keys.tolist():
-                    if key not in self._places and self._is_admitted(key):
-                        self._new_row(key)
+            asked, hits = self.pull_counts
+            for key in keys.tolist():
+                asked += 1
+                if key in self._places:
+                    hits += 1
+                elif create and self._admission != 1 and self._is_admitted(key):
+                    self._new_row(key)
+            self.pull_counts = asked, hits
             lines, found = self._lines(keys)
             counters = self.layout.num_counters
             out[:] = 0
