@@ -5,8 +5,8 @@ Run from the repository root::
     python benchmarks/wire.py                       # the flights of the example: about four minutes
     python benchmarks/wire.py --data FOLDER         # files in Criteo's format
 
-One server, two workers, layers of 128 and 64, rows of 10 (and 1 for the linear part), Adagrad, batches of 100, two passes
-of ``--batches`` batches; the same seed for each form. Bytes are those of worker 0 at its sockets.
+One server, two workers, layers of 128 and 64, rows of 10 (and 1 for the linear part), Adagrad, batches of 100, two
+passes of ``--batches`` batches; the same seed for each form. Bytes are those of worker 0 at its sockets.
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ class ASyncConfigDict(TypedDict, total=False):
     """Async: no step begins before every worker's gradients up to so many steps earlier are applied; -1: no bound.
     Default: -1.
     """
+    wire: str
+    """Form of rows and dense parameters between workers and servers; int8: row gradients as int8, the rest
+    bfloat16. One of 'float32', 'bfloat16', 'int8'. Default: 'float32'.
+    """
     runtime_split_send_recv: bool
     """Internal switch of Paddle. Accepted with one warning: it splits operators of a static program, and torch runs
     none. Default: False.
@@ -67,6 +71,7 @@ ASyncConfigKey: TypeAlias = Literal[
     "thread_pool_size",
     "send_wait_times",
     "max_staleness",
+    "wire",
     "runtime_split_send_recv",
     "launch_barrier",
     "heter_worker_device_guard",
@@ -86,6 +91,7 @@ class ASyncConfigView(ConfigView):
     thread_pool_size: int
     send_wait_times: int
     max_staleness: int
+    wire: str
     runtime_split_send_recv: bool
     launch_barrier: bool
     heter_worker_device_guard: str
@@ -114,7 +120,7 @@ class ASyncConfigView(ConfigView):
         self, key: Literal["independent_recv_thread", "runtime_split_send_recv", "launch_barrier"], /
     ) -> bool: ...
     @overload
-    def __getitem__(self, key: Literal["heter_worker_device_guard"], /) -> str: ...
+    def __getitem__(self, key: Literal["wire", "heter_worker_device_guard"], /) -> str: ...
     @overload
     def __setitem__(
         self,
@@ -138,7 +144,7 @@ class ASyncConfigView(ConfigView):
         self, key: Literal["independent_recv_thread", "runtime_split_send_recv", "launch_barrier"], value: bool, /
     ) -> None: ...
     @overload
-    def __setitem__(self, key: Literal["heter_worker_device_guard"], value: str, /) -> None: ...
+    def __setitem__(self, key: Literal["wire", "heter_worker_device_guard"], value: str, /) -> None: ...
     def __delitem__(self, key: ASyncConfigKey, /) -> None: ...
     def pop(self, key: ASyncConfigKey, /, *default: Any) -> Any: ...
     def setdefault(self, key: ASyncConfigKey, default: Any = None, /) -> Any: ...
