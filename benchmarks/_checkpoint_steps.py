@@ -38,16 +38,29 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def job(MB: float, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns a model of layers and its optimizer after one step, ``MB`` of parameters and states."""
+def job(MB: float, options: dict[str, Any], lean: bool = False) -> dict[str, Any]:
+    """Returns a model of layers and its optimizer after one step, ``MB`` of parameters and states.
+
+    ``lean`` fills the states of the optimizer without a step, so that nothing but parameters and states takes memory.
+    """
     strategy = fleet.DistributedStrategy()
     strategy.update(options)
     facade.init(is_collective=True, strategy=strategy, log_level="ERROR")
     width = 1024
     count = max(2, round(MB * 1e6 / _BYTES / width / width / 2))
-    model = nn.Sequential(*[layer for _ in range(count) for layer in pair(width, options)])
+    model: nn.Module = nn.Sequential(*[layer for _ in range(count) for layer in pair(width, options)])
+    if options.get("pipeline"):
+        from fleet.meta_parallel import PipelineLayer
+
+        model = PipelineLayer(list(model), num_stages=2, loss_fn=nn.MSELoss())
     wrapped = fleet.distributed_model(model)
     optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters()))
+    if lean:
+        fill(optimizer.user_optimizer)
+        return {"model": wrapped, "optimizer": optimizer}
+    if options.get("pipeline"):
+        wrapped.train_batch((torch.ones(1, width), torch.zeros(1, width)), optimizer)
+        return {"model": wrapped, "optimizer": optimizer}
     wrapped(torch.ones(1, width)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -64,6 +77,14 @@ def pair(width: int, options: dict[str, Any]) -> list[nn.Module]:
             RowParallelLinear(width, width, input_is_parallel=True),
         ]
     return [nn.Linear(width, width), nn.Linear(width, width)]
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    """Gives each parameter the states that AdamW has after a step, of numbers that no step has computed."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            moments = {name: torch.full_like(p.detach(), 1e-3) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.tensor(1.0), **moments}
 
 
 def own_tensors(objects: dict[str, Any]) -> list[Tensor]:
@@ -155,26 +176,35 @@ def reads(objects: dict[str, Any], folder: Path) -> dict[str, float]:
     return found
 
 
-def pss_bytes() -> int:
-    """Returns the memory of this process and its children, shared pages divided among those that share them."""
+def held_bytes() -> int:
+    """Returns the memory of this process and its children, shared pages divided among those that share them.
+
+    Pages of mapped files are not counted: the kernel takes them back whenever it needs them.
+    """
     total, pids = 0, [os.getpid()]
     for pid in pids:
         try:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 pids += [int(child) for child in (task / "children").read_text().split()]
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                     total += int(line.split()[1]) * 1024
         except OSError:
             continue
     return total
 
 
+def available_bytes() -> int:
+    """Returns the memory that the machine can still give."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
 class Peak:
     """The largest memory while it is entered, beyond that at the beginning."""
 
     def __enter__(self) -> Peak:
-        self._begin = self.most = pss_bytes()
+        self._begin = self.most = held_bytes()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -182,12 +212,12 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._end.wait(_POLL_S):
-            self.most = max(self.most, pss_bytes())
+            self.most = max(self.most, held_bytes())
 
     def __exit__(self, *error: object) -> None:
         self._end.set()
         self._thread.join()
-        self.beyond = max(self.most, pss_bytes()) - self._begin
+        self.beyond = max(self.most, held_bytes()) - self._begin
 
 
 def memory(objects: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -200,10 +230,12 @@ def memory(objects: dict[str, Any], folder: Path) -> dict[str, float]:
     with Peak() as peak:
         fleet.checkpoint.load(folder / "fleet", objects)
     found["load"] = peak.beyond / state
-    with Peak() as peak:
-        fleet.checkpoint.save(folder / "fleet", objects, asynchronous=True)
-        fleet.checkpoint.wait()
-    found["asynchronous"] = peak.beyond / state
+    room = min(fleet.util.all_gather(available_bytes()))
+    if room > 1.5 * sum(fleet.util.all_gather(state)):  # the copy is as large as the state; the rest for others
+        with Peak() as peak:
+            fleet.checkpoint.save(folder / "fleet", objects, asynchronous=True)
+            fleet.checkpoint.wait()
+        found["asynchronous"] = peak.beyond / state
     return found
 
 
@@ -218,7 +250,7 @@ def main() -> None:
     what, MB, rounds, folder, result = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
     options = json.loads(sys.argv[6])
     torch.set_num_threads(1)
-    objects = job(MB, options)
+    objects = job(MB, options, lean=what == "memory")
     found: dict[str, Any] = {}
     if what == "stops":
         found = stops(objects, rounds, folder)

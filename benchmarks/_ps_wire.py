@@ -188,7 +188,10 @@ def case(
         try:
             assert server.stdout is not None
             endpoint = server.stdout.readline().split()[-1]
-            client = Client(ClientConfig(endpoints=[endpoint], secret=SECRET, bfloat16=bfloat16), notify=print)
+            client = Client(
+                ClientConfig(endpoints=[endpoint], secret=SECRET, wire="bfloat16" if bfloat16 else "float32"),
+                notify=print,
+            )
             client.open()
             client.create_tables({0: CONFIG})
             fill(lambda ids: client.wait(client.pull({0: ids})), options.rows)

@@ -3,13 +3,14 @@
 Run from the repository root, on an otherwise idle machine::
 
     python benchmarks/checkpoint.py                          # about ten minutes, 2 GB of disk
-    python benchmarks/checkpoint.py --only memory --MB 10000  # 10 GB of state: 24 GB of memory, 20 GB of disk
+    python benchmarks/checkpoint.py --only memory --MB 10000  # 10 GB of state: 14 GB of memory, 10 GB of disk
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ Row = list[str]
 SHARDING = {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 2}}
 SHARDING3 = {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 3}}
 MP = {"tensor_parallel": True, "hybrid_configs": {"mp_degree": 2}}
+PP = {"pipeline": True, "hybrid_configs": {"pp_degree": 2}}
 DP: dict[str, Any] = {}
 
 
@@ -35,7 +37,9 @@ def run(what: str, workers: int, MB: float, rounds: int, folder: str, options: d
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "fleet.launch", f"--nproc_per_node={workers}", f"--log_dir={folder}/log"]
     script = [str(HERE / "_checkpoint_steps.py"), what, str(MB), str(rounds), folder, str(result), json.dumps(options)]
-    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=1500, check=False)
+    # Otherwise freed tensors stay in the process, and what a save or a load takes hides in their place.
+    beside = {**os.environ, "MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"} if what == "memory" else None
+    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=1500, check=False, env=beside)
     if done.returncode or not result.exists():
         raise SystemExit(f"{what}: exit code {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     found: list[dict[str, Any]] = json.loads(result.read_text())
@@ -67,7 +71,8 @@ def reads(MB: float, rounds: int) -> list[Row]:
     rows = []
     cases = [("dp 2", 2, DP, "dp 2", 2, DP), ("dp 2", 2, DP, "mp 2", 2, MP), ("mp 2", 2, MP, "mp 2", 2, MP),
         ("sharding stage 2", 2, SHARDING, "one process", 1, DP), ("sharding stage 3", 2, SHARDING3, "dp 2", 2, DP),
-        ("dp 2", 2, DP, "sharding stage 3", 2, SHARDING3)]  # fmt: skip
+        ("dp 2", 2, DP, "sharding stage 3", 2, SHARDING3), ("pp 2", 2, PP, "pp 2", 2, PP),
+        ("pp 2", 2, PP, "one process", 1, DP), ("one process", 1, DP, "pp 2", 2, PP)]  # fmt: skip
     for saved, savers, theirs, loaded, loaders, mine in cases:
         with tempfile.TemporaryDirectory() as folder:
             run("save", savers, MB, 1, folder, theirs)
@@ -90,7 +95,7 @@ def writes(MB: float, rounds: int) -> list[Row]:
 
 
 def memory(MB: float, rounds: int) -> list[Row]:
-    """Memory beyond the state, the worker that takes most."""
+    """Memory beyond the state, the worker that takes most; nothing but the state is held."""
     with tempfile.TemporaryDirectory() as folder:
         found = run("memory", 2, MB, 1, folder, SHARDING3)
     state = sum(one["state"] for one in found) / 1e9
@@ -99,6 +104,7 @@ def memory(MB: float, rounds: int) -> list[Row]:
             bound]
         for form, name, bound in (("asynchronous", "save(asynchronous=True)", "<= 0.3"), ("save", "save()", "<= 0.3"),
             ("load", "load()", "<= 0.1"))
+        if form in found[0]  # a machine without room for the copy leaves the asynchronous save out
     ]  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fleet._click_metrics import StatCalibration, StatGauc, StatNormalizedEntropy, StatWindowedAuc
+from fleet._metric_values import area_under, checked_batch, host_array, reduced, util_of
 from fleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -27,42 +29,56 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["StatAuc", "acc", "auc", "mae", "max", "min", "mse", "rmse", "sum"]
+__all__ = [
+    "StatAuc",
+    "StatCalibration",
+    "StatGauc",
+    "StatNormalizedEntropy",
+    "StatWindowedAuc",
+    "acc",
+    "auc",
+    "mae",
+    "max",
+    "min",
+    "mse",
+    "rmse",
+    "sum",
+]
 
 
 def sum(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
     """Returns the sum of ``input`` over the workers, element by element, in its shape and dtype."""
-    return _reduced(_util_of(util, scope), input)
+    return reduced(util_of(util, scope), input)
 
 
 def max(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
     """Returns the largest ``input`` over the workers, element by element, in its shape and dtype."""
-    return _reduced(_util_of(util, scope), input, "max")
+    return reduced(util_of(util, scope), input, "max")
 
 
 def min(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
     """Returns the smallest ``input`` over the workers, element by element, in its shape and dtype."""
-    return _reduced(_util_of(util, scope), input, "min")
+    return reduced(util_of(util, scope), input, "min")
 
 
 def acc(correct: Any, total: Any, scope: None = None, util: UtilBase | None = None) -> float:
     """Returns the accuracy: the sum of ``correct`` over the sum of ``total``; nan without samples."""
-    return _ratio(correct, total, "correct", "total", _util_of(util, scope))
+    return _ratio(correct, total, "correct", "total", util_of(util, scope))
 
 
 def mae(abserr: Any, total_ins_num: Any, scope: None = None, util: UtilBase | None = None) -> float:
     """Returns the mean absolute error from each worker's sum of absolute errors and number of samples."""
-    return _ratio(abserr, total_ins_num, "abserr", "total_ins_num", _util_of(util, scope))
+    return _ratio(abserr, total_ins_num, "abserr", "total_ins_num", util_of(util, scope))
 
 
 def mse(sqrerr: Any, total_ins_num: Any, scope: None = None, util: UtilBase | None = None) -> float:
     """Returns the mean squared error from each worker's sum of squared errors and number of samples."""
-    return _ratio(sqrerr, total_ins_num, "sqrerr", "total_ins_num", _util_of(util, scope))
+    return _ratio(sqrerr, total_ins_num, "sqrerr", "total_ins_num", util_of(util, scope))
 
 
 def rmse(sqrerr: Any, total_ins_num: Any, scope: None = None, util: UtilBase | None = None) -> float:
     """Returns the root of the mean squared error from each worker's sum of squared errors and number of samples."""
-    return math.sqrt(_ratio(sqrerr, total_ins_num, "sqrerr", "total_ins_num", _util_of(util, scope)))
+    return math.sqrt(_ratio(sqrerr, total_ins_num, "sqrerr", "total_ins_num", util_of(util, scope)))
 
 
 def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None = None) -> float:
@@ -78,20 +94,14 @@ def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None 
     Raises:
         ConfigError: the numbers of buckets differ, or a count is negative.
     """
-    chosen = _util_of(util, scope)
+    chosen = util_of(util, scope)
     local_pos, local_neg = _flat(stat_pos, "stat_pos"), _flat(stat_neg, "stat_neg")
     if local_pos.size != local_neg.size:
         raise ConfigError(f"auc(): stat_pos has {local_pos.size} buckets and stat_neg {local_neg.size}.")
-    pos, neg = np.asarray(_reduced(chosen, local_pos)), np.asarray(_reduced(chosen, local_neg))
+    pos, neg = np.asarray(reduced(chosen, local_pos)), np.asarray(reduced(chosen, local_neg))
     if pos.size and (pos.min() < 0 or neg.min() < 0):
         raise ConfigError("auc(): a bucket has a negative count.")
-    pos, neg = pos[::-1].astype(np.float64), neg[::-1].astype(np.float64)  # from the highest prediction down
-    num_pos, num_neg = float(pos.sum()), float(neg.sum())
-    if num_pos == 0.0 or num_neg == 0.0:
-        return 0.5
-    above = np.cumsum(pos)
-    area = float(np.dot(neg, above - pos / 2.0))
-    return area / (num_pos * num_neg)
+    return area_under(pos, neg)
 
 
 class StatAuc:
@@ -124,15 +134,7 @@ class StatAuc:
         Raises:
             ConfigError: shapes that do not match, a prediction outside [0, 1], a label other than 0 and 1.
         """
-        scores = np.asarray(_host(pred), np.float64)
-        scores = scores[:, 1] if scores.ndim == 2 and scores.shape[1] == 2 else scores.reshape(-1)
-        labels = np.asarray(_host(label)).reshape(-1)
-        if scores.shape != labels.shape:
-            raise ConfigError(f"StatAuc.update(): {scores.size} predictions and {labels.size} labels.")
-        if not bool(np.all((scores >= 0.0) & (scores <= 1.0))):
-            raise ConfigError("StatAuc.update(pred): predictions are probabilities, from 0 to 1; some are not.")
-        if not bool(np.all((labels == 0) | (labels == 1))):
-            raise ConfigError("StatAuc.update(label): labels are 0 or 1; some are not.")
+        scores, labels = checked_batch("StatAuc.update", pred, label)
         buckets = np.minimum((scores * self.bins).astype(np.int64), self.bins - 1)
         positive = labels == 1
         self.stat_pos += np.bincount(buckets[positive], minlength=self.bins)
@@ -153,7 +155,7 @@ class StatAuc:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads counts; raises CheckpointError when they were made with a different number of bins."""
-        pos, neg = (np.array(_host(state_dict[name]), np.int64) for name in ("stat_pos", "stat_neg"))
+        pos, neg = (np.array(host_array(state_dict[name]), np.int64) for name in ("stat_pos", "stat_neg"))
         if pos.shape != (self.bins,) or neg.shape != (self.bins,):
             raise CheckpointError(f"StatAuc(bins={self.bins}) cannot load counts of shape {pos.shape} and {neg.shape}.")
         self.stat_pos, self.stat_neg = pos, neg
@@ -161,32 +163,8 @@ class StatAuc:
     set_state_dict = load_state_dict
 
 
-def _util_of(util: UtilBase | None, scope: object) -> UtilBase:
-    if scope is not None:
-        raise ConfigError(f"scope={scope!r}: torch has no scopes. Pass the value itself and omit scope.")
-    if util is not None:
-        return util
-    import fleet
-
-    found: UtilBase = fleet.util
-    return found
-
-
-def _reduced(util: UtilBase, value: Any, mode: str = "sum") -> HostArray:
-    """Reduces over the workers; those that hold one copy of the model together count once, for they see one batch."""
-    reduce = getattr(util, "reduce_replicas", None) or util.all_reduce  # a user's util may have the second only
-    return reduce(value, mode)
-
-
-def _host(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu()
-    return value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()  # numpy has no bfloat16
-
-
 def _flat(value: Any, name: str) -> Array:
-    array = np.asarray(_host(value)).reshape(-1)
+    array = np.asarray(host_array(value)).reshape(-1)
     if array.dtype.kind not in "iuf":
         raise ConfigError(f"auc({name}): counts are numbers, got dtype {array.dtype}.")
     return array
@@ -194,13 +172,13 @@ def _flat(value: Any, name: str) -> Array:
 
 def _ratio(part: Any, whole: Any, part_name: str, whole_name: str, util: UtilBase) -> float:
     """Each worker's values are summed in float64, then over the workers."""
-    numerator = float(_reduced(util, _total(part, part_name)))
-    denominator = float(_reduced(util, _total(whole, whole_name)))
+    numerator = float(reduced(util, _total(part, part_name)))
+    denominator = float(reduced(util, _total(whole, whole_name)))
     return numerator / denominator if denominator != 0.0 else math.nan
 
 
 def _total(value: Any, name: str) -> HostArray:
-    array = np.asarray(_host(value))
+    array = np.asarray(host_array(value))
     if array.dtype.kind not in "biuf":
         raise ConfigError(f"{name} is {value!r}; it takes numbers.")
     total: HostArray = array.sum(dtype=np.float64)

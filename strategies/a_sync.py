@@ -73,6 +73,11 @@ class ASyncConfig(Config, option="a_sync_configs"):
     publish: str = setting("", "where the servers send changed rows for serving: redis://host:port/0, folder:/path")
     publish_every_s: float = setting(1.0, "seconds from one delta of published rows to the next", above=0)
     publish_values: str = setting("float32", "how published rows are stored", choices=("float32", "bfloat16", "int8"))
+    wire: str = setting(
+        "float32",
+        "form of rows and dense parameters between workers and servers; int8: row gradients as int8, the rest bfloat16",
+        choices=("float32", "bfloat16", "int8"),
+    )
     runtime_split_send_recv: bool = setting(
         False, "internal switch of Paddle", no_meaning="it splits operators of a static program, and torch runs none"
     )
@@ -168,7 +173,7 @@ class ASync(JobKind):
             mode = ps_mode(options)
             hybrid = hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
             publication_of(options["a_sync_configs"])
-            return staleness_problem(options, mode) or hybrid
+            return staleness_problem(options, mode) or wire_problem(options, mode) or hybrid
         except ConfigError as error:
             return str(error)
 
@@ -332,6 +337,18 @@ def staleness_problem(options: Values, mode: str) -> str | None:
     return (
         f"a_sync_configs['max_staleness'] is {bound} and the mode is {mode}: {why}. Leave it -1, or train "
         "asynchronously: a_sync = True with k_steps 0."
+    )
+
+
+def wire_problem(options: Values, mode: str) -> str | None:
+    """Returns why rows of this mode cannot travel rounded, or ``None``."""
+    wire = options["a_sync_configs"].wire
+    if wire == "float32" or mode != "geo":
+        return None
+    return (
+        f"a_sync_configs['wire'] is {wire!r} and the mode is geo: a worker trains on copies of its own and sends what "
+        "has changed in them, so what rounding loses would set its copies apart from the servers' rows for good. Leave "
+        "it 'float32', or train with k_steps 0."
     )
 
 

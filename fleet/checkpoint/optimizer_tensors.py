@@ -10,7 +10,7 @@ with the same experts. What a strategy adds to the state (the loss scale of amp)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -209,11 +209,13 @@ class OptimizerTensors:
         """Gives the optimizer the saved state; :meth:`check` found nothing."""
         own = self._state()
         entries: dict[Any, dict[str, Any]] = {}
+        taken: set[int] = set()
         for place, key, full in self._needed(source):
             if full in source.index.values:
                 value = decode(source.index.values[full], source.whole)
             else:
-                value = self._filled(source, full, self._parameters[place])
+                present = own["state"].get(place, {}).get(key)
+                value = self._filled(source, full, self._parameters[place], present, taken)
             entries.setdefault(place, {})[key] = value
         if (named := source.index.values.get(f"{self._prefix}/{_NAMED}")) is not None:
             entries |= decode(named, source.whole)
@@ -233,8 +235,14 @@ class OptimizerTensors:
         else:
             self.optimizer.load_state_dict(state)
 
-    def _filled(self, source: SavedTensors, full: str, parameter: Tensor) -> Tensor:
-        """Returns the saved tensor ``full``, or this worker's part of it where it is laid out like ``parameter``."""
+    def _filled(
+        self, source: SavedTensors, full: str, parameter: Tensor, present: Any, taken: set[int]
+    ) -> Tensor:  # fmt: skip
+        """Returns the saved tensor ``full``, or this worker's part of it where it is laid out like ``parameter``.
+
+        It is read into the memory of ``present``, the state that it replaces, where that has its form: a second copy
+        of the state would not fit beside a large one. ``taken`` has the addresses that were filled so far.
+        """
         entry = source.entry(full)
         assert entry is not None
         layout = layout_of(parameter)
@@ -242,6 +250,10 @@ class OptimizerTensors:
         device = local(parameter).device if entry.shape else torch.device("cpu")
         if not self._is_cut(parameter, entry.shape):
             return self._own_or_whole(source, full, parameter, device)
+        if _is_like(present, parameter, dtype, device) and local(present).data_ptr() not in taken:
+            taken.add(local(present).data_ptr())
+            source.fill(full, held_boxes(present, layout))
+            return cast(Tensor, present)
         made = torch.empty(local(parameter).shape, dtype=dtype, device=device)
         if is_part(parameter):
             from torch.distributed.tensor import DTensor
@@ -302,6 +314,17 @@ class OptimizerTensors:
 
     def _saved_groups(self, source: SavedTensors) -> list[dict[str, Any]]:
         return saved_groups(source, self._prefix)
+
+
+def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether the tensor ``present`` has memory of its own for numbers like those of ``parameter``."""
+    if not isinstance(present, Tensor) or is_part(present) != is_part(parameter):
+        return False
+    if is_part(present) and getattr(present, "placements", ()) != getattr(parameter, "placements", ()):
+        return False
+    own = local(present)
+    is_alike = own.shape == local(parameter).shape and (own.dtype, own.device) == (dtype, device)
+    return is_alike and own.numel() > 0 and own.is_contiguous() and not own.is_inference()
 
 
 def saved_groups(source: SavedTensors, key: str) -> list[dict[str, Any]]:

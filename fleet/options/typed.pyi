@@ -39,6 +39,10 @@ class ASyncConfigDict(TypedDict, total=False):
     """Seconds from one delta of published rows to the next. Default: 1.0."""
     publish_values: str
     """How published rows are stored. One of 'float32', 'bfloat16', 'int8'. Default: 'float32'."""
+    wire: str
+    """Form of rows and dense parameters between workers and servers; int8: row gradients as int8, the rest
+    bfloat16. One of 'float32', 'bfloat16', 'int8'. Default: 'float32'.
+    """
     runtime_split_send_recv: bool
     """Internal switch of Paddle. Accepted with one warning: it splits operators of a static program, and torch runs
     none. Default: False.
@@ -76,6 +80,7 @@ ASyncConfigKey: TypeAlias = Literal[
     "publish",
     "publish_every_s",
     "publish_values",
+    "wire",
     "runtime_split_send_recv",
     "launch_barrier",
     "heter_worker_device_guard",
@@ -98,6 +103,7 @@ class ASyncConfigView(ConfigView):
     publish: str
     publish_every_s: float
     publish_values: str
+    wire: str
     runtime_split_send_recv: bool
     launch_barrier: bool
     heter_worker_device_guard: str
@@ -126,7 +132,7 @@ class ASyncConfigView(ConfigView):
         self, key: Literal["independent_recv_thread", "runtime_split_send_recv", "launch_barrier"], /
     ) -> bool: ...
     @overload
-    def __getitem__(self, key: Literal["publish", "publish_values", "heter_worker_device_guard"], /) -> str: ...
+    def __getitem__(self, key: Literal["publish", "publish_values", "wire", "heter_worker_device_guard"], /) -> str: ...
     @overload
     def __getitem__(self, key: Literal["publish_every_s"], /) -> float: ...
     @overload
@@ -153,7 +159,7 @@ class ASyncConfigView(ConfigView):
     ) -> None: ...
     @overload
     def __setitem__(
-        self, key: Literal["publish", "publish_values", "heter_worker_device_guard"], value: str, /
+        self, key: Literal["publish", "publish_values", "wire", "heter_worker_device_guard"], value: str, /
     ) -> None: ...
     @overload
     def __setitem__(self, key: Literal["publish_every_s"], value: float, /) -> None: ...

@@ -28,6 +28,7 @@ from fleet.ps.server.server_files import load_tables
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.auth import check_secret
+from fleet.ps.wire.row_form import Remainders
 from fleet.ps.wire.transport import SocketTransport, stays_here
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.table_configs import configure_table
@@ -367,7 +368,7 @@ class ServerJob:
             return read_user_secret(self._environment)
         return check_secret(next((one for one in endpoints if not stays_here(one)), ""), text)
 
-    def _client_maker(self, endpoints: Sequence[str]) -> Callable[[int], Client]:
+    def _client_maker(self, endpoints: Sequence[str], wire: str) -> Callable[[int], Client]:
         record, environment, session = self._session.record, self._environment, self._session
         base = ClientConfig(
             endpoints=endpoints,
@@ -377,19 +378,22 @@ class ServerJob:
             job=environment.str("PADDLE_JOB_ID"),
             deadline_s=read_seconds(environment, "FLEET_PS_DEADLINE"),
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
+            wire=wire,
         )
+        remainders = Remainders()  # of all connections: a table may change from one to another
         # What is inside this process needs no TLS.
         transport = SocketTransport(client_tls=read_worker_tls(environment) if self._embedded is None else None)
         client_id = secrets.randbits(64) | 1  # one process, whatever the number of its connections
 
         def make(channel: int) -> Client:
             config = replace(base, channel=channel, heartbeat=channel == 0)
-            return Client(config, transport=transport, notify=session.say, client_id=client_id)
+            return Client(config, transport=transport, notify=session.say, client_id=client_id, remainders=remainders)
 
         return make
 
     def _make_trainer(self, strategy: ASync, plan: TablePlan, endpoints: Sequence[str]) -> Trainer:
-        served, config, make_client = strategy.served, self._trainer_config(strategy), self._client_maker(endpoints)
+        served, config = strategy.served, self._trainer_config(strategy)
+        make_client = self._client_maker(endpoints, strategy.config.wire)
         assert served is not None
         if strategy.hybrid:
             return make_hybrid_trainer(self._session, plan, config, make_client, served.optimizer)

@@ -174,12 +174,23 @@ class UtilBase:
         That of a group is the value on the last stage of a pipeline, where outputs are, and the first part of divided
         layers. Without mp and pp it is :meth:`all_reduce`.
         """
-        axes = getattr(self._need_peers("all_reduce"), "axes", None)
-        if axes is None or axes.size(*MODEL_AXES) == 1:
+        if self._counts("all_reduce"):
             return self.all_reduce(input, mode)
         array = _as_array(input, "all_reduce")
-        counts = axes.rank("pp") == axes.size("pp") - 1 and axes.rank("mp") == 0
-        return self.all_reduce(array if counts else np.full_like(array, _neutral(mode, array.dtype)), mode)
+        return self.all_reduce(np.full_like(array, _neutral(mode, array.dtype)), mode)
+
+    def gather_replicas(self, input: Any) -> list[HostArray]:
+        """Returns :meth:`all_gather` of the array ``input`` of one dim, empty for those that :meth:`reduce_replicas`
+        does not count."""
+        array = _as_array(input, "all_gather")
+        return self.all_gather(array if self._counts("all_gather") else array[:0])
+
+    def _counts(self, call: str) -> bool:
+        """Returns whether this worker stands for its copy of the model: no other gives the same numbers."""
+        axes = getattr(self._need_peers(call), "axes", None)
+        if axes is None or axes.size(*MODEL_AXES) == 1:
+            return True
+        return bool(axes.rank("pp") == axes.size("pp") - 1 and axes.rank("mp") == 0)
 
     def _meet(self, call: str, array: np.ndarray[Any, np.dtype[Any]]) -> list[list[int]]:
         """Returns every rank's header: dtype kind, item size in bytes, dimensions."""

@@ -218,6 +218,7 @@ KEYS = {
         ("publish", "", "folder:/tmp/rows", "does"),  # not in Fleet
         ("publish_every_s", 1.0, 0.5, "does"),  # not in Fleet
         ("publish_values", "float32", "int8", "does"),  # not in Fleet
+        ("wire", "float32", "int8", "does"),  # not in Fleet
         ("runtime_split_send_recv", False, True, "warns"),
         ("launch_barrier", True, False, "does"),
         ("heter_worker_device_guard", "cpu", "gpu", "refused"),

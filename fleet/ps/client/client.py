@@ -29,7 +29,7 @@ import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.link import ClientConfig, Link, Request
-from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, rows_of_answer, wire_rows
+from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import (
@@ -42,6 +42,7 @@ from fleet.ps.wire.messages import (
     decode_control,
     encode_parts,
 )
+from fleet.ps.wire.row_form import Remainders, wire_parts
 from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
 __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
@@ -87,6 +88,8 @@ class Client:
         config: the worker's side.
         transport: how connections are made; TCP by default.
         notify: receives each line meant for the user.
+        client_id: of the process, which may have several clients.
+        remainders: what int8 gradients leave behind, of all clients of the process.
     """
 
     def __init__(
@@ -96,8 +99,11 @@ class Client:
         transport: Transport | None = None,
         notify: Callable[[str], None] = print,
         client_id: int | None = None,
+        remainders: Remainders | None = None,
     ) -> None:
         self.config = config
+        self._remainders = remainders or Remainders()
+        self._half = MessageFlag.NONE if config.wire == "float32" else MessageFlag.BFLOAT16
         self.tables: dict[int, TableMap] = {}
         self.step = 0  # steps pushed by this worker
         self._transport = transport or SocketTransport()
@@ -240,7 +246,7 @@ class Client:
             )
         flags = MessageFlag.NONE if create else MessageFlag.NO_CREATE
         flags |= MessageFlag.NONE if wait_for_others else MessageFlag.NO_WAIT
-        flags |= MessageFlag.BFLOAT16 if self.config.bfloat16 else MessageFlag.NONE
+        flags |= self._half
         ticket = Ticket()
         shares: list[list[tuple[TablePart, Any]]] = [[] for _ in self._links]
         for table_id, ids in wanted.items():
@@ -296,7 +302,7 @@ class Client:
                     raise MessageError(f"an unexpected answer for table {part.table_id}.")
                 found[part.table_id].append((part.ids.copy(), part.rows.copy()))
 
-        flags = MessageFlag.BFLOAT16 if self.config.bfloat16 else MessageFlag.NONE
+        flags = self._half
         none = np.empty(0, np.int64)
         parts = [TablePart(table_id, 0, self._table(table_id).dim, none) for table_id in table_ids]
         ticket = Ticket()
@@ -354,6 +360,8 @@ class Client:
         """Does ``shrink``, ``advance_day``, ``clear`` or ``learning_rate`` on a table; returns the rows concerned."""
         self._table(table_id)
         body = {"table": table_id, "action": action, "fields": fields}
+        if action == "clear":
+            self._remainders.forget([table_id])
         return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body))
 
     def save(
@@ -374,6 +382,7 @@ class Client:
 
     def load(self, dirname: str, *, tables: Sequence[int] | None = None, key: str = "") -> int:
         """Makes every server read its share of a save by any number of servers, once per ``key``; returns the rows."""
+        self._remainders.forget(list(self.tables) if tables is None else tables)
         fields = {"dirname": dirname, "tables": tables, "load_id": key or secrets.token_hex(8)}
         return sum(int(answer["rows"]) for answer in self._all(Op.LOAD, fields))
 
@@ -408,12 +417,13 @@ class Client:
             for share, part in zip(shares, self._table(table_id).change_parts(value), strict=True):
                 if part.n:
                     share.append(part)
-        bfloat16 = self.config.bfloat16 and op is not Op.SET_DENSE
+        form = "float32" if op is Op.SET_DENSE else self.config.wire
+        bfloat16 = form != "float32"
         flags |= MessageFlag.BFLOAT16 if bfloat16 else MessageFlag.NONE
         ticket = Ticket()
         for link, share in zip(self._links, shares, strict=True):
             if share or everywhere:
-                buffers = encode_parts(wire_rows(share, bfloat16), bfloat16)
+                buffers = encode_parts(wire_parts(share, form, self._remainders), bfloat16)
                 request = Request(op, buffers, len(share), step, flags=flags, change=True)
                 ticket.requests.append((link, link.submit(request)))
         return ticket

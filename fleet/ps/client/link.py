@@ -41,6 +41,7 @@ from fleet.ps.wire.messages import (
     decode_header,
     encode_header,
 )
+from fleet.ps.wire.row_form import check_wire
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
 
@@ -74,7 +75,7 @@ class ClientConfig:
         retry_interval_s: seconds between the lines that say which servers are not ready.
         answer_timeout_s: reconnect when a server sends nothing for this long while an answer is due.
         connect_timeout_s: time limit of one connection attempt.
-        bfloat16: rows travel as bfloat16, half the bytes.
+        wire: the form in which rows travel, see :mod:`fleet.ps.wire.row_form`.
         replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
@@ -94,12 +95,13 @@ class ClientConfig:
     retry_interval_s: float = 3.0
     answer_timeout_s: float = 30.0
     connect_timeout_s: float = 5.0
-    bfloat16: bool = False
+    wire: str = "float32"
     replay_bytes: int = 256 << 20
     heartbeat: bool = True
     max_body_bytes: int = MAX_BODY_BYTES
 
     def __post_init__(self) -> None:
+        check_wire(self.wire)
         if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
             raise ConfigError(f"parameter server endpoints {list(self.endpoints)!r}: give each server once.")
         if not 0 <= self.rank < self.num_workers:

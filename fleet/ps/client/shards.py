@@ -13,10 +13,10 @@ from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.partition import plan_dense_blocks, servers_of_keys
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
 from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, decode_parts
+from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["Gradient", "TableMap", "rows_of_answer", "wire_rows"]
+__all__ = ["Gradient", "TableMap", "rows_of_answer"]
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -174,24 +174,13 @@ class TableMap:
         return parts
 
 
-def wire_rows(parts: list[TablePart], bfloat16: bool) -> list[TablePart]:
-    """Returns ``parts`` with rows in the form they travel in."""
-    if bfloat16:
-        for part in parts:
-            if part.rows is not None:
-                part.rows = to_bfloat16(part.rows)
-    return parts
-
-
 def rows_of_answer(header: Header, body: Buffer, bfloat16: bool) -> list[TablePart]:
     """Returns the parts of an answer with float32 rows; they may be views of ``body``."""
     parts = decode_parts(body, header.n_tables, bfloat16)
     for part in parts:
         if part.rows is None:
             raise MessageError(f"an answer for table {part.table_id} without rows.")
-        if bfloat16:
-            part.rows = from_bfloat16(part.rows)
-    return parts
+    return wide_parts(parts)
 
 
 def _kind(value: Any) -> str:

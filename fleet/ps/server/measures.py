@@ -45,7 +45,12 @@ def server_measures(state: ServerState) -> list[Measure]:
     spread = max(active) - min(active) if active else 0
     rows, size = ({name: float(facts[key]) for name, facts in tables.items()} for key in ("rows", "bytes"))
     evicted = {name: float(facts["evicted"]) for name, facts in tables.items() if "evicted" in facts}
+    asked, hits = (
+        {name: float(facts[key]) for name, facts in tables.items() if key in facts} for key in ("asked", "found")
+    )
     return [
+        Measure("asked_ids", "ids that pulls asked a table for", label="table", samples=asked, grows=True),
+        Measure("found_ids", "ids of pulls that had a row", label="table", samples=hits, grows=True),
         Measure("table_rows", "rows of a table on this server", label="table", samples=rows),
         Measure("table_bytes", "memory of a table on this server", label="table", samples=size),
         Measure("evicted_rows", "rows that a table has lost to its limit", label="table", samples=evicted, grows=True),

@@ -284,7 +284,14 @@ class ServedSparse:
 
     def describe(self) -> dict[str, Any]:
         """Returns facts for the status operation."""
-        return {"rows": self.table.num_rows, "bytes": self.table.memory_bytes, "evicted": self.evicted}
+        asked, found = self.table.pull_counts
+        return {
+            "rows": self.table.num_rows,
+            "bytes": self.table.memory_bytes,
+            "evicted": self.evicted,
+            "asked": asked,
+            "found": found,
+        }
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot, chunk by chunk, while training continues."""

@@ -41,8 +41,8 @@ from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
 from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.table.table_spec import difference_of_specs
-from fleet.ps.wire.bfloat16 import from_bfloat16
 from fleet.ps.wire.messages import Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
+from fleet.ps.wire.row_form import wide_parts
 
 __all__ = ["ServerState"]
 
@@ -168,15 +168,12 @@ class ServerState:
         return status
 
     def _checked(self, header: Header, body: memoryview) -> list[TablePart]:
-        bfloat16 = bool(header.flags & MessageFlag.BFLOAT16)
-        parts = decode_parts(body, header.n_tables, bfloat16)
+        parts = decode_parts(body, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
         for part in parts:
             self.table(part.table_id).check(part, change=True)
             if header.op is Op.SET_DENSE and part.ids is not None:
                 raise Refused(f"table {part.table_id} is sparse; values are set in dense tables only.")
-            if bfloat16 and part.rows is not None:
-                part.rows = from_bfloat16(part.rows)
-        return parts
+        return wide_parts(parts)
 
     def _apply_now(
         self, worker: Worker, number: int, header: Header, parts: list[TablePart], body: memoryview
@@ -348,9 +345,7 @@ class ServerState:
         by_table: dict[int, list[TablePart]] = {}
         for held in gradients:
             bfloat16 = bool(held.flags & MessageFlag.BFLOAT16)
-            for part in decode_parts(held.body, held.n_tables, bfloat16):
-                if bfloat16 and part.rows is not None:
-                    part.rows = from_bfloat16(part.rows)
+            for part in wide_parts(decode_parts(held.body, held.n_tables, bfloat16)):
                 by_table.setdefault(part.table_id, []).append(part)
         merged = []
         for table_id in sorted(by_table):
@@ -464,12 +459,7 @@ class ServerState:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 
     def _record_parts(self, record: Record) -> list[TablePart]:
-        flags = record.flags
-        parts = decode_parts(record.body, record.n_tables, bool(flags & MessageFlag.BFLOAT16))
-        for part in parts:
-            if flags & MessageFlag.BFLOAT16 and part.rows is not None:
-                part.rows = from_bfloat16(part.rows)
-        return parts
+        return wide_parts(decode_parts(record.body, record.n_tables, bool(record.flags & MessageFlag.BFLOAT16)))
 
 
 def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0, seq: int = 0) -> Record:

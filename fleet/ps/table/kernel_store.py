@@ -447,6 +447,12 @@ class KernelStore:
         return int(self._shards[:, k.NUM_ROWS].sum())
 
     @property
+    def pull_counts(self) -> tuple[int, int]:
+        """How many ids pulls have asked for so far, and how many of them had a row."""
+        asked, missed = (int(self._shards[:, word].sum()) for word in (k.ASKED, k.MISSED))
+        return asked, asked - missed
+
+    @property
     def num_entries(self) -> int:
         """How many keys are known: rows, and ids that wait for admission."""
         return int(self._shards[:, k.NUM_ENTRIES].sum())

@@ -288,6 +288,11 @@ class SparseTable:
         return self._store.num_rows
 
     @property
+    def pull_counts(self) -> tuple[int, int]:
+        """How many ids pulls have asked for so far, repeated ones included, and how many of them had a row."""
+        return self._store.pull_counts
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes held for rows and index."""
         return self._store.memory_bytes

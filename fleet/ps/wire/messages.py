@@ -103,8 +103,8 @@ class Status(IntEnum):
     FAILED = 5  # the server could not do it; the body says why
 
 
-_IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS = 1, 2, 4, 8, 16, 32  # what a part carries
-_ALL_PRESENT, _ALL_FLAGS = 63, 61
+_IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS, _SCALES = 1, 2, 4, 8, 16, 32, 64  # what a part carries
+_ALL_PRESENT, _ALL_FLAGS = 127, 61
 
 
 class Header(NamedTuple):
@@ -131,8 +131,9 @@ class TablePart:
     """What a message carries for one table.
 
     A sparse part has ``ids`` (int64 ``[n]``); a dense part has none and covers ``n`` elements from ``offset``.
-    ``rows`` is float32 ``[n, dim]``, or uint16 when it holds bfloat16 as it is on the wire. ``shows`` and
-    ``clicks`` are float32 ``[n]``, ``slots`` uint32 ``[n]``.
+    ``rows`` is float32 ``[n, dim]``, uint16 when it holds bfloat16 as it is on the wire, or int8 with ``scales``
+    (float32 ``[n]``), whatever the message's flags are. ``shows`` and ``clicks`` are float32 ``[n]``, ``slots`` uint32
+    ``[n]``.
     """
 
     table_id: int
@@ -144,6 +145,7 @@ class TablePart:
     clicks: NDArray[np.float32] | None = None
     slots: NDArray[np.uint32] | None = None
     offset: int = 0
+    scales: NDArray[np.float32] | None = None
 
 
 def encode_header(header: Header) -> bytes:
@@ -192,7 +194,7 @@ _STATUSES = {int(status): status for status in Status}
 def encode_parts(parts: Sequence[TablePart], bfloat16: bool = False) -> list[Buffer]:
     """Returns the buffers that make up the body for ``parts``; arrays are referred to, not copied.
 
-    ``rows`` must be C-contiguous float32, or uint16 when ``bfloat16``.
+    ``rows`` must be C-contiguous float32, or uint16 when ``bfloat16``; int8 in parts that have ``scales``.
     """
     if len(parts) > MAX_TABLES:
         raise MessageError(f"{len(parts)} tables in one message; at most {MAX_TABLES} are allowed.")
@@ -207,18 +209,25 @@ def encode_parts(parts: Sequence[TablePart], bfloat16: bool = False) -> list[Buf
             present |= _CLICKS
         if part.slots is not None:
             present |= _SLOTS
+        if part.scales is not None:
+            present |= _SCALES
         buffers.append(_PART.pack(part.table_id, part.n, present, 0, part.dim, part.offset))
         fields = (
             (part.ids, np.int64, part.n),
-            (part.rows, np.uint16 if bfloat16 else np.float32, part.n * part.dim),
+            (part.rows, _row_type(bfloat16, part.scales is not None), part.n * part.dim),
             (part.shows, np.float32, part.n),
             (part.clicks, np.float32, part.n),
             (part.slots, np.uint32, part.n),
+            (part.scales, np.float32, part.n),
         )
         for values, dtype, size in fields:
             if values is not None:
                 buffers.extend(_field(values, dtype, size, part.table_id))
     return buffers
+
+
+def _row_type(bfloat16: bool, has_scales: bool) -> Any:
+    return np.int8 if has_scales else np.uint16 if bfloat16 else np.float32
 
 
 def _field(values: NDArray[Any], dtype: type, size: int, table_id: int) -> list[Buffer]:
@@ -266,10 +275,11 @@ def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[TablePart
     _check_part(table_id, present, reserved, dim, offset)
     fields = (
         (_IDS, np.int64, n),
-        (_ROWS, np.uint16 if bfloat16 else np.float32, n * dim),
+        (_ROWS, _row_type(bfloat16, bool(present & _SCALES)), n * dim),
         (_SHOWS, np.float32, n),
         (_CLICKS, np.float32, n),
         (_SLOTS, np.uint32, n),
+        (_SCALES, np.float32, n),
     )
     arrays: list[Any] = []
     for bit, dtype, count in fields:
@@ -281,13 +291,13 @@ def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[TablePart
             raise MessageError(f"table {table_id}: {n} rows of dim {dim} do not fit into the rest of the body.")
         arrays.append(np.frombuffer(body, dtype, count, position))
         position += size + -size % 8
-    ids, rows, shows, clicks, slots = arrays
+    ids, rows, shows, clicks, slots, scales = arrays
     if rows is not None:
         rows = rows.reshape(n, dim)
-    return TablePart(table_id, n, dim, ids, rows, shows, clicks, slots, offset), position
+    return TablePart(table_id, n, dim, ids, rows, shows, clicks, slots, offset, scales), position
 
 
-_ITEM_BYTES: dict[Any, int] = {np.int64: 8, np.uint16: 2, np.float32: 4, np.uint32: 4}
+_ITEM_BYTES: dict[Any, int] = {np.int64: 8, np.int8: 1, np.uint16: 2, np.float32: 4, np.uint32: 4}
 
 
 def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) -> None:
@@ -303,6 +313,8 @@ def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) 
         raise MessageError(f"table {table_id}: a part is either sparse (it has ids) or dense.")
     if dense and (dim != 1 or bits & (_SHOWS | _CLICKS | _SLOTS)):
         raise MessageError(f"table {table_id}: a dense part has dim 1, no shows and no clicks; received dim {dim}.")
+    if bits & _SCALES and (dense or not bits & _ROWS):
+        raise MessageError(f"table {table_id}: scales belong to the int8 rows of a sparse part.")
     if sparse and offset:
         raise MessageError(f"table {table_id}: a sparse part has no offset; received {offset}.")
 

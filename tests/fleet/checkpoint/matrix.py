@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet import fleet
-from tests.helpers.meshes import Mesh, batches, fleet_model, loss_fn, start
+from tests.helpers.meshes import Mesh, batches, cut, fleet_model, loss_of, start
 
 BEFORE, AFTER = 3, 5
 SHARDING3 = {"sharding": True, "sharding_configs": {"stage": 3}}
@@ -25,6 +25,17 @@ MESHES = {
     "dp2_sharding2": Mesh({"dp": 2, "sharding": 2}),
 }
 
+MIXTURES = {
+    "experts": Mesh({}, experts=True, plain_loop=True),
+    "ep2": Mesh({"sharding": 2, "ep": 2}, experts=True, plain_loop=True),
+    "mp2_ep2": Mesh({"mp": 2, "ep": 2}, experts=True, plain_loop=True),
+}
+SEQUENCES = {
+    "whole": Mesh({}, plain_loop=True),
+    "sep2": Mesh({"sep": 2}, plain_loop=True),
+    "cp2": Mesh({"cp": 2}, plain_loop=True),
+}
+
 
 def optimizer_of(rule: str, model: nn.Module) -> torch.optim.Optimizer:
     """Returns an optimizer with two groups."""
@@ -34,7 +45,8 @@ def optimizer_of(rule: str, model: nn.Module) -> torch.optim.Optimizer:
     if rule == "muon":
         # bfloat16, its default, turns another order of a gradient's sum into a difference of 1e-5
         return fleet.optimizer.Muon(groups, lr=0.01, ns_dtype=torch.float32)
-    return torch.optim.AdamW(groups, lr=0.01)
+    # A larger eps where another order of a gradient's sum would turn the noise of a gradient of 0 into a step.
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-2 if rule == "steady" else 1e-8)
 
 
 def stepped(mesh: Mesh, wrapped: Any, stepper: Any, rows: Any) -> Iterator[float]:
@@ -43,7 +55,8 @@ def stepped(mesh: Mesh, wrapped: Any, stepper: Any, rows: Any) -> Iterator[float
     for x, y in rows:
         mine = x.chunk(replicas)[replica], y.chunk(replicas)[replica]
         if mesh.plain_loop or "pp" not in mesh.degrees:
-            loss = loss_fn(wrapped(mine[0]), mine[1])
+            tokens = [cut(mesh, part) for part in mine]
+            loss = loss_of(mesh)(wrapped(tokens[0]), tokens[1])
             loss.backward()
             stepper.step()
             stepper.zero_grad()

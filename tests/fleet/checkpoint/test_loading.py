@@ -13,7 +13,16 @@ from torch import nn
 
 from fleet import checkpoint, fleet
 from fleet.errors import CheckpointError, ConfigError, FleetError
-from tests.fleet.checkpoint.matrix import MESHES, RESNETS, differences, load_on, save_on, train_resnet
+from tests.fleet.checkpoint.matrix import (
+    MESHES,
+    MIXTURES,
+    RESNETS,
+    SEQUENCES,
+    differences,
+    load_on,
+    save_on,
+    train_resnet,
+)
 from tests.helpers.workers import run_workers
 
 QUICK = [
@@ -28,12 +37,13 @@ QUICK = [
 
 def check(tmp_path: Path, saved: str, loaded: list[str], rule: str) -> None:
     """Raises AssertionError unless each mesh goes on bit-equal from what ``saved`` wrote."""
-    one = MESHES[saved]
+    meshes = MESHES | MIXTURES | SEQUENCES
+    one = meshes[saved]
     path = f"{tmp_path / saved}"
     expected = run_workers(save_on, one.world_size, one, rule, path, True, backend=None, timeout_s=240)[0]
     whole = checkpoint.load(path)
     for name in loaded:
-        mesh, again = MESHES[name], f"{tmp_path / saved}-{name}"
+        mesh, again = meshes[name], f"{tmp_path / saved}-{name}"
         found = run_workers(load_on, mesh.world_size, mesh, rule, path, again, backend=None, timeout_s=240)
         assert not list(differences(whole, checkpoint.load(again))), f"{saved} to {name}"
         for losses in found:
@@ -55,6 +65,39 @@ def test_every_mesh_loads_what_every_mesh_saved(tmp_path: Path, saved: str) -> N
 @pytest.mark.parametrize("saved", ["sharding2", "mp2", "pp2"])
 def test_muon_goes_on_from_mesh_to_mesh(tmp_path: Path, saved: str) -> None:
     check(tmp_path, saved, list(dict.fromkeys([saved, "one", "dp2", "mp2", "sharding2"])), "muon")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["experts", "ep2"])
+def test_experts_go_on_from_mesh_to_mesh(tmp_path: Path, saved: str) -> None:
+    check(tmp_path, saved, list(MIXTURES), "steady")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["sep2"])
+def test_divided_sequences_go_on_from_mesh_to_mesh(tmp_path: Path, saved: str) -> None:
+    check(tmp_path, saved, list(SEQUENCES), "steady")
+
+
+def _load_alone(rank: int, world_size: int, path: str) -> str:
+    fleet.init(is_collective=True)
+    model = fleet.distributed_model(nn.Linear(3, 2))
+    fleet.checkpoint.save(path, {"model": model})
+    before = model.module.weight.detach().clone()
+    try:
+        if rank == 0:
+            fleet.checkpoint.load(path, {"model": model})
+    except FleetError as error:
+        assert torch.equal(model.module.weight, before)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_one_worker_cannot_load_into_a_model_alone(tmp_path: Path) -> None:
+    environment = {"FLEET_WAIT_LIMIT": "1"}
+    found = run_workers(_load_alone, 2, f"{tmp_path}", backend=None, environment=environment)
+    assert "every worker must make this call, and rank 1 cannot" in found[0]
+    assert "fleet.checkpoint.load()" in found[0]
 
 
 def check_resnet(tmp_path: Path, saved: str, loaded: list[str]) -> None:

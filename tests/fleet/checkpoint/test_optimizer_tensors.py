@@ -68,6 +68,24 @@ def test_every_optimizer_goes_on(tmp_path: Path, rule: str) -> None:
     assert list(losses(other, second, 3)) == expected
 
 
+def test_a_state_is_loaded_into_its_own_memory(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    list(losses(model, optimizer, 2))
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer})
+    saved = {name: value.clone() for name, value in optimizer.state[model[0].weight].items()}
+    list(losses(model, optimizer, 2))
+    shared = optimizer.state[model[0].bias]["exp_avg"]  # two states in one memory cannot both be filled there
+    optimizer.state[model[0].bias]["exp_avg_sq"] = shared
+    places = {name: value.data_ptr() for name, value in optimizer.state[model[0].weight].items() if value.dim()}
+    checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer})
+    found = optimizer.state[model[0].weight]
+    assert {name: found[name].data_ptr() for name in places} == places
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    bias = optimizer.state[model[0].bias]
+    assert not torch.equal(bias["exp_avg"], bias["exp_avg_sq"])
+
+
 def test_groups_have_their_settings_and_names_their_places(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.AdamW(

@@ -42,6 +42,7 @@ class ReferenceStore:
         self._counted = config.bounds is not None and config.bounds.evict == "lfu"
         self._limit = limit_of(config)
         self.tick = 0
+        self.pull_counts = 0, 0
         self.clear()
 
     def load_kernels(self) -> None:
@@ -91,10 +92,16 @@ class ReferenceStore:
         """Writes the pulled columns of each key; creates missing rows where ``create`` and the policies allow."""
         create = create and self.config.create_on == "pull"
         with self._lock:
-            if create and self._admission != 1:
-                missing = [key for key in keys.tolist() if key not in self._places and self._is_admitted(key)]
-                for key in dict.fromkeys(missing):
+            asked, hits = self.pull_counts
+            made = []
+            for key in keys.tolist():
+                asked += 1
+                if key in self._places:
+                    hits += 1
+                elif create and self._admission != 1 and self._is_admitted(key):
                     self._new_row(key)
+                    made.append(key)
+            self.pull_counts = asked, hits
             lines, found = self._lines(keys)
             counters = self.layout.num_counters
             out[:] = 0
@@ -102,7 +109,7 @@ class ReferenceStore:
             if counters:
                 out[found, :counters] = self._traffic[lines]
             if self._bounded and create and self._admission != 1:  # as if the pull had not been
-                for key in dict.fromkeys(missing):
+                for key in made:
                     self._erase(key)
 
     def push(

@@ -17,10 +17,10 @@ from tests.fleet.ps.service import DENSE, SGD, SPARSE, Gradient, gradient, ids, 
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_pull_and_push_of_many_tables(num_servers, bfloat16):
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_pull_and_push_of_many_tables(num_servers, wire):
     with serving(num_servers) as service:
-        client = service.client(bfloat16=bfloat16)
+        client = service.client(wire=wire)
         client.wait(client.set_dense({1: np.arange(5, dtype=np.float32)}))
         keys = ids(*range(-50, 50))
         grads = np.repeat(np.arange(100, dtype=np.float32)[:, None], 2, 1)

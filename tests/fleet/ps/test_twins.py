@@ -87,6 +87,8 @@ def test_same_requests_make_the_same_table(rule: str, data: st.DataObject) -> No
             np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=1e-6)
         assert tables[0].contains(keys).tolist() == tables[1].contains(keys).tolist()
         assert tables[0].num_rows == tables[1].num_rows <= (config.bounds and config.bounds.max_rows or 10**9)
+        assert tables[0].num_rows == tables[1].num_rows
+        assert tables[0].pull_counts == tables[1].pull_counts
     assert_same_rows(rows_of(tables[0]), rows_of(tables[1]))
 
 

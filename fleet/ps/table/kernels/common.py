@@ -65,6 +65,7 @@ CHUNKS, NUM_CHUNKS, CHUNKS_ROOM, HOT_ROWS, HOT_CHUNKS, LINK = 13, 14, 15, 24, 25
 # Of a tier: the next slot of its current chunk and that chunk's end, a list of free slots, one of empty chunks.
 NEXT_SLOT, FREE_SLOT, SLOT_END, SPARE_CHUNK, TIER_WORDS, SUB_WORDS = 16, 17, 18, 19, 4, 32
 IN_MEMORY, ON_DISK = 0, 1
+ASKED, MISSED = 30, 31  # ids of pulls so far, and those that had no row
 
 CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
 assert (CHUNK_ROWS, STATISTICS_BYTES) == (layout.CHUNK_ROWS, layout.STATISTICS_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
     ADMIT,
+    ASKED,
     CAPACITY,
     CHUNK_ROWS,
     CHUNK_SHIFT,
@@ -21,6 +22,7 @@ from fleet.ps.table.kernels.common import (
     HAS_STATISTICS,
     INDEX,
     LOW32,
+    MISSED,
     NONCLK_COEFF,
     PENDING,
     RANK_STRIDE,
@@ -51,7 +53,7 @@ from fleet.ps.table.kernels.common import (
     sub_shard_of,
     words,
 )
-from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY
+from fleet.ps.table.kernels.row_kernels import COUNT, CREATE, FIND_ONLY
 
 _AHEAD, SMALL_BATCH = 12, 4096
 _COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
@@ -158,14 +160,14 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     """Writes the slots of ``n`` mixed bits (-1 for no row).
 
     Starts loading ``line_bytes`` of each row, and of each key's line of ``data`` (``data_bytes`` long, in input order).
-    ``mode`` FIND_ONLY looks, CREATE creates missing rows, COUNT and ADD also count a push. Returns 1 without
-    memory. The caller holds the sub-shard's lock.
+    ``mode`` FIND_ONLY looks, CREATE creates missing rows, COUNT and ADD also count a push; of pulls,
+    which have ``data``, the ids are counted. Returns 1 without memory. The caller holds the sub-shard's lock.
     """
     header, shard, wanted, found, places = words(table), words(sub), words(hashes), words(slots), ints(order)
     counts_more = header[HAS_STATISTICS] != 0 or header[RANKED] != UNRANKED
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
-    today = (header[DAY] & 0xFFFF) << 32
+    today, missed = (header[DAY] & 0xFFFF) << 32, i64(0)
     # The compiler cannot know that nothing below writes to these words; only an admission does.
     index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_STRIDE]
     for i in range(min(_AHEAD, n)):
@@ -192,7 +194,9 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 slot |= HAS_EMBEDX
         elif mode == FIND_ONLY:
             slot = i64(-1)
+            missed += 1
         else:
+            missed += 1
             if scored:
                 score = pushed_score(table, shows, clicks, i64(places[i]))
             waiting = i64(0) if slot == EMPTY else at
@@ -201,4 +205,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
                 return i64(1)
             index, capacity, chunks = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS])
         found[i] = slot
+    if mode <= CREATE and data != 0:
+        shard[ASKED] += n
+        shard[MISSED] += missed
     return i64(0)

@@ -1,0 +1,125 @@
+"""The forms in which rows travel: float32, bfloat16, or int8 with a scale for each row and error feedback.
+
+[Note: Rows as int8]
+A row of a push travels as ``q`` (int8) and one float32 ``scale = max|row| / 127``, ``q = round(row / scale)``; a row of
+zeros has the scale 0. What the rounding has left, ``row - q * scale``, stays on the worker and is added to the next
+gradient of the same key, so that the sum of what the server receives differs from the sum of the gradients by one
+remainder, whatever the number of steps. Dense gradients and all answers travel as bfloat16: an answer has no next time
+that could make up for its error, and a scale for each dense number would take more bytes than float32.
+
+Remainders are kept in a table of fixed size for each table of rows (:class:`Remainders`): a key has one place, and a
+key that comes to a place takes it over; the remainder that was there is dropped. They are dropped too when the process
+ends, and when this worker loads or clears the table. A dropped remainder is at most ``scale / 2`` in each number of one
+gradient.
+
+The journal holds messages as they came, so a recovered server decodes the same rows; a message that is sent again is
+not encoded again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import ConfigError
+from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
+from fleet.ps.wire.messages import TablePart
+
+__all__ = ["WIRE_FORMS", "Remainders", "check_wire", "from_int8", "to_int8", "wide_parts", "wire_parts"]
+
+WIRE_FORMS = ("float32", "bfloat16", "int8")
+_MAX_BYTES = 64 << 20  # of the remainders of one table
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads neighbouring keys
+
+Rows = NDArray[np.float32]
+
+
+def check_wire(value: Any) -> str:
+    """Returns ``value``; raises ConfigError unless it is one of the forms."""
+    if value not in WIRE_FORMS:
+        raise ConfigError(f"wire is {value!r}; it is one of {', '.join(map(repr, WIRE_FORMS))}.")
+    return str(value)
+
+
+def to_int8(rows: Rows) -> tuple[NDArray[np.int8], Rows]:
+    """Returns ``rows`` [n, dim] as int8 and their scales [n]; a row that is not finite has a scale that is none."""
+    largest = np.abs(rows).max(axis=1, initial=0.0)
+    scales = (largest / np.float32(127)).astype(np.float32)
+    has_scale = (scales > 0) & np.isfinite(scales)
+    divisors = np.where(has_scale, scales, np.float32(1))[:, None]
+    shares = np.where(has_scale[:, None], rows, np.float32(0)) / divisors
+    scales[~has_scale & ~np.isfinite(largest)] = np.nan  # the server sees that the gradient was no number
+    return np.clip(np.rint(shares), -127, 127).astype(np.int8), scales
+
+
+def from_int8(rows: NDArray[np.int8], scales: Rows) -> Rows:
+    """Returns the float32 rows of int8 and their scales."""
+    return rows.astype(np.float32) * scales[:, None]
+
+
+class Remainders:
+    """What rounding has left of the gradients of each key, for tables of rows; safe for several threads.
+
+    Args:
+        max_bytes: memory for each table, at most.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._tables: dict[int, tuple[NDArray[np.int64], Rows]] = {}
+        self._lock = threading.Lock()
+
+    def encode(self, part: TablePart) -> None:
+        """Turns the float32 rows of a sparse part into int8 and scales, and keeps what is left; ids are distinct."""
+        assert part.ids is not None
+        assert part.rows is not None
+        with self._lock:
+            keys, left = self._table(part.table_id, part.dim)
+            places = ((part.ids.view(np.uint64) * _MIX) >> np.uint64(64 - (len(keys).bit_length() - 1))).astype(np.intp)
+            rows = part.rows + np.where((keys[places] == part.ids)[:, None], left[places], np.float32(0))
+            part.rows, part.scales = to_int8(rows)
+            rest = rows - from_int8(part.rows, part.scales)
+            rest[~np.isfinite(part.scales)] = 0.0
+            keys[places] = part.ids
+            won = keys[places] == part.ids  # of two keys with one place, one
+            left[places[won]] = rest[won]
+
+    def forget(self, table_ids: Sequence[int]) -> None:
+        """Drops what is left of the gradients of these tables."""
+        with self._lock:
+            for table_id in table_ids:
+                self._tables.pop(table_id, None)
+
+    def _table(self, table_id: int, dim: int) -> tuple[NDArray[np.int64], Rows]:
+        if table_id not in self._tables:
+            places = 1 << max(1, (self._max_bytes // (8 + 4 * dim)).bit_length() - 1)
+            # Key 0 stands in every empty place with nothing left, which is right.
+            self._tables[table_id] = np.zeros(places, np.int64), np.zeros((places, dim), np.float32)
+        return self._tables[table_id]
+
+
+def wire_parts(parts: Sequence[TablePart], form: str, remainders: Remainders | None = None) -> list[TablePart]:
+    """Returns ``parts`` with their float32 rows in the form they travel in; ``remainders`` for int8."""
+    for part in parts:
+        if part.rows is None or form == "float32":
+            continue
+        if form == "int8" and part.ids is not None and remainders is not None:
+            remainders.encode(part)
+        else:
+            part.rows = to_bfloat16(part.rows)
+    return list(parts)
+
+
+def wide_parts(parts: list[TablePart]) -> list[TablePart]:
+    """Returns the decoded ``parts`` of a message with float32 rows."""
+    for part in parts:
+        if part.scales is not None:
+            assert part.rows is not None
+            part.rows, part.scales = from_int8(part.rows, part.scales), None
+        elif part.rows is not None and part.rows.dtype == np.uint16:
+            part.rows = from_bfloat16(part.rows)
+    return parts

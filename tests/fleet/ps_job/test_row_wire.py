@@ -1,0 +1,68 @@
+"""a_sync_configs["wire"]: rows and dense parameters travel rounded, and training goes on as it would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fleet
+from fleet.errors import ConfigError, FleetError
+from fleet.facade import Fleet
+from fleet.role_maker import Role, UserDefinedRoleMaker
+from tests.fleet.ps_job.test_server_job import make_adagrad, make_sgd, served
+from tests.helpers.served import batches, run_job, train
+
+
+def strategy(wire: str, a_sync: bool = False, **configs: Any) -> fleet.DistributedStrategy:
+    made = fleet.DistributedStrategy()
+    made.a_sync = a_sync
+    made.a_sync_configs = {"wire": wire, **configs}
+    return made
+
+
+def trained(made: fleet.DistributedStrategy, make: Any = make_sgd) -> list[Any]:
+    """Returns what each of two workers found: losses, weights, forms of its messages."""
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, made, make)
+        losses = train(model, optimizer, batches(12, rank, 2))
+        own.barrier_worker()
+        client = own.session.server_job.trainer.client
+        found = losses, model.out.weight.detach().clone(), client.config.wire
+        own.stop_worker()
+        return found
+
+    return run_job(work, num_servers=2, num_workers=2, strategy=made)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("make", [make_sgd, make_adagrad])
+def test_sync_training_is_near_float32_and_the_same_in_each_run(wire: str, make: Any) -> None:
+    exact, first, again = (trained(strategy(form), make) for form in ("float32", wire, wire))
+    for one, other, plain in zip(first, again, exact, strict=True):
+        assert one[2] == wire
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+        assert not torch.equal(one[1], plain[1]), "nothing was rounded"
+        torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(plain[0]), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("configs", [{}, {"max_staleness": 1}, {"thread_pool_size": 2}])
+def test_async_training_with_int8_learns(configs: dict[str, Any]) -> None:
+    for losses, _, wire in trained(strategy("int8", a_sync=True, **configs), make_adagrad):
+        assert wire == "int8"
+        assert losses[-1] < losses[0]
+
+
+def test_geo_refuses_rounded_rows() -> None:
+    maker = UserDefinedRoleMaker(current_id=0, role=Role.WORKER, worker_num=1, server_endpoints=["127.0.0.1:1"])
+    with pytest.raises(FleetError, match="'wire'.*is 'int8' and the mode is geo: a worker trains on copies of its own"):
+        Fleet().init(maker, strategy=strategy("int8", a_sync=True, k_steps=4))
+
+
+def test_other_forms_are_refused() -> None:
+    made = fleet.DistributedStrategy()
+    with pytest.raises(ConfigError, match="wire"):
+        made.a_sync_configs = {"wire": "float16"}
