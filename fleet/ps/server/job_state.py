@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import PSError
+from fleet.ps.server.stream_points import Points
 
 __all__ = ["Channel", "Fenced", "GeoRecorder", "Held", "Refused", "JobState", "Worker"]
 
@@ -148,6 +149,7 @@ class Worker:
     channels: dict[int, Channel] = field(default_factory=dict)
     fenced: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FENCED))
     seen: float = 0.0
+    points: Points = field(default_factory=Points)
     busy: int = 0  # requests in progress: the worker waits for the server, not the other way round
 
     def channel(self, number: int) -> Channel:
