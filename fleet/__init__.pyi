@@ -50,7 +50,9 @@ from fleet.data_generator import MultiSlotDataGenerator as MultiSlotDataGenerato
 from fleet.data_generator import MultiSlotStringDataGenerator as MultiSlotStringDataGenerator
 from fleet.dataset._factory import DatasetFactory as DatasetFactory
 from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
+from fleet.dataset._kafka import KafkaSource as KafkaSource
 from fleet.dataset._queue import QueueDataset as QueueDataset
+from fleet.dataset._stream import StreamDataset as StreamDataset
 from fleet.dataset._training import infer_from_dataset as infer_from_dataset
 from fleet.dataset._training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
@@ -101,6 +103,7 @@ __all__ = [
     "FleetOptimizer",
     "HybridCommunicateGroup",
     "InMemoryDataset",
+    "KafkaSource",
     "MultiSlotDataGenerator",
     "MultiSlotStringDataGenerator",
     "PaddleCloudRoleMaker",
@@ -112,6 +115,7 @@ __all__ = [
     "ShowClickEntry",
     "SparseEmbedding",
     "StrategyFactory",
+    "StreamDataset",
     "UserDefinedRoleMaker",
     "UtilBase",
     "all_reduce",

@@ -13,8 +13,10 @@ from fleet.dataset._base import DatasetBase as DatasetBase
 from fleet.dataset._batch import Batch as Batch
 from fleet.dataset._factory import DatasetFactory as DatasetFactory
 from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
+from fleet.dataset._kafka import KafkaSource as KafkaSource
 from fleet.dataset._queue import QueueDataset as QueueDataset
 from fleet.dataset._slots import Slot as Slot
+from fleet.dataset._stream import StreamDataset as StreamDataset
 from fleet.dataset._training import infer_from_dataset as infer_from_dataset
 from fleet.dataset._training import train_from_dataset as train_from_dataset
 from fleet.dataset._unsupported import BoxPSDataset as BoxPSDataset
@@ -29,8 +31,10 @@ __all__ = [
     "DatasetFactory",
     "FileInstantDataset",
     "InMemoryDataset",
+    "KafkaSource",
     "QueueDataset",
     "Slot",
+    "StreamDataset",
     "TreeIndex",
     "WorkerGroup",
     "infer_from_dataset",

@@ -42,6 +42,7 @@ from fleet.ps.wire.messages import (
     decode_control,
     encode_parts,
 )
+from fleet.ps.wire.positions import Positions, positions_tail
 from fleet.ps.wire.row_form import Remainders, wire_parts
 from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
@@ -264,7 +265,12 @@ class Client:
         return ticket
 
     def push(
-        self, gradients: Mapping[int, Gradient | Rows], *, step: int | None = None, ends_step: bool = True
+        self,
+        gradients: Mapping[int, Gradient | Rows],
+        *,
+        step: int | None = None,
+        ends_step: bool = True,
+        positions: Positions | None = None,
     ) -> Ticket:
         """Sends the gradients of one step: :class:`Gradient` per sparse table (distinct ids), float32 per dense one.
 
@@ -272,14 +278,14 @@ class Client:
             gradients: by table id.
             step: number of the step, from 1; by default one more than the last. Steps of a table must increase.
             ends_step: this is the last push of the step; matters where staleness is bounded.
+            positions: of the streams whose events these gradients hold, see :mod:`fleet.ps.server.stream_points`.
         """
         step = self.step + 1 if step is None else step
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
-        everywhere = ends_step and self.staleness is not None
-        ticket = self._change(
-            Op.PUSH, gradients, step, everywhere, MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
-        )
+        everywhere = ends_step and (self.staleness is not None or positions is not None)
+        flags = MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
+        ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions)
         self.step = max(self.step, step)
         return ticket
 
@@ -411,7 +417,10 @@ class Client:
         step: int,
         everywhere: bool = False,
         flags: int = MessageFlag.NONE,
+        positions: Positions | None = None,
     ) -> Ticket:
+        tail = [] if positions is None else [positions_tail(positions)]
+        flags |= MessageFlag.POSITIONS if tail else MessageFlag.NONE
         shares: list[list[TablePart]] = [[] for _ in self._links]
         for table_id, value in values.items():
             for share, part in zip(shares, self._table(table_id).change_parts(value), strict=True):
@@ -423,7 +432,7 @@ class Client:
         ticket = Ticket()
         for link, share in zip(self._links, shares, strict=True):
             if share or everywhere:
-                buffers = encode_parts(wire_parts(share, form, self._remainders), bfloat16)
+                buffers = [*encode_parts(wire_parts(share, form, self._remainders), bfloat16), *tail]
                 request = Request(op, buffers, len(share), step, flags=flags, change=True)
                 ticket.requests.append((link, link.submit(request)))
         return ticket

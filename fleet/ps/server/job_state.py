@@ -21,6 +21,7 @@ from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
+from fleet.ps.server.stream_points import Points
 
 __all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
@@ -85,6 +86,7 @@ class Worker:
     channels: dict[int, Channel] = field(default_factory=dict)
     fenced: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FENCED))
     seen: float = 0.0
+    points: Points = field(default_factory=Points)
     busy: int = 0  # requests in progress: the worker waits for the server, not the other way round
 
     def channel(self, number: int) -> Channel:

@@ -166,6 +166,7 @@ class Operations:
                 "durable": channel.durable_seq(self._state.journal.durable_lsn),
                 "clock": worker.clock,
                 "steps": {str(table): step for table, step in worker.steps.items()},
+                "points": worker.points.as_json(),
                 "applied_step": job.applied_step,
                 "tables": sorted(job.specs),
                 "barriers": dict(job.barriers),

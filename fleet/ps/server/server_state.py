@@ -40,8 +40,10 @@ from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
 from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
+from fleet.ps.server.stream_points import refuse_overtaken
 from fleet.ps.table.table_spec import difference_of_specs
-from fleet.ps.wire.messages import Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
+from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
+from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
 
 __all__ = ["ServerState"]
@@ -168,7 +170,10 @@ class ServerState:
         return status
 
     def _checked(self, header: Header, body: memoryview) -> list[TablePart]:
-        parts = decode_parts(body, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
+        if header.flags & MessageFlag.POSITIONS and (header.op is not Op.PUSH or not header.step):
+            raise Refused("positions of streams come with a push that has a step.")
+        own = _parts_of(body, header.flags)[0]
+        parts = decode_parts(own, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
         for part in parts:
             self.table(part.table_id).check(part, change=True)
             if header.op is Op.SET_DENSE and part.ids is not None:
@@ -186,11 +191,12 @@ class ServerState:
             header.seq,
             header.step,
             header.n_tables,
-            int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.NO_CLOCK)),
+            int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.NO_CLOCK | MessageFlag.POSITIONS)),
             body,
         )
         with self._held([part.table_id for part in parts]):
             with self.job.changed:
+                self._refuse_overtaken(record, worker)
                 lsn = self.journal.append(record)
                 fresh = self._note(record, worker, parts, lsn)
             try:
@@ -212,6 +218,7 @@ class ServerState:
         self.job.note_step(worker, step, fresh)
         if not record.flags & MessageFlag.NO_CLOCK:
             worker.clock = max(worker.clock, step)
+        self._note_positions(record, worker, fresh)
         for part in parts:
             if part.ids is not None and part.table_id in fresh:
                 self._note_changed(record, worker.rank, part.table_id, part.ids)
@@ -225,6 +232,18 @@ class ServerState:
             self.job.note_changed(table_id, kept)
             if is_addition:
                 self.job.recorder.mark([w.rank for w in self.job.workers if w.rank != rank], table_id, kept)
+
+    def _refuse_overtaken(self, record: Record, worker: Worker) -> None:
+        """Raises MessageError when another worker has taken over what this one reads; the journal's lock is held."""
+        positions = _parts_of(record.body, record.flags)[1]
+        if positions and record.step > worker.clock:
+            refuse_overtaken([each.points for each in self.job.workers], worker.rank, positions)
+
+    def _note_positions(self, record: Record, worker: Worker, tables: set[int]) -> None:
+        positions = _parts_of(record.body, record.flags)[1]
+        if positions is not None:
+            ends_step = not record.flags & MessageFlag.NO_CLOCK
+            worker.points.note(record.step, positions, tables, ends_step)
 
     def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int) -> None:
         for part in parts:
@@ -274,12 +293,18 @@ class ServerState:
     def _hold(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
         if not header.step:
             raise Refused("a push in sync mode needs the number of its step, from 1.")
-        flags = int(header.flags & MessageFlag.BFLOAT16)
-        held = Held(header.n_tables, flags, bytes(body))
+        flags = int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.POSITIONS))
+        record = Record(
+            RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, bytes(body)
+        )
+        held = _held_of(record)
         with self.job.changed:
-            record = Record(
-                RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, held.body
-            )
+            self._refuse_overtaken(record, worker)
+            if flags & MessageFlag.POSITIONS and worker.clock < header.step <= self.job.applied_step:
+                raise Refused(
+                    f"worker {worker.rank}: the others took step {header.step} without this worker, after its lease. Its "
+                    "events would be lost: restart it, and it goes on behind the last ones that were trained."
+                )
             new = self._note_held(record, worker, held, self.journal.append(record))
             self.job.changed.notify_all()
         return Status.OK if new else Status.DUPLICATE
@@ -288,6 +313,7 @@ class ServerState:
         new = self.job.hold(worker.rank, record.step, held)
         worker.channel(record.channel).note(lsn, record.seq)
         worker.clock = max(worker.clock, record.step)
+        self._note_positions(record, worker, set())
         self.counts["duplicates"] += not new
         return new
 
@@ -428,8 +454,7 @@ class ServerState:
         elif record.kind == RecordKind.EVICT:
             self._erase(missing_parts(self._record_parts(record), stamps, record.lsn))
         elif record.kind == RecordKind.HELD:
-            held = Held(record.n_tables, record.flags, bytes(record.body))
-            self._note_held(record, worker, held, record.lsn)
+            self._note_held(record, worker, _held_of(record), record.lsn)
         elif record.kind == RecordKind.GOODBYE:
             worker.state = "gone"
         else:
@@ -459,11 +484,22 @@ class ServerState:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 
     def _record_parts(self, record: Record) -> list[TablePart]:
-        return wide_parts(decode_parts(record.body, record.n_tables, bool(record.flags & MessageFlag.BFLOAT16)))
+        body = _parts_of(record.body, record.flags)[0]
+        return wide_parts(decode_parts(body, record.n_tables, bool(record.flags & MessageFlag.BFLOAT16)))
 
 
 def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0, seq: int = 0) -> Record:
     return Record(kind, 0, rank, channel, seq, body=json.dumps(fields).encode())
+
+
+def _parts_of(body: Buffer, flags: int) -> tuple[Buffer, Positions | None]:
+    """Returns the parts of a change, and the positions of streams that follow them, if any do."""
+    return split_positions(body) if flags & MessageFlag.POSITIONS else (body, None)
+
+
+def _held_of(record: Record) -> Held:
+    body = bytes(_parts_of(record.body, record.flags)[0])
+    return Held(record.n_tables, record.flags & ~MessageFlag.POSITIONS, body)
 
 
 def _without(held: Held, table_ids: Sequence[int]) -> Held:

@@ -86,6 +86,7 @@ def _capture(job: JobState) -> dict[str, Any]:
             "gone": worker.state == "gone",
             "steps": {str(table): step for table, step in worker.steps.items()},
             "channels": {str(number): channel.last for number, channel in worker.channels.items()},
+            "points": worker.points.as_json(),
         }
         for worker in job.workers
     ]
@@ -253,6 +254,7 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
         worker.clock = known["clock"]
         worker.state = "gone" if known["gone"] else "expected"
         worker.steps = {int(table): step for table, step in known["steps"].items()}
+        worker.points.restore(known.get("points", {}))
         for number, last in known["channels"].items():
             channel = worker.channel(int(number))
             channel.last = channel.durable = last

@@ -86,6 +86,7 @@ class MessageFlag:
 
     NONE = 0
     BFLOAT16 = 1  # rows of this message (of the answer, for a pull) are bfloat16
+    POSITIONS = 2  # a push carries positions of streams behind its parts
     RESPONSE = 4
     NO_CREATE = 8  # a pull does not create the rows it does not find
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
@@ -104,7 +105,7 @@ class Status(IntEnum):
 
 
 _IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS, _SCALES = 1, 2, 4, 8, 16, 32, 64  # what a part carries
-_ALL_PRESENT, _ALL_FLAGS = 127, 61
+_ALL_PRESENT, _ALL_FLAGS = 127, 63
 
 
 class Header(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan
@@ -63,8 +64,11 @@ class ServerExchange(Protocol):
             ConfigError: the mode does not allow rows that are a step old.
         """
 
-    def put(self, gradients: Gradients) -> None:
-        """Takes the gradients of one step; the model's parameters may change."""
+    def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
+        """Takes the gradients of one step; the model's parameters may change.
+
+        ``positions`` say which events of streams they and those before them hold.
+        """
 
     def flush(self) -> None:
         """Waits until everything that was put is applied on the servers; the parameters are then the servers'."""
@@ -97,9 +101,9 @@ class SyncExchange:
             "all steps before it. Omit prefetch, or set a_sync to True."
         )
 
-    def put(self, gradients: Gradients) -> None:
+    def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
-        pushed = self.client.push(gradients)
+        pushed = self.client.push(gradients, positions=positions)
         self._receive(lambda: self.client.wait(pushed))
 
     def settle(self) -> None:
@@ -222,9 +226,9 @@ class HalfAsyncExchange(_ServersOwn):
             self._told = self.client.step
             self.client.wait(self.client.push({}, step=self._told))
 
-    def put(self, gradients: Gradients) -> None:
+    def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Keeps the gradients, or pushes them with those of the earlier batches."""
-        self._sender.put(gradients)
+        self._sender.put(gradients, positions)
         self._take_parameters()
 
     def flush(self) -> None:
@@ -262,11 +266,11 @@ class AsyncExchange(_ServersOwn):
         if self._bound is not None:
             self._sender.need(self.client.step, step - self._bound)
 
-    def put(self, gradients: Gradients) -> None:
+    def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Queues the gradients, and takes parameters that have arrived."""
         self.client.step += 1
         late = {part.table_id: part for part in self._plan.dense if part.has_gradients()}
-        self._sender.put({**gradients, **late}, step=self.client.step)
+        self._sender.put({**gradients, **late}, step=self.client.step, positions=positions)
         self._take_parameters()
 
     def waiting(self) -> dict[int, int]:
@@ -323,7 +327,7 @@ class GeoExchange:
     def ahead(self, table_id: int, keys: Keys) -> None:
         """Does nothing: the rows are here."""
 
-    def put(self, gradients: Gradients) -> None:
+    def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Trains one step, and exchanges every ``k_steps`` steps."""
         self._train_dense()
         for table_id, gradient in gradients.items():

@@ -36,6 +36,7 @@ from fleet.ps.client.client import Client
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.table.ids import UniqueKeys, sum_rows
+from fleet.ps.wire.positions import Positions
 
 __all__ = [
     "AsyncSender",
@@ -203,6 +204,7 @@ class AsyncSender:
         self._resting_until = [0.0] * config.thread_pool_size
         steps = max((client.step for client in clients), default=0)
         self._count = StepCount(put=steps, told=steps) if clients[0].staleness is not None else None
+        self._positions: deque[tuple[int, Positions]] = deque()  # of streams, by step, from the last one told on
         self._failure: BaseException | None = None
         self._stopping = self._flushing = False
         self._threads = [
@@ -216,13 +218,25 @@ class AsyncSender:
         for thread in self._threads:
             thread.start()
 
-    def put(self, gradients: Mapping[int, Gradient | Rows | LateGradient], *, step: int) -> None:
+    def put(
+        self,
+        gradients: Mapping[int, Gradient | Rows | LateGradient],
+        *,
+        step: int,
+        positions: Positions | None = None,
+    ) -> None:
         """Queues the gradients of one step; blocks while a queue is full. The arrays must not change afterwards.
+
+        With ``positions`` of streams the servers are told of complete steps as where they bound staleness.
 
         Raises:
             PSError: a server is lost; raised at the next call after the failure.
         """
         with self._changed:
+            if positions is not None:
+                self._positions.append((step, positions))
+                if self._count is None:
+                    self._count = StepCount(put=step - 1, told=step - 1)
             for table_id, value in gradients.items():
                 if table_id not in self._clients[0].tables:
                     raise ConfigError(f"table {table_id!r} is not known to this worker.")
@@ -335,7 +349,8 @@ class AsyncSender:
             began = time.monotonic()
             for step, group in by_step(taken).items():
                 total = {table: sum_waiting(client, table, items) for table, items in group.items()}
-                client.wait(client.push(total, step=step, ends_step=self._count is None))
+                positions = self._positions_at(step)
+                client.wait(client.push(total, step=step, ends_step=self._count is None, positions=positions))
             self._tell(index, client)
             with self._changed:
                 self._sent += sum(item.count for items in taken.values() for item in items)
@@ -370,7 +385,14 @@ class AsyncSender:
             if done <= self._count.told:
                 return
             self._count.told = done
-        client.wait(client.push({}, step=done))
+            while len(self._positions) > 1 and self._positions[1][0] <= done:
+                self._positions.popleft()
+        client.wait(client.push({}, step=done, positions=self._positions_at(done)))
+
+    def _positions_at(self, step: int) -> Positions | None:
+        """Returns what the gradients up to ``step`` hold of the streams; ``None`` where no stream is read."""
+        with self._changed:
+            return next((positions for put, positions in reversed(self._positions) if put <= step), None)
 
     def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[Waiting]]:
         """Takes the gradients of one push per table; waits for more as the configuration says."""
@@ -465,10 +487,12 @@ class HalfAsyncSender:
         self._num_batches = num_batches
         self._receive = receive
         self._waiting: dict[int, list[Waiting]] = {}
+        self._positions: Positions | None = None
         self._batches = 0
 
-    def put(self, gradients: Mapping[int, Gradient | Rows]) -> None:
+    def put(self, gradients: Mapping[int, Gradient | Rows], positions: Positions | None = None) -> None:
         """Adds the gradients of one batch; with the last of a group it waits until the servers have applied them."""
+        self._positions = positions
         for table_id, value in gradients.items():
             self._waiting.setdefault(table_id, []).append(Waiting(0, value))
         self._batches += 1
@@ -484,6 +508,6 @@ class HalfAsyncSender:
         self._waiting = {}
         self._batches = 0
         merged = {table: sum_waiting(client, table, items) for table, items in waiting.items()}
-        client.wait(client.push(merged))
+        client.wait(client.push(merged, positions=self._positions))
         if self._receive is not None:
             self._receive(client)

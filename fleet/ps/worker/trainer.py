@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError
+from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError, UnsupportedOptionError
 from fleet.ps.client.client import Client
 from fleet.ps.client.link import ONCE
 from fleet.ps.client.merge import merge_gradients
@@ -28,6 +28,7 @@ from fleet.ps.worker.exchange_modes import (
 from fleet.ps.worker.lookup import ComingRows, TrainedRows
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
 __all__ = ["Trainer", "TrainerConfig", "give_initial_values", "rejoin", "wait_for_values"]
@@ -89,6 +90,7 @@ class Trainer:
         self._rates: dict[int, float] = {}
         self._client: Client | None = None
         self._exchange: ServerExchange | None = None
+        self._streams: StreamProgress | None = None
         self.stopped = False
         self.counts = {"pulled": 0, "pushed": 0}  # rows
 
@@ -159,6 +161,8 @@ class Trainer:
 
     def rows_ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
         """Requests the rows of distinct ``keys`` for the next step, while this one is computed."""
+        if self._streams is not None:
+            self._streams.check_ahead()
         self.counts["pulled"] += len(keys)
         return self._running().ahead(table_id, keys)
 
@@ -174,7 +178,33 @@ class Trainer:
         if self.config.check_finite:
             self._check_finite(gradients)
         self._send_rates()
-        exchange.put(gradients)
+        if self._streams is None:
+            exchange.put(gradients)
+            return
+        exchange.put(gradients, self._streams.positions())
+        if self._streams.again:  # the servers have parts of this step: it must not be merged with the next
+            exchange.flush()
+            self.client.step = self._streams.step_after_again()
+
+    def read_streams(self) -> StreamProgress:
+        """Makes the pushes carry what this worker reads of streams, and returns where it goes on.
+
+        Raises:
+            UnsupportedOptionError: geo and hybrid workers train what no push holds.
+        """
+        if self._streams is None:
+            self._running()
+            if self.config.mode == "geo" or self._exchanged is not self.plan:
+                raise UnsupportedOptionError(
+                    "StreamDataset: in geo and hybrid jobs a worker trains parameters of its own, which no push holds, "
+                    "so events would be lost or trained twice when it is restarted. Use a_sync = True (async) or "
+                    "False (sync) without hybrid_configs."
+                )
+            resumption = resumption_of(self.client.welcomes())
+            self._streams = StreamProgress(resumption, self.client.step)
+            if resumption.again:
+                self.client.step = resumption.again[0][0] - 1
+        return self._streams
 
     def flush(self) -> None:
         """Waits until all steps of this worker are applied on the servers, and as durable as their level promises."""

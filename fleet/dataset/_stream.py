@@ -1,0 +1,300 @@
+"""StreamDataset: batches of events whose positions travel with the gradients that they make.
+
+[Note: Which events a step holds]
+A batch that the loop was given counts with the next step: its events' offsets go with that push, into one record of
+the journal. ``ahead`` says how many batches the loop takes before the step of an earlier one; the offsets then follow
+so many batches later. A batch is formed from what has come, so a restarted worker could cut other batches than before.
+That matters only for steps that some servers have and others lack: these batches are formed again exactly, from the
+offsets that the servers noted (see :mod:`fleet.ps.server.stream_points`); events beyond them are kept for later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from fleet._log import LOGGER
+from fleet.dataset._stream_source import Event, ReplayableSource, StreamReader, StreamSource
+from fleet.errors import CheckpointError, ConfigError, FleetError
+from fleet.runtime.running import running_session
+
+if TYPE_CHECKING:
+    from fleet.ps.worker.stream_progress import StreamProgress
+
+__all__ = ["StreamDataset"]
+
+_POLL_S = 0.2
+_SAY_EVERY_S = 30.0
+Parse = Callable[[Any], Any]
+
+
+class StreamDataset(IterableDataset[Any]):
+    """Batches of a stream; in a job with parameter servers each event is trained once, whatever is killed.
+
+    Partitions are divided over the workers: worker r of n reads r, r + n, and so on. The servers keep the positions
+    with the rows, under the name of the source. A worker that was killed and restarted goes on after the last event
+    that the servers have, in sync and async mode alike (the journal has to be on: FLEET_PS_FOLDER). Without servers,
+    :meth:`state_dict` belongs into ``fleet.elastic.Checkpoint(data=...)``.
+
+    Args:
+        source: a :class:`KafkaSource`, an object like it (``name``, ``partitions()``, ``open(starts)``), or a function
+            ``(partition, offset)`` that returns an iterator of (offset, record) from that offset on.
+        parse: makes a sample of a record: numbers, tensors, arrays, or tuples and dictionaries of them. ``None`` leaves
+            the record out.
+        batch_size: samples in a batch.
+        name: under which the servers keep the positions, of a function; a source has its own.
+        partitions: of a function: how many there are.
+        max_wait_s: a batch that has begun is given after so many seconds although it is not full; ``None`` waits.
+        timeout_s: the iteration ends when no event has come for so many seconds; ``None`` waits forever, and says so
+            every 30 s.
+        ahead: batches that the loop takes before the step of an earlier one, as a loop with ``prefetch`` does.
+        collate: makes a batch of samples; torch's ``default_collate`` if not given.
+
+    Raises:
+        ConfigError: an argument is wrong, or there are fewer partitions than workers.
+
+    Example:
+        >>> lines = [f"{user} {click}" for user, click in [(7, 1), (9, 0), (7, 0)]]
+        >>> dataset = fleet.StreamDataset(
+        ...     lambda partition, start: enumerate(lines[start:], start),
+        ...     lambda line: tuple(map(int, line.split())),
+        ...     batch_size=2,
+        ... )
+        >>> [user.tolist() for user, click in dataset]
+        [[7, 9], [7]]
+    """
+
+    def __init__(
+        self,
+        source: StreamSource | Callable[[int, int], Iterator[tuple[int, Any] | None]],
+        parse: Parse,
+        *,
+        batch_size: int,
+        name: str | None = None,
+        partitions: int = 1,
+        max_wait_s: float | None = None,
+        timeout_s: float | None = None,
+        ahead: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        _check_counts(batch_size=(batch_size, 1), ahead=(ahead, 0))
+        _check_seconds(max_wait_s=max_wait_s, timeout_s=timeout_s)
+        for called, value in (("parse", parse), ("collate", collate)):
+            if not callable(value):
+                raise ConfigError(f"StreamDataset({called}={value!r}): it is a function.")
+        if isinstance(source, StreamSource):
+            if name is not None or partitions != 1:
+                raise ConfigError(
+                    f"StreamDataset(name={name!r}, partitions={partitions!r}): a source has its own name and "
+                    f"partitions. Leave them out; for another name write {type(source).__name__}(..., name=...)."
+                )
+            self._source = source
+        else:
+            self._source = ReplayableSource(source, partitions, "stream" if name is None else name)
+        self.name = self._source.name
+        self._parse, self._collate = parse, collate
+        self._batch_size, self._max_wait_s, self._timeout_s, self._ahead = batch_size, max_wait_s, timeout_s, ahead
+        self._reader: StreamReader | None = None
+        self._progress: StreamProgress | None = None
+        self._again: deque[Mapping[int, int]] = deque()
+        self._read: dict[int, int] = {}  # by partition: the offset after the last event that a batch holds
+        self._counted: dict[int, int] = {}  # the same of the batches that count as trained
+        self._given: deque[dict[int, int]] = deque()  # of the batches that the loop holds in advance
+        self._pending: deque[Event] = deque()
+        self._loaded: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "StreamDataset: DataLoader(num_workers=...) reads batches in advance in other processes, and the "
+                "positions of this one would not say which of them were trained. Use num_workers=0; batches are read "
+                "while the step before them is computed on the servers."
+            )
+        reader = self._begin()
+        while True:
+            samples = self._next_again(reader) if self._again else self._next_batch(reader)
+            if samples is None:
+                return
+            self._count_given()
+            yield self._collate(samples)
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> StreamReader:
+        """Opens the source where this worker goes on; later iterations continue."""
+        if self._reader is not None:
+            return self._reader
+        session = running_session()
+        rank, size = (0, 1) if session is None else (session.data_rank, session.data_replicas)
+        count = self._source.partitions()
+        if count < size:
+            raise ConfigError(
+                f"stream {self.name!r} has {count} partitions and the job {size} workers: worker {count} would have no "
+                f"events. Give the stream {size} partitions or more, or start fewer workers."
+            )
+        mine = range(rank, count, size)
+        starts: dict[int, int | None] = {p: self._loaded.get(p) for p in mine}
+        trainer = None if session is None or session.server_job is None else session.server_job.running()
+        if trainer is not None:
+            progress = trainer.read_streams()
+            known = _whole(progress.resumption.offsets.get(self.name, {}))
+            starts.update({p: known[p] for p in mine if p in known})
+            reached = [_whole(offsets.get(self.name, {})) for _, offsets in progress.resumption.again]
+            self._again.extend({p: offset for p, offset in step.items() if p in mine} for step in reached)
+            progress.begin(self.name, {p: start or 0 for p, start in starts.items()}, self._ahead)
+            self._progress = progress
+            if progress.resumption.lost:
+                LOGGER.warning("%s.", progress.resumption.lost)
+        self._read = {p: start for p, start in starts.items() if start is not None}
+        self._counted = dict(self._read)
+        self._reader = self._source.open(starts)
+        return self._reader
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def _next_batch(self, reader: StreamReader) -> list[Any] | None:
+        """Returns the samples of a batch from what comes; ``None`` at the end."""
+        samples: list[Any] = []
+        began = said = time.monotonic()
+        while len(samples) < self._batch_size:
+            if self._pending:
+                self._take(self._pending.popleft(), samples)
+                continue
+            now = time.monotonic()
+            if samples and self._max_wait_s is not None and now - began >= self._max_wait_s:
+                break
+            events = reader.poll(self._poll_s(bool(samples), now - began))
+            if events is None or (not events and self._is_over(time.monotonic() - began)):
+                break
+            if events:
+                began = said = began if samples else time.monotonic()
+                self._pending.extend(events)
+            elif time.monotonic() - said >= _SAY_EVERY_S:
+                said = time.monotonic()
+                LOGGER.info(
+                    "stream %r: no event for %.0f s in partitions %s; still waiting",
+                    self.name,
+                    said - began,
+                    self._mine,
+                )
+        return samples or None
+
+    def _poll_s(self, has_begun: bool, waited_s: float) -> float:
+        limit = self._max_wait_s if has_begun else self._timeout_s
+        return _POLL_S if limit is None else min(_POLL_S, max(limit - waited_s, 0.001))
+
+    def _is_over(self, waited_s: float) -> bool:
+        return self._timeout_s is not None and waited_s >= self._timeout_s
+
+    @property
+    def _mine(self) -> list[int]:
+        return sorted(self._read)
+
+    def _next_again(self, reader: StreamReader) -> list[Any] | None:
+        """Returns the samples of a batch that some servers have: exactly its events, whatever else comes."""
+        upto = self._again.popleft()
+        samples: list[Any] = []
+        kept: deque[Event] = deque()
+        while any(self._read.get(p, 0) < offset for p, offset in upto.items()):
+            if not self._pending:
+                events = reader.poll(_POLL_S)
+                if events is None:
+                    raise CheckpointError(
+                        f"stream {self.name!r} ends before the offsets {dict(upto)} that the servers have: it is "
+                        "another stream, or has lost events. Give it another name to begin anew."
+                    )
+                self._pending.extend(events)
+                continue
+            event = self._pending.popleft()
+            if event.offset < upto.get(event.partition, 0):
+                self._take(event, samples)
+                if event.offset == upto[event.partition] - 1:
+                    self._read[event.partition] = upto[event.partition]
+            else:
+                kept.append(event)
+        self._pending.extendleft(reversed(kept))
+        if samples or not self._again:
+            return samples or self._next_batch(reader)
+        return self._next_again(reader)
+
+    def _take(self, event: Event, samples: list[Any]) -> None:
+        following = self._read.get(event.partition, 0)
+        if type(event.offset) is not int or event.offset < following:
+            raise ConfigError(
+                f"stream {self.name!r}, partition {event.partition}: the source gave offset {event.offset!r} where "
+                f"{following} or a higher one is due. Offsets are integers that ascend, and a source opened at an "
+                "offset gives no earlier ones."
+            )
+        try:
+            sample = self._parse(event.record)
+        except Exception as error:
+            place = f"stream {self.name!r}, partition {event.partition}, offset {event.offset}"
+            raise FleetError(f"{place}: parse raised {error!r}. Return None to leave such records out.") from error
+        self._read[event.partition] = event.offset + 1
+        if sample is not None:
+            samples.append(sample)
+
+    def _count_given(self) -> None:
+        """Notes the batch that the loop gets; with ``ahead`` the one so many before it counts as trained next."""
+        self._given.append(dict(self._read))
+        if len(self._given) > self._ahead:
+            self._counted = self._given.popleft()
+            if self._progress is not None:
+                for partition, following in self._counted.items():
+                    self._progress.note(self.name, partition, following)
+
+    # -- facts and state -------------------------------------------------------------------------------------------
+
+    def lag(self) -> int | None:
+        """Returns how many events of this worker's partitions wait to be trained; ``None`` where nobody knows."""
+        return None if self._reader is None else self._reader.lag(self._counted)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the positions after the batches that the loop was given, for a job without servers."""
+        return {"name": self.name, "positions": {str(p): offset for p, offset in self._counted.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at the positions of :meth:`state_dict`, those of the servers excepted, which know better.
+
+        Raises:
+            CheckpointError: the state is of another stream.
+            ConfigError: this dataset is being read.
+        """
+        if self._reader is not None:
+            raise ConfigError(f"stream {self.name!r}: load_state_dict() comes before the first batch.")
+        if state.get("name") != self.name:
+            raise CheckpointError(
+                f"the state is of stream {state.get('name')!r}, this is {self.name!r}. Give the source the same name."
+            )
+        self._loaded = _whole(state["positions"])
+
+    @staticmethod
+    def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the states of all workers as one, which any number of workers can load."""
+        positions = {p: offset for state in states for p, offset in state["positions"].items()}
+        return {"name": states[0]["name"], "positions": positions}
+
+    def close(self) -> None:
+        """Closes the source; the dataset cannot be read afterwards."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _whole(offsets: Mapping[str, int]) -> dict[int, int]:
+    return {int(partition): offset for partition, offset in offsets.items()}
+
+
+def _check_counts(**counts: tuple[Any, int]) -> None:
+    for name, (value, least) in counts.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"StreamDataset({name}={value!r}): it is an integer of at least {least}.")
+
+
+def _check_seconds(**seconds: Any) -> None:
+    for name, value in seconds.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ConfigError(f"StreamDataset({name}={value!r}): it is a number of seconds above 0, or None.")

@@ -1,0 +1,140 @@
+"""Where streams come from: partitions of records that can be read again from any offset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from fleet.errors import ConfigError
+
+__all__ = ["Event", "ReplayableSource", "StreamReader", "StreamSource"]
+
+_IDLE_S = 0.02
+_EVENTS_PER_TURN = 64
+
+
+class Event(NamedTuple):
+    """One record, and its place in the stream."""
+
+    partition: int
+    offset: int
+    record: Any
+
+
+class StreamReader(Protocol):
+    """Reads some partitions of a source."""
+
+    def poll(self, timeout_s: float) -> list[Event] | None:
+        """Returns the next events, none if none come within ``timeout_s``, and ``None`` at the end of the stream.
+
+        The offsets of a partition ascend; they may have gaps.
+        """
+
+    def lag(self, following: Mapping[int, int]) -> int | None:
+        """Returns how many events wait behind the offsets; ``None`` where the source does not know."""
+
+    def close(self) -> None:
+        """Releases what the reader holds."""
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """A stream of ``name``, under which the servers keep its positions."""
+
+    name: str
+
+    def partitions(self) -> int:
+        """Returns how many partitions there are, numbered from 0."""
+
+    def open(self, starts: Mapping[int, int | None]) -> StreamReader:
+        """Returns a reader of these partitions, each from its offset on; ``None`` stands for the source's own start."""
+
+
+class ReplayableSource:
+    """A source made of a function that opens a partition at an offset.
+
+    Args:
+        open_partition: called with a partition and an offset; returns an iterator of (offset, record), from that offset
+            on, ascending. It yields ``None`` where nothing has come yet; its end is the end of the partition.
+        partitions: how many there are.
+        name: under which the servers keep the positions.
+
+    Raises:
+        ConfigError: an argument is of another kind.
+
+    Example:
+        >>> events = ["a", "b", "c"]
+        >>> source = ReplayableSource(lambda partition, start: enumerate(events[start:], start))
+        >>> source.open({0: 1}).poll(1.0)
+        [Event(partition=0, offset=1, record='b'), Event(partition=0, offset=2, record='c')]
+    """
+
+    def __init__(
+        self,
+        open_partition: Callable[[int, int], Iterator[tuple[int, Any] | None]],
+        partitions: int = 1,
+        name: str = "stream",
+    ) -> None:
+        if not callable(open_partition):
+            raise ConfigError(
+                f"StreamDataset(source={open_partition!r}): a source is a KafkaSource, an object with name, "
+                "partitions() and open(starts), or a function (partition, offset) -> iterator of (offset, record)."
+            )
+        if type(partitions) is not int or partitions < 1:
+            raise ConfigError(f"StreamDataset(partitions={partitions!r}): it is an integer of at least 1.")
+        self.name = name
+        self._open = open_partition
+        self._partitions = partitions
+
+    def partitions(self) -> int:
+        """Returns how many partitions there are."""
+        return self._partitions
+
+    def open(self, starts: Mapping[int, int | None]) -> StreamReader:
+        """Returns a reader that takes turns between the partitions."""
+        return _TurnReader({p: iter(self._open(p, start or 0)) for p, start in starts.items()}, self.name)
+
+
+class _TurnReader:
+    def __init__(self, iterators: dict[int, Iterator[tuple[int, Any] | None]], name: str) -> None:
+        self._iterators = iterators
+        self._name = name
+
+    def poll(self, timeout_s: float) -> list[Event] | None:
+        """Returns up to 64 events of each partition; waits as long as all of them have nothing."""
+        deadline = time.monotonic() + timeout_s
+        while self._iterators:
+            found = [event for partition in list(self._iterators) for event in self._take(partition)]
+            if found or time.monotonic() >= deadline:
+                return found
+            if self._iterators:
+                time.sleep(min(_IDLE_S, timeout_s))
+        return None
+
+    def _take(self, partition: int) -> Iterator[Event]:
+        for _ in range(_EVENTS_PER_TURN):
+            try:
+                item = next(self._iterators[partition])
+            except StopIteration:
+                del self._iterators[partition]
+                return
+            if item is None:
+                return
+            try:
+                offset, record = item
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"stream {self._name!r}, partition {partition}: the source gave {item!r}, not (offset, record)."
+                ) from None
+            yield Event(partition, offset, record)
+
+    def lag(self, following: Mapping[int, int]) -> int | None:
+        """Returns ``None``: an iterator does not say what it still has."""
+        return None
+
+    def close(self) -> None:
+        """Closes the iterators that can be closed."""
+        for iterator in self._iterators.values():
+            getattr(iterator, "close", lambda: None)()
+        self._iterators = {}

@@ -1,0 +1,210 @@
+"""StreamDataset: batches, waits, states, refusals; with servers each event is trained once, whatever is killed."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fleet
+from fleet.errors import CheckpointError, ConfigError, FleetError
+from tests.launch.launcher import Launcher
+
+
+def numbers(partition: int, start: int):
+    return ((offset, 10 * offset + partition) for offset in range(start, 5))
+
+
+def stream(source=numbers, parse=int, batch_size=2, **settings):
+    return fleet.StreamDataset(source, parse, batch_size=batch_size, **settings)
+
+
+def lists(dataset) -> list[list[int]]:
+    return [batch.tolist() for batch in dataset]
+
+
+def test_batches_follow_the_stream_and_the_last_is_short() -> None:
+    assert lists(stream()) == [[0, 10], [20, 30], [40]]
+    assert lists(DataLoader(stream(), batch_size=None)) == [[0, 10], [20, 30], [40]]
+
+
+def test_a_second_loop_goes_on_where_the_first_was_left() -> None:
+    dataset = stream()
+    assert next(iter(dataset)).tolist() == [0, 10]
+    assert lists(dataset) == [[20, 30], [40]]
+
+
+def test_records_that_parse_leaves_out_are_passed_over_and_count() -> None:
+    dataset = stream(parse=lambda record: None if record % 20 else record)
+    assert lists(dataset) == [[0, 20], [40]]
+    assert dataset.state_dict() == {"name": "stream", "positions": {"0": 5}}
+
+
+def test_a_state_goes_on_after_the_batches_that_were_given() -> None:
+    dataset = stream(name="n")
+    next(iter(dataset))
+    again = stream(name="n")
+    again.load_state_dict(dataset.state_dict())
+    assert lists(again) == [[20, 30], [40]]
+    with pytest.raises(ConfigError, match="comes before the first batch"):
+        again.load_state_dict(dataset.state_dict())
+    with pytest.raises(CheckpointError, match="state is of stream 'n', this is 'stream'"):
+        stream().load_state_dict(dataset.state_dict())
+
+
+def test_with_ahead_the_batches_that_the_loop_holds_do_not_count() -> None:
+    dataset = stream(ahead=1)
+    batches = iter(dataset)
+    next(batches)
+    assert dataset.state_dict()["positions"] == {}
+    next(batches)
+    assert dataset.state_dict()["positions"] == {"0": 2}
+
+
+def test_states_of_all_workers_join() -> None:
+    states = [{"name": "n", "positions": {"0": 4}}, {"name": "n", "positions": {"1": 7}}]
+    assert fleet.StreamDataset.joined_states(states) == {"name": "n", "positions": {"0": 4, "1": 7}}
+
+
+def endless(partition: int, start: int):
+    yield from ((offset, offset) for offset in range(start, 3))
+    while True:
+        yield None
+
+
+def test_a_batch_that_has_begun_waits_for_max_wait_s_and_the_stream_for_timeout_s() -> None:
+    dataset = stream(endless, max_wait_s=0.2, timeout_s=0.4)
+    began = time.monotonic()
+    assert lists(dataset) == [[0, 1], [2]]
+    assert time.monotonic() - began < 20
+
+
+def test_offsets_must_ascend() -> None:
+    with pytest.raises(ConfigError, match="partition 0: the source gave offset 3 where 4 or a higher one is due"):
+        lists(stream(lambda partition, start: iter([(3, 1), (3, 2)])))
+    with pytest.raises(ConfigError, match="gave offset 'a'"):
+        lists(stream(lambda partition, start: iter([("a", 1)])))
+
+
+def test_a_record_that_cannot_be_parsed_is_named() -> None:
+    with pytest.raises(FleetError, match="stream 'stream', partition 0, offset 0: parse raised ZeroDivisionError"):
+        lists(stream(parse=lambda record: 1 // record))
+
+
+def test_loader_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_workers=0"):
+        list(DataLoader(stream(), batch_size=None, num_workers=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"ahead": -1}, "ahead=-1"),
+        ({"max_wait_s": 0}, "max_wait_s=0"),
+        ({"timeout_s": "1"}, "timeout_s='1'"),
+        ({"parse": 3}, "parse=3"),
+        ({"collate": None}, "collate=None"),
+        ({"source": [1, 2]}, "a source is"),
+        ({"partitions": 0}, "partitions=0"),
+    ],
+)
+def test_wrong_arguments_are_refused(settings, words) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        stream(**settings)
+
+
+TRAIN = """
+import os, pathlib, random, signal, sys, threading, time
+import torch
+from fleet import fleet
+
+KILLS, EVENTS, PARTITIONS = int(sys.argv[1]), int(sys.argv[2]), 4
+
+def die_some_day():
+    # Each process takes one of the kills, as long as there are any left.
+    for number in range(KILLS):
+        try:
+            os.open(f"kill-{number}", os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            continue
+        time.sleep(random.Random(number).uniform(0.05, 0.6))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+fleet.init()
+
+def events(partition, start):
+    for offset in range(start, EVENTS):
+        yield offset, (offset * 7 + partition) % 50
+        if offset % 64 == 0:
+            time.sleep(0.002)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(1, initializer=fleet.ps.Initializer("constant", 0.0))
+    def forward(self, ids):
+        return self.rows(ids)
+model = Model()
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = sys.argv[3] != "sync"
+if sys.argv[3] == "stale":
+    strategy.a_sync_configs = {"max_staleness": 2}
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), strategy)
+model = fleet.distributed_model(model)
+if fleet.is_server():
+    fleet.init_server()
+    threading.Thread(target=die_some_day, daemon=True).start()
+    fleet.run_server()
+else:
+    fleet.init_worker()
+    threading.Thread(target=die_some_day, daemon=True).start()
+    dataset = fleet.StreamDataset(events, int, batch_size=32, partitions=PARTITIONS, name="clicks")
+    for ids in dataset:
+        # The mean over the workers of sync mode divides by their number.
+        loss = -model(ids).sum() * (fleet.worker_num() if sys.argv[3] == "sync" else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fleet.save_persistables("model")  # every worker's queues are empty now
+    if fleet.is_first_worker():
+        torch.save(model(torch.arange(50)).detach(), "after.pt")
+    fleet.stop_worker()
+"""
+
+
+def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3000) -> None:
+    """Runs the job and compares each row with the number of its events; a lost or repeated one shows."""
+    options = [f"--server_num={servers}", "--worker_num=2", f"--max_restart={kills + 2}"]
+    with Launcher(tmp_path, TRAIN, *options, args=[str(kills), str(events), mode]) as job:
+        assert job.wait(300.0) == 0, job.stderr
+    assert len(list(tmp_path.glob("kill-*"))) == kills
+    counted = torch.zeros(50)
+    for partition in range(4):
+        for offset in range(events):
+            counted[(offset * 7 + partition) % 50] += 1
+    assert torch.equal(torch.load(tmp_path / "after.pt").reshape(50), counted)
+
+
+def test_each_event_is_trained_once(tmp_path: Path) -> None:
+    trained(tmp_path, "async", kills=0, servers=2, events=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "servers"), [("sync", 1), ("stale", 2), ("async", 2)])
+def test_each_event_is_trained_once_whatever_is_killed(tmp_path: Path, mode: str, servers: int) -> None:
+    """Issue 14.2: 5 random kill -9 of workers and servers; a row counts its events, so each one shows."""
+    trained(tmp_path, mode, kills=5, servers=servers)
+
+
+def test_two_partitions_are_too_few_for_three_workers(tmp_path: Path) -> None:
+    script = TRAIN.replace("PARTITIONS = int(sys.argv[1]), int(sys.argv[2]), 4", "PARTITIONS = 0, 9, 1")
+    with Launcher(tmp_path, script, "--server_num=1", "--worker_num=2", args=["0", "9", "async"]) as job:
+        assert job.wait(120.0) != 0
+        assert "has 1 partitions and the job 2 workers: worker 1 would have no events" in job.stderr + job.stdout
