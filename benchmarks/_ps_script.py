@@ -27,7 +27,7 @@ from _ps_steps import Batch, batches_of, processor_s
 from fleet import fleet
 
 ROWS, DIM, NUM_SLOTS, NUM_DENSE = 1_000_001, 10, 26, 13
-SAMPLES = 32_768
+SAMPLES, DRAWN = 32_768, 200  # a sample of Criteo's has so many rows; they are repeated
 RATE = 1e-4
 CONFIGS: dict[str, dict[str, int]] = {"sync": {}, "async": {}, "geo": {"k_steps": 100}}
 Measured = tuple[float, float, float]
@@ -95,24 +95,26 @@ def draw(seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     per_slot = (ROWS - 1) // NUM_SLOTS
     edges = np.cumsum(np.arange(1, per_slot + 1, dtype=np.float64) ** -1.2)
-    ranks = np.searchsorted(edges / edges[-1], rng.random((SAMPLES, NUM_SLOTS)))
+    ranks = np.searchsorted(edges / edges[-1], rng.random((DRAWN, NUM_SLOTS)))
     ids = 1 + ranks * NUM_SLOTS + np.arange(NUM_SLOTS)
-    dense = rng.standard_normal((SAMPLES, NUM_DENSE)).astype(np.float32)
-    labels = (rng.random(SAMPLES) < 0.25).astype(np.float32)
-    return torch.from_numpy(ids), torch.from_numpy(dense), torch.from_numpy(labels)
+    dense = rng.standard_normal((DRAWN, NUM_DENSE)).astype(np.float32)
+    labels = (rng.random(DRAWN) < 0.25).astype(np.float32)
+    return repeated(ids, dense, labels)
 
 
 def read(path: str) -> Batch:
-    """Returns the rows of files in Criteo's format, repeated to as many as are drawn otherwise."""
+    """Returns the rows of files in Criteo's format."""
     from criteo import read_criteo
 
     found, _ = read_criteo(Path(path))
-    places = np.arange(SAMPLES) % len(found.labels)
-    return (
-        torch.from_numpy(found.ids[places] % ROWS),
-        torch.from_numpy(found.dense[places]),
-        torch.from_numpy(found.labels[places]),
-    )
+    return repeated(found.ids % ROWS, found.dense, found.labels)
+
+
+def repeated(*arrays: np.ndarray) -> Batch:
+    """Returns the rows of ``arrays``, repeated to the same number of them."""
+    places = np.arange(SAMPLES) % len(arrays[0])
+    ids, dense, labels = (torch.from_numpy(array[places]) for array in arrays)
+    return ids, dense, labels
 
 
 def block(model: Any, optimizer: Any, batches: Iterator[Batch], seconds: float, server: Path | None) -> Measured:
