@@ -27,7 +27,8 @@ Rows = NDArray[np.float32]
 class Take(Protocol):
     """Takes values of a dense table as they arrive, from element ``start`` on; they are gone after the call."""
 
-    def __call__(self, values: Rows, start: int = 0) -> None: ...
+    def __call__(self, values: Rows, start: int = 0) -> None:
+        """Takes ``values``."""
 
 
 Target = Rows | tuple[Rows, NDArray[np.intp] | slice] | Callable[[Rows], None]

@@ -353,7 +353,7 @@ class GeoExchange:
 
     def _exchange(self, exchange: Callable[[], Any]) -> None:
         for part in self._plan.dense:
-            self._values[part.table_id][:] = part.values()
+            part.values(self._values[part.table_id])
         exchange()
         for part in self._plan.dense:
             part.assign(self._values[part.table_id])

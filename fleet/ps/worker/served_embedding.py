@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
@@ -82,7 +81,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             weight = self.weight
             device, trained = weight.device, weight.requires_grad
         rows, places = self.lookup.find(ids, device, trained=trained)
-        found = F.embedding(places.view(input.shape), rows)
+        found = torch.embedding(rows, places.view(input.shape))
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
     def prefetch(self, input: Tensor) -> None:

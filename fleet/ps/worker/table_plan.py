@@ -112,13 +112,10 @@ class DensePart:
     @torch.no_grad()
     def add_gradients(self, total: Rows) -> None:
         """Adds the gradients to float32 [size], without a flat copy of them."""
-        whole = torch.from_numpy(total)
-        start = 0
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                gradient = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
-                whole[start : start + parameter.numel()].add_(gradient.reshape(-1).to("cpu", torch.float32))
-            start += parameter.numel()
+        places = torch.from_numpy(total).split([p.numel() for p in self.parameters])
+        pairs = [(place, p.grad) for place, p in zip(places, self.parameters, strict=True) if p.grad is not None]
+        dense = [g if g.layout is torch.strided else g.to_dense() for _, g in pairs]
+        torch._foreach_add_([place for place, _ in pairs], [g.reshape(-1).to("cpu", torch.float32) for g in dense])
 
     @torch.no_grad()
     def assign(self, values: Rows, start: int = 0) -> None:
@@ -393,6 +390,9 @@ def _flat(tensors: Sequence[Tensor], out: Rows | None) -> Rows:
     parts = [(t.to_dense() if t.layout is not torch.strided else t).detach().reshape(-1) for t in tensors]
     if out is None:
         out = np.empty(sum(map(len, parts)), np.float32)
-    for place, part in zip(torch.from_numpy(out).split([len(part) for part in parts]), parts, strict=True):
-        place.copy_(part)
+    whole = torch.from_numpy(out)
+    if all(part.device.type == "cpu" for part in parts):
+        torch.cat(parts, out=whole)
+    else:
+        whole.copy_(torch.cat(parts))
     return out
