@@ -2,8 +2,8 @@
 
 ``nn.Embedding(1000001, 10, sparse=True)``, 26 categories and 13 numbers of Criteo's rows, three layers of 400, SGD;
 nothing is tuned. Both workers also train the same model without servers, each alone, in blocks in turn with those of
-the job. Writes ``samples.RANK.json``: by batch size, kind and block, samples per second, and microseconds of processor time
-per step of this worker and (worker 0) of the server, which works for both workers.
+the job. Writes ``samples.RANK.json``: by batch size, kind and block, samples per second, and microseconds of processor
+time per step of this worker and (worker 0) of the server, which works for both workers.
 """
 
 from __future__ import annotations
