@@ -128,7 +128,16 @@ DIRECTIONS = {
         "etcd3gw",
     ),
     "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
-    "fleet/ps": ("fleet.errors", "fleet._addresses", "fleet._sealing", "numpy", "numba", "llvmlite", "torch"),
+    "fleet/ps": (
+        "fleet.errors",
+        "fleet._lazy_names",
+        "fleet._addresses",
+        "fleet._sealing",
+        "numpy",
+        "numba",
+        "llvmlite",
+        "torch",
+    ),
     "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
 }
 

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 __all__ = ["role_maker"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return import_module(f"fleet.base.{name}")
-    raise AttributeError(f"fleet.base has no {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, {}, __all__)

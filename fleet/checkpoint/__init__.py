@@ -10,8 +10,7 @@ Example:
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 _HOMES = {
     "load": "fleet.checkpoint.loading",
@@ -27,16 +26,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    from fleet.errors import did_you_mean
-
-    raise AttributeError(f"fleet.checkpoint has no {name!r}.{did_you_mean(name, __all__)}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

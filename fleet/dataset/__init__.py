@@ -10,8 +10,7 @@ Example:
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 _HOMES = {
     "Batch": "_batch",
@@ -30,12 +29,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, {name: f".{home}" for name, home in _HOMES.items()})

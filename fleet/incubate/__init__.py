@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 __all__ = ["distributed"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return import_module(f"fleet.incubate.{name}")
-    raise AttributeError(f"fleet.incubate has no {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, {}, __all__)

@@ -6,8 +6,7 @@ resolved at first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 _TENSOR = "fleet.strategies.tensor_parallel"
 _SEGMENT = "fleet.meta_parallel.segment_parallel"
@@ -56,14 +55,4 @@ _MODULES = ("parallel_layers",)
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)

@@ -5,8 +5,7 @@ Names are resolved at first use: importing this package loads neither numpy nor 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 _HOMES = {
     "SparseEmbedding": "worker.embedding",
@@ -48,12 +47,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, {name: f".{home}" for name, home in _HOMES.items()})

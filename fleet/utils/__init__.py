@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fleet._lazy_names import lazy_names
 
 _HOMES = {
     "HDFSClient": "fleet.utils.fs",
@@ -18,14 +17,4 @@ _MODULES = ("hybrid_parallel_util", "mix_precision_utils", "moe_utils", "sequenc
 
 __all__ = ["HDFSClient", "LocalFS", "recompute", "recompute_hybrid", "recompute_sequential", "run_check"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"fleet.utils has no {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)

@@ -32,7 +32,7 @@ def only_block(word: str) -> str:
 
 @pytest.mark.slow
 def test_the_program_runs_and_goes_on(tmp_path: Path) -> None:
-    program, keep, scale = (only_block(word) for word in ("start_epoch = checkpoint", "keep_global_batch", "scale_lr"))
+    program, keep, scale = (only_block(word) for word in ("checkpoint.resume()", "keep_global_batch", "scale_lr"))
     (tmp_path / "train.py").write_text(program + "print('at', checkpoint.epoch, checkpoint.step)\n")
     (tmp_path / "declare.py").write_text(f"from fleet import fleet\n{keep}\nprint(strategy.gradient_merge_configs)\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

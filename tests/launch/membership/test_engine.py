@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ class Place:
     """The nodes of one job; all are closed at the end."""
 
     def __init__(self, server: Etcd, folder: Path) -> None:
-        self._server, self._folder, self._prefix = server, folder, f"/m{id(self)}/"
+        self._server, self._folder, self._prefix = server, folder, f"/m{token_hex(8)}/"
         self.signals = SignalInbox()
         self.nodes: list[Engine] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
@@ -24,7 +25,7 @@ class Place:
     """An etcd and contacts with it; ``outage`` is what the other nodes would say."""
 
     def __init__(self, server: Etcd) -> None:
-        self.server, self.prefix = server, f"/t{id(self)}/"
+        self.server, self.prefix = server, f"/t{token_hex(8)}/"
         self.outage = False
         self.contacts: list[EtcdContact] = []
 
