@@ -2,7 +2,8 @@
 
     python benchmarks/ps.py                  # all parts, one table: about fifteen minutes
     python benchmarks/ps.py --quick          # fewer and shorter repeats, a tenth of the rows: about three
-    python benchmarks/ps.py --only training  # or: tables, wire, publish, serving
+    python benchmarks/ps.py --only training  # or: tables, wire, script, publish, serving
+    python benchmarks/ps.py --only script --data PATH  # the untuned script, on files in Criteo's format
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
 
 Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
@@ -15,6 +16,10 @@ Training: wide & deep, three layers of 400, 26 slots, rows of 10 (and 1 for the 
 ids, SGD: one server and two workers, whose processes also train the same model in plain torch, each alone, in blocks
 between those with the server. The share by processor time counts all processes of the job, the server too: that is the
 share where these processes fill all processors, and other work on the machine does not change it.
+
+Script: the same model as FleetX's users write it, ``nn.Embedding(1000001, 10, sparse=True)`` in a plain loop, two jobs
+one after the other in each mode. Samples per second and processor time per step are those of one worker, the mean of
+both, and plain torch is one process alone.
 """
 
 from __future__ import annotations
@@ -48,6 +53,11 @@ MULTIPLES = {("async", 10): 5.0, ("async", 100): 2.5, ("geo", 10): 3.0, ("geo", 
 # The study's kernels beside its gather at 10 million rows, and the memory of its rows.
 STUDY = {"pull": 12.5 / 33.7, "push": 10.4 / 33.7}
 ROW_BYTES = 128 + 27
+# What is asked of the script, as a share of plain torch.
+SCRIPT_SHARES = {
+    ("async", 10): 0.8, ("async", 100): 0.9, ("geo", 10): 0.95, ("geo", 100): 0.97,
+    ("sync", 10): 0.4, ("sync", 100): 0.6,
+}  # fmt: skip
 Blocks = list[list[tuple[float, ...]]]
 MODES = ("sync", "async", "merged", "geo")
 HEADER = ("what", "measured", "beside it", "ratio", "by processor time", "asked")
@@ -143,15 +153,8 @@ def publish_rows(blocks: int, seconds: float, vocabulary: int) -> list[list[str]
 
 def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vocabulary: int) -> list[list[str]]:
     """Returns the rows of a mode."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"mode": mode, "batches": batches, "blocks": blocks, "seconds": seconds}
-        settings |= {"folder": folder, "vocabulary": vocabulary}
-        launcher = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=2", f"--log_dir={folder}/log"]
-        command = [*launcher, str(HERE / "_ps_steps.py"), json.dumps(settings)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            raise SystemExit(f"{mode}: the job ended with {done.returncode}\n{done.stdout[-4000:]}")
-        workers = [json.loads(Path(folder, f"samples.{rank}.json").read_text()) for rank in (0, 1)]
+    settings = {"mode": mode, "batches": batches, "blocks": blocks, "seconds": seconds, "vocabulary": vocabulary}
+    workers = job("_ps_steps.py", settings)
     rows = []
     for size in batches:
         served, plain = (
@@ -163,6 +166,51 @@ def training_rows(mode: str, batches: list[int], blocks: int, seconds: float, vo
         )
         rows.extend(training_cells(mode, size, served, plain))
     return rows
+
+
+def script_rows(mode: str, batches: list[int], rounds: int, seconds: float, data: str | None) -> list[list[str]]:
+    """Returns the rows of the untuned script in a mode: two blocks, each a job of its own."""
+    found: dict[int, list[list[tuple[tuple[float, ...], ...]]]] = {size: [[], []] for size in batches}
+    for _ in range(2):
+        workers = job(
+            "_ps_script.py", {"mode": mode, "batches": batches, "blocks": rounds, "seconds": seconds, "data": data}
+        )
+        for size in batches:
+            for kind, kept in zip(("served", "local"), found[size], strict=True):
+                kept += zip(*(worker[str(size)][kind] for worker in workers), strict=True)
+    cells = []
+    for size, (served, local) in found.items():
+        rates = [[sum(worker[0] for worker in both) / 2 for both in blocks] for blocks in (served, local)]
+        times = [[sum(worker[1] for worker in both) / 2 for both in blocks] for blocks in (served, local)]
+        # Worker 0 took the server's time per step of its own, in which the server worked for both.
+        server = [both[0][2] * both[0][0] / (both[0][0] + both[1][0]) for both in served]
+        whole = [own + its for own, its in zip(times[0], server, strict=True)]
+        used = (
+            f"worker {median(times[0]):.0f} + server {median(server):.0f} us a step; plain torch {median(times[1]):.0f}"
+        )
+        cells.append(
+            [
+                f"script, {mode}, batch {size}: {used}",
+                spread(rates[0], 0) + " samples/s",
+                f"plain torch {spread(rates[1], 0)}",
+                spread(ratios(*rates), 2),
+                spread(ratios(times[1], whole), 2),
+                f"{SCRIPT_SHARES[mode, size]:g}" if (mode, size) in SCRIPT_SHARES else "-",
+            ]
+        )
+    return cells
+
+
+def job(script: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs one server and two workers of a script of this folder; returns what the workers wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=2", f"--log_dir={folder}/log"]
+        command = [*launcher, str(HERE / script), json.dumps({**settings, "folder": folder})]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{settings['mode']}: the job ended with {done.returncode}\n{done.stdout[-4000:]}")
+        return [json.loads(Path(folder, f"samples.{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def training_cells(mode: str, size: int, served: Blocks, plain: Blocks) -> list[list[str]]:
@@ -193,9 +241,12 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, smaller tables")
-    parser.add_argument("--only", choices=("training", "large", "tables", "wire", "publish", "serving"))
+    parser.add_argument("--only", choices=("training", "script", "large", "tables", "wire", "publish", "serving"))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--batches", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument(
+        "--data", help="files in Criteo's format for the script (default: rows of that shape are drawn)"
+    )
     parser.add_argument("--vocabulary", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=50_000_000, help="rows of --only large (default: %(default)s)")
     args = parser.parse_args()
@@ -216,6 +267,9 @@ def main() -> None:
     for mode in args.modes if args.only in (None, "training") else ():
         cells += training_rows(mode, args.batches, blocks, seconds, args.vocabulary)
         print(f"{mode}: done, load {os.getloadavg()[0]:.1f}", flush=True)
+    for mode in args.modes if args.only in (None, "script") else ():
+        if mode != "merged":  # is no setting that the script has
+            cells += script_rows(mode, [size for size in args.batches if size < 1000], blocks, seconds, args.data)
     print(markdown(HEADER, cells))
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.link import ClientConfig, Link, Request
-from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, rows_of_answer
+from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import (
@@ -62,8 +62,8 @@ class Ticket:
     reached: int | None = None
 
 
-def fill(share: list[tuple[TablePart, Any]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
-    """Returns a function that writes one server's answer to its targets: an array, or (array, places)."""
+def fill(share: list[tuple[TablePart, Target]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
+    """Returns a function that writes one server's answer to its targets."""
 
     def take(header: Header, body: memoryview) -> None:
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
@@ -74,7 +74,9 @@ def fill(share: list[tuple[TablePart, Any]], ticket: Ticket) -> Callable[[Header
             if part.table_id != asked.table_id or part.n != asked.n * asked.dim or part.rows is None:
                 raise MessageError(f"the answer for table {asked.table_id} has another size.")
             rows = part.rows.reshape(asked.n, asked.dim)
-            if isinstance(target, tuple):
+            if callable(target):
+                target(rows.reshape(-1))
+            elif isinstance(target, tuple):
                 target[0][target[1]] = rows
             else:
                 target[:] = rows
@@ -221,7 +223,7 @@ class Client:
         wanted: Mapping[int, Keys | None],
         *,
         step: int | None = None,
-        out: Mapping[int, Rows] | None = None,
+        out: Mapping[int, Rows | Take] | None = None,
         create: bool = True,
         wait_for_others: bool = True,
     ) -> Ticket:
@@ -231,7 +233,7 @@ class Client:
             wanted: ids per sparse table, which may repeat; ``None`` for a dense table.
             step: for which step the rows are, from 0; by default the steps pushed so far. For the next batch, give
                 ``client.step + 1``: allowed where the servers' staleness is 1 or more.
-            out: arrays to write to.
+            out: arrays to write to; for a dense table, or what takes its values.
             create: missing ids get a row.
             wait_for_others: wait as the servers' mode and staleness say.
 
@@ -249,7 +251,7 @@ class Client:
         flags |= MessageFlag.NONE if wait_for_others else MessageFlag.NO_WAIT
         flags |= self._half
         ticket = Ticket()
-        shares: list[list[tuple[TablePart, Any]]] = [[] for _ in self._links]
+        shares: list[list[tuple[TablePart, Target]]] = [[] for _ in self._links]
         for table_id, ids in wanted.items():
             given = None if out is None else out.get(table_id)
             ticket.result[table_id], questions = self._table(table_id).questions(ids, given)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +18,20 @@ from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, decode_parts
 from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["Gradient", "TableMap", "rows_of_answer"]
+__all__ = ["Gradient", "TableMap", "Take", "Target", "rows_of_answer"]
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
+
+
+class Take(Protocol):
+    """Takes values of a dense table as they arrive, from element ``start`` on; they are gone after the call."""
+
+    def __call__(self, values: Rows, start: int = 0) -> None:
+        """Takes ``values``."""
+
+
+Target = Rows | tuple[Rows, NDArray[np.intp] | slice] | Callable[[Rows], None]
 
 
 @dataclass(slots=True)
@@ -110,33 +122,36 @@ class TableMap:
             parts.append(TablePart(self.table_id, stop - start, 1, rows=rows))
         return parts
 
-    def questions(
-        self, ids: Keys | None, out: Rows | None
-    ) -> tuple[Rows, list[list[tuple[TablePart, Rows | tuple[Rows, NDArray[np.intp] | slice]]]]]:
+    def questions(self, ids: Keys | None, out: Rows | Take | None) -> tuple[Any, list[list[tuple[TablePart, Target]]]]:
         """Returns where the answer to a pull goes, and per server what is asked and its place there.
 
         Args:
             ids: int64; ``None`` for a dense table.
-            out: the array for the answer, a new one by default.
+            out: the array for the answer, a new one by default; of a dense table, or what takes it.
         """
         if ids is None:
             if not isinstance(self.config, DenseTableConfig):
                 raise ConfigError(f"table {self.table_id} is sparse; pull takes the ids.")
+            if callable(out):
+                asked = zip(self.dense_parts(None), self.blocks, strict=True)
+                return out, [[(part, partial(out, start=start))] for part, (start, _) in asked]
             values = np.empty(self.config.size, np.float32) if out is None else self.check_values(out)
             blocks = zip(self.dense_parts(None), self.blocks, strict=True)
             return values, [[(part, values[start:stop].reshape(-1, 1))] for part, (start, stop) in blocks]
         ids = self.check_ids(ids)
+        if callable(out):
+            raise ConfigError(f"table {self.table_id} is sparse; out takes an array.")
         rows = np.empty((len(ids), self.dim), np.float32) if out is None else out
         if rows.dtype != np.float32 or rows.shape != (len(ids), self.dim):
             raise ConfigError(
                 f"table {self.table_id}: out is {rows.dtype} {rows.shape}; it must be float32 {(len(ids), self.dim)}."
             )
-        asked = []
+        questions: list[list[tuple[TablePart, Target]]] = []
         for places in self.split(ids):
             own = np.ascontiguousarray(ids[places])
             is_asked = len(own) or self.num_servers == 1
-            asked.append([(TablePart(self.table_id, len(own), self.dim, own), (rows, places))] if is_asked else [])
-        return rows, asked  # type: ignore[return-value]
+            questions.append([(TablePart(self.table_id, len(own), self.dim, own), (rows, places))] if is_asked else [])
+        return rows, questions
 
     def change_parts(self, value: Gradient | Rows) -> list[TablePart]:
         """Returns the part of each server for a change; raises ``ConfigError`` for that of another kind of table."""

@@ -27,6 +27,7 @@ from fleet.ps.wire.messages import TablePart
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "merge_parts", "missing_parts"]
 
 _LONGEST_DAY = 256
+_CACHED = 1 << 15  # so many sums stay in the processor's cache until they are complete
 
 
 class Stamps:
@@ -101,10 +102,12 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     first = parts[0]
     if first.ids is None:
         total = np.zeros((first.n, 1), np.float32)
-        for part in parts:
-            assert part.rows is not None
-            total += part.rows
-        total /= scale
+        for start in range(0, first.n, _CACHED):
+            piece = total[start : start + _CACHED]
+            for part in parts:
+                assert part.rows is not None
+                piece += part.rows[start : start + _CACHED]
+            piece /= scale
         return TablePart(first.table_id, first.n, 1, rows=total)
     every = np.concatenate([part.ids for part in parts if part.ids is not None])
     keys, inverse = np.unique(every, return_inverse=True)

@@ -302,7 +302,7 @@ class ServerState:
             self._refuse_overtaken(record, worker)
             if flags & MessageFlag.POSITIONS and worker.clock < header.step <= self.job.applied_step:
                 raise Refused(
-                    f"worker {worker.rank}: the others took step {header.step} without this worker, after its lease. Its "
+                    f"worker {worker.rank}: the others took step {header.step} without it, after its lease ended. Its "
                     "events would be lost: restart it, and it goes on behind the last ones that were trained."
                 )
             new = self._note_held(record, worker, held, self.journal.append(record))

@@ -83,11 +83,12 @@ class ServerExchange(Protocol):
 class SyncExchange:
     """All workers take each step together."""
 
-    reads_grad = False
+    reads_grad = True
 
     def __init__(self, client: Client, plan: TablePlan) -> None:
         self.client = client
         self.plan = plan
+        self._spare: dict[int, Rows] = {}  # memory for dense gradients; new memory costs as much as sending them
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows after the steps this worker has pushed."""
@@ -103,8 +104,16 @@ class SyncExchange:
 
     def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
-        pushed = self.client.push(gradients, positions=positions)
+        memory = self._spare
+        self._spare = {}  # after a failure a request may still refer to it
+        everything = dict(gradients)
+        for part in self.plan.dense:
+            values = None if part.table_id in gradients else part.gradients(memory.get(part.table_id))
+            if values is not None:
+                everything[part.table_id] = memory[part.table_id] = values
+        pushed = self.client.push(everything, positions=positions)
         self._receive(lambda: self.client.wait(pushed))
+        self._spare = memory
 
     def settle(self) -> None:
         """Waits until every server has applied the steps that this worker pushed, also where it had no share."""
@@ -125,13 +134,10 @@ class SyncExchange:
     abandon = close
 
     def _receive(self, before: Callable[[], Any] = lambda: None) -> None:
-        wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
-        pulled = self.client.pull(wanted) if wanted else None  # travels while the push is waited for
+        takes = {part.table_id: part.assign for part in self.plan.dense}
+        pulled = self.client.pull(dict.fromkeys(takes), out=takes) if takes else Ticket()  # while the push is under way
         before()
-        if pulled is not None:
-            values = self.client.wait(pulled)
-            for part in self.plan.dense:
-                part.assign(values[part.table_id])
+        self.client.wait(pulled)
 
 
 class _Mailbox:
@@ -351,7 +357,7 @@ class GeoExchange:
 
     def _exchange(self, exchange: Callable[[], Any]) -> None:
         for part in self._plan.dense:
-            self._values[part.table_id][:] = part.values()
+            part.values(self._values[part.table_id])
         exchange()
         for part in self._plan.dense:
             part.assign(self._values[part.table_id])

@@ -10,7 +10,7 @@ Only rows that changed here are sent, and only rows that others changed come bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,11 @@ from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import KeyPlaces
 
 __all__ = ["GeoCommunicator", "GeoRows"]
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    """Yields slices of ``size`` elements that stay in the processor's cache through several operations."""
+    return (slice(start, start + (1 << 15)) for start in range(0, size, 1 << 15))
 
 
 class GeoRows:
@@ -99,6 +104,7 @@ class GeoCommunicator:
         self._rows = {table_id: GeoRows(client.tables[table_id].dim) for table_id in sparse}
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
+        self._spare: dict[int, Rows] = {}  # memory for dense differences, then for what is pulled
         self._steps = self._exchanges = 0
         self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it reads
 
@@ -121,7 +127,9 @@ class GeoCommunicator:
         """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
         rows = self._rows[table_id]
         places = self._known(table_id, gradient.ids)
-        rows.local[places] = rows.local.take(places, 0) - np.float32(learning_rate) * gradient.rows
+        trained = rows.local.take(places, 0)
+        trained -= np.float32(learning_rate) * gradient.rows
+        rows.local[places] = trained
         rows.touch(places)
 
     def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
@@ -154,20 +162,28 @@ class GeoCommunicator:
         """Sends this worker's differences and takes those of the others."""
         client = self._client
         workers = self._client.config.num_workers
+        memory = self._spare or {table_id: np.empty_like(values) for table_id, values in self._dense.items()}
+        self._spare = {}  # after a failure a request may still refer to it
         deltas: dict[int, Gradient | Rows] = {
             table_id: rows.take_deltas(workers) for table_id, rows in self._rows.items()
         }
         for table_id, values in self._dense.items():
-            delta = (values - self._old_dense[table_id]) / np.float32(workers)
-            self._old_dense[table_id] += delta
+            old, delta = self._old_dense[table_id], memory[table_id]
+            for piece in _pieces(len(values)):
+                np.subtract(values[piece], old[piece], out=delta[piece])
+                delta[piece] /= np.float32(workers)
+                old[piece] += delta[piece]
             deltas[table_id] = delta
         client.wait(client.add(deltas))
         if self._rows:
             for table_id, (keys, values) in client.pull_changes(list(self._rows)).items():
                 self._rows[table_id].receive(keys, values)
         if self._dense:
-            found = client.wait(client.pull(dict.fromkeys(self._dense), wait_for_others=False))
+            found = client.wait(client.pull(dict.fromkeys(self._dense), out=memory, wait_for_others=False))
             for table_id, values in self._dense.items():
-                values += found[table_id] - self._old_dense[table_id]
-                self._old_dense[table_id][:] = found[table_id]
+                old, new = self._old_dense[table_id], found[table_id]
+                for piece in _pieces(len(values)):
+                    values[piece] += new[piece] - old[piece]
+                    old[piece] = new[piece]
+        self._spare = memory
         self._exchanges += 1

@@ -130,7 +130,7 @@ class RowLookup:
         *,
         trained: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rows of the distinct ids, float32 [u, dim], and the place of each id among them, int64 [n].
+        """Returns the rows of the distinct ids, float32 [u, dim], and the place of each id among them, int32 [n].
 
         Args:
             ids: int64 [n].
@@ -140,12 +140,13 @@ class RowLookup:
         """
         assert self.source is not None
         keys, inverse = self._unique(ids)
-        keys = keys.copy()  # the next batch reuses the memory
-        found = self._arrived(keys)
-        rows = torch.from_numpy(self.source.rows(keys) if found is None else found).to(device)
+        found = self._arrived(keys) if self._coming else None
+        rows, places = torch.from_numpy(self.source.rows(keys) if found is None else found), torch.from_numpy(inverse)
+        if device.type != "cpu":
+            rows, places = rows.to(device), places.to(device)
         if trained and torch.is_grad_enabled():
             self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
-        return rows, torch.from_numpy(inverse.astype(np.int64)).to(device)
+        return rows, places
 
     def trains(self) -> bool:
         """Returns whether the rows are on servers that can be asked now."""
@@ -155,7 +156,7 @@ class RowLookup:
         """Asks for the rows of the next batch; :meth:`find` takes them when it is given the same ids."""
         if self.source is None:
             return
-        keys = self._unique(ids)[0].copy()
+        keys = self._unique(ids)[0]
         coming = self.source.ahead(keys)
         if coming is not None:
             self._coming.append((keys, coming))
@@ -169,11 +170,12 @@ class RowLookup:
 
     def take(self) -> Gradient | None:
         """Returns the gradients since the last call, one row per distinct id, or ``None`` without any."""
-        found = []
+        found: list[Gradient] = []
         for leaf, gradient in self._ready:
             if leaf.grad is None:
                 continue
-            gradient.rows = np.ascontiguousarray(leaf.grad.detach()[:, self._num_counters :].cpu().numpy())
+            rows = leaf.grad.numpy(force=True)
+            gradient.rows = np.ascontiguousarray(rows[:, self._num_counters :] if self._num_counters else rows)
             found.append(self._without_skipped(gradient))
         self._ready = []
         if not found:

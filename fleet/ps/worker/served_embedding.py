@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
@@ -38,10 +37,11 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def take_other_gradient(self) -> Gradient | None:
         """Returns the gradient that reached the weight outside the lookup, and forgets it; ``None`` without any."""
-        found = self.weight.grad
-        self.weight.grad = None
-        if found is None:
-            return None
+        with as_plain():
+            found = self.weight.grad
+            if found is None:
+                return None
+            self.weight.grad = None
         if found.layout is torch.strided:
             ids = torch.arange(self.num_embeddings)
             rows = found
@@ -83,8 +83,11 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         if self.lookup.source is None:
             return super().forward(input)
         ids = self._keys(input)
-        rows, places = self.lookup.find(ids, self.weight.device, trained=self.weight.requires_grad)
-        found = F.embedding(places, rows).view(*input.shape, self.embedding_dim)
+        with as_plain():
+            weight = self.weight
+            device, trained = weight.device, weight.requires_grad
+        rows, places = self.lookup.find(ids, device, trained=trained)
+        found = torch.embedding(rows, places.view(input.shape))
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
     def prefetch(self, input: Tensor) -> None:
@@ -93,7 +96,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def _keys(self, input: Tensor) -> np.ndarray:
         ids: np.ndarray = input.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
+        if len(ids) and int(ids.view(np.uint64).max()) >= self.num_embeddings:  # a negative id is a large one here
             raise IndexError(
                 f"embedding ids range from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
             )

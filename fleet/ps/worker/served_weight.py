@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,7 @@ class ServedWeight(nn.Parameter):
         return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})  # the module knows what it is
 
 
+@lru_cache(maxsize=512)  # a step reads .grad, .device and .requires_grad several times
 def _name(func: Any) -> str | None:
     """Returns the name of ``func`` for messages; ``None`` if it reads and changes no value."""
     if func is torch.autograd.grad:

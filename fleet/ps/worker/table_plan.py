@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,15 +92,18 @@ class DensePart:
         """Returns the learning rate that the table must have now; ``None`` where it has none."""
         return float(self.place.read()["lr"]) if self.follows else None
 
-    def values(self) -> Rows:
-        """Returns the parameters as fresh float32 [size]."""
-        return _flat([p.detach() for p in self.parameters])
+    def values(self, out: Rows | None = None) -> Rows:
+        """Returns the parameters, written to ``out`` where given, float32 [size]."""
+        return _flat([p.detach() for p in self.parameters], out)
 
-    def gradients(self) -> Rows | None:
-        """Returns the gradients as fresh float32 [size], zeros where a parameter has none; ``None`` if none has one."""
-        if all(p.grad is None for p in self.parameters):
+    def gradients(self, out: Rows | None = None) -> Rows | None:
+        """Returns the gradients, written to ``out`` where given, float32 [size]; ``None`` if no parameter has one.
+
+        They are zeros where only some have none.
+        """
+        if not self.has_gradients():
             return None
-        return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters], out)
 
     def has_gradients(self) -> bool:
         """Returns whether any parameter has a gradient."""
@@ -108,22 +112,26 @@ class DensePart:
     @torch.no_grad()
     def add_gradients(self, total: Rows) -> None:
         """Adds the gradients to float32 [size], without a flat copy of them."""
-        whole = torch.from_numpy(total)
-        start = 0
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                gradient = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
-                whole[start : start + parameter.numel()].add_(gradient.reshape(-1).to("cpu", torch.float32))
-            start += parameter.numel()
+        places = torch.from_numpy(total).split([p.numel() for p in self.parameters])
+        pairs = [(place, p.grad) for place, p in zip(places, self.parameters, strict=True) if p.grad is not None]
+        dense = [g if g.layout is torch.strided else g.to_dense() for _, g in pairs]
+        torch._foreach_add_([place for place, _ in pairs], [g.reshape(-1).to("cpu", torch.float32) for g in dense])
 
     @torch.no_grad()
-    def assign(self, values: Rows) -> None:
-        """Copies ``values`` into the parameters."""
+    def assign(self, values: Rows, start: int = 0) -> None:
+        """Copies ``values`` into the parameters, from element ``start`` of all."""
         whole = torch.from_numpy(values)
-        start = 0
+        end, at = start + len(whole), 0
         for parameter in self.parameters:
-            parameter.copy_(whole[start : start + parameter.numel()].view(parameter.shape))
-            start += parameter.numel()
+            first, last = max(at, start), min(at + parameter.numel(), end)
+            part = whole[first - start : max(first, last) - start]
+            if len(part) == parameter.numel():
+                parameter.copy_(part.view(parameter.shape))
+            elif len(part):
+                flat = parameter.reshape(-1).clone()
+                flat[first - at : last - at] = part
+                parameter.copy_(flat.view(parameter.shape))
+            at += parameter.numel()
 
 
 @dataclass
@@ -143,8 +151,7 @@ class TablePlan:
                 move it by momentum or decay; or a hyper-parameter of a group has changed since the start.
         """
         self._check_groups()
-        known = {id(p): part for part in self.dense for p in part.parameters}
-        rows = {id(module.weight) for part in self.sparse for module in part.modules}
+        known, rows = self._trained
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
                 part = known.get(id(parameter))
@@ -187,10 +194,22 @@ class TablePlan:
         )
         raise ConfigError(f"fleet.shrink(threshold={threshold!r}): the sparse tables are {names}. {rule}")
 
+    @cached_property
+    def _trained(self) -> tuple[dict[int, DensePart], set[int]]:
+        """The parts by id of their parameters, and the ids of the weights that stand for rows."""
+        known = {id(p): part for part in self.dense for p in part.parameters}
+        return known, {id(module.weight) for part in self.sparse for module in part.modules}
+
     def _check_groups(self) -> None:
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
         for number, planned in self.planned.items():
-            now = _hyper_parameters(GroupPlace(self.optimizer, number)) if self.optimizer is not None else planned
-            for name in planned if now != planned else ():
+            group = optimizer.param_groups[number]
+            if all(group.get(name) == value for name, value in planned.items()):
+                continue
+            now = _hyper_parameters(GroupPlace(optimizer, number))
+            for name in planned:
                 if now[name] != planned[name]:
                     raise ConfigError(
                         f"{name!r} of parameter group {number} has become {now[name]!r}, but the servers update with "
@@ -373,7 +392,13 @@ def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:
             )
 
 
-def _flat(tensors: Sequence[Tensor]) -> Rows:
-    parts = [t.to_dense() if t.layout is not torch.strided else t for t in tensors]
-    flat: Rows = torch.cat([t.detach().reshape(-1) for t in parts]).to("cpu", torch.float32).numpy()
-    return np.ascontiguousarray(flat)
+def _flat(tensors: Sequence[Tensor], out: Rows | None) -> Rows:
+    parts = [(t.to_dense() if t.layout is not torch.strided else t).detach().reshape(-1) for t in tensors]
+    if out is None:
+        out = np.empty(sum(map(len, parts)), np.float32)
+    whole = torch.from_numpy(out)
+    if all(part.device.type == "cpu" for part in parts):
+        torch.cat(parts, out=whole)
+    else:
+        whole.copy_(torch.cat(parts))
+    return out

@@ -28,6 +28,7 @@ from fleet.ps.worker.exchange_modes import (
 from fleet.ps.worker.lookup import ComingRows, TrainedRows
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
@@ -224,10 +225,11 @@ class Trainer:
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of rows."""
-        for part in self.plan.sparse:
-            for module in part.modules:
-                module.lookup.drop()
-                module.weight.grad = None
+        with as_plain():
+            for part in self.plan.sparse:
+                for module in part.modules:
+                    module.lookup.drop()
+                    module.weight.grad = None
 
     def non_finite_rows(self) -> str:
         """Returns a sentence that names the first row with a NaN or Inf in its gradient; forgets the gradients."""
@@ -388,7 +390,8 @@ class Trainer:
             exchange.close()
 
     def _gradients(self, dense: bool = True) -> dict[int, Gradient | Rows]:
-        self.plan.check_trained()
+        with as_plain():
+            self.plan.check_trained()
         found: dict[int, Gradient | Rows] = {}
         for table in self.plan.sparse:
             taken = [module.lookup.take() for module in table.modules]

@@ -57,6 +57,21 @@ def test_out_arrays_and_no_create():
         assert sum(facts["tables"]["0"]["rows"] for facts in client.stat()) == 0
 
 
+def test_dense_values_are_taken_as_they_arrive_from_each_server():
+    with serving(2) as service:
+        client = service.client()
+        client.wait(client.set_dense({1: np.arange(5, dtype=np.float32)}))
+        taken = np.full(5, -1, np.float32)
+
+        def take(values, start=0):
+            taken[start : start + len(values)] = values
+
+        client.wait(client.pull({1: None}, out={1: take}))
+        assert taken.tolist() == [0, 1, 2, 3, 4]
+        with pytest.raises(ConfigError, match="out takes an array"):
+            client.pull({0: ids(1)}, out={0: take})
+
+
 @pytest.mark.parametrize("kind", ["cut", "cut_after", "drop"])
 @pytest.mark.parametrize("side", ["client", "server"])
 @pytest.mark.parametrize("offset", [1, 2, 3, 4])

@@ -81,3 +81,10 @@ def test_merging_sums_statistics():
         client = service.client(tables={0: SparseTableConfig("c", 2, SGD, accessor=Accessor())})
         client.wait(client.push({0: merged}))
         assert rows(client, [2])[0, 0] == -4
+
+
+def test_a_mean_of_many_dense_values_is_that_of_whole_sums():
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((3, 70_001, 1)).astype(np.float32)
+    merged = merge_parts([TablePart(0, 70_001, 1, rows=rows) for rows in values], 3)
+    np.testing.assert_array_equal(merged.rows, (values[0] + values[1] + values[2]) / np.float32(3))

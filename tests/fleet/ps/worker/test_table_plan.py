@@ -11,10 +11,11 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.worker.embedding import SparseEmbedding
 from fleet.ps.worker.served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
 from fleet.ps.worker.table_configs import configure_table
-from fleet.ps.worker.table_plan import plan_tables
+from fleet.ps.worker.table_plan import DensePart, GroupPlace, plan_tables
 
 
 class Towers(nn.Module):
@@ -63,6 +64,21 @@ def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
     part.assign(np.arange(4, dtype=np.float32))
     assert model.out.weight.tolist() == [[0, 1, 2]]
     assert model.out.bias.tolist() == [3]
+    memory = np.empty(4, np.float32)
+    assert part.gradients(memory) is memory
+    assert memory.tolist() == [0, 0, 0, 1]
+    assert part.values(memory) is memory
+    assert memory.tolist() == [0, 1, 2, 3]
+
+
+def test_the_share_of_one_server_goes_to_its_places_whatever_parameters_it_cuts() -> None:
+    model = Towers()
+    model.out.weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3)[:, :2].T)  # strides that are not its shape's
+    part = DensePart(0, DenseTableConfig("dense", 9), [model.out.weight, model.out.bias], GroupPlace(None, 0))
+    for values, start in (([10, 11, 12], 0), ([13, 14, 15, 16], 3), ([17, 18], 7)):
+        part.assign(np.array(values, np.float32), start)
+    assert model.out.weight.tolist() == [[10, 11, 12, 13], [14, 15, 16, 17]]
+    assert model.out.bias.tolist() == [18]
 
 
 def test_modules_that_describe_a_table_differently_are_refused() -> None:
