@@ -236,7 +236,7 @@ def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
     rows: dict[int, np.ndarray] = {}
     known_until: dict[int, int] = {}
     folder = tmp_path / "t"
-    for block in (block for part in read_parts(folder) for block in blocks_of(folder, part, None)):
+    for block in (block for part in read_parts(folder) for _, block in blocks_of(folder, part)):
         for key, row in zip(block.keys.tolist(), block.values, strict=True):
             assert key not in known_until
             rows[key], known_until[key] = row.copy(), block.stamp
