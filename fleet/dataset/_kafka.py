@@ -38,7 +38,8 @@ class KafkaSource:
         UnsupportedOptionError: confluent-kafka is not installed.
 
     Example:
-        >>> dataset = fleet.StreamDataset(fleet.KafkaSource("127.0.0.1:9092", "clicks"), parse, batch_size=256)
+        >>> source = fleet.KafkaSource("127.0.0.1:9092", "clicks")
+        >>> dataset = fleet.StreamDataset(source, lambda record: int(record.value), batch_size=256)
     """
 
     def __init__(

@@ -128,7 +128,7 @@ def test_modes_of_the_parameter_server(mode: str, capsys: pytest.CaptureFixture[
     assert "Refused" not in text
     assert "changes nothing" not in text
     assert ("averages dense gradients" in text) == ("hybrid" in mode)
-    assert ("takes parameters" in text) == (mode in ("sync", "async", "bounded async"))
+    assert ("takes parameters" in text) == (mode in ("sync", "async", "bounded async", "published async"))
     assert ("waits until" in text) == ("bounded" in mode)
 
 
