@@ -159,7 +159,7 @@ class StreamDataset(IterableDataset[Any]):
     def _next_batch(self, reader: StreamReader) -> list[Any] | None:
         """Returns the samples of a batch from what comes; ``None`` at the end."""
         samples: list[Any] = []
-        began = said = time.monotonic()
+        began = came = said = time.monotonic()
         while len(samples) < self._batch_size:
             if self._pending:
                 self._take(self._pending.popleft(), samples)
@@ -168,17 +168,18 @@ class StreamDataset(IterableDataset[Any]):
             if samples and self._max_wait_s is not None and now - began >= self._max_wait_s:
                 break
             events = reader.poll(self._poll_s(bool(samples), now - began))
-            if events is None or (not events and self._is_over(time.monotonic() - began)):
+            if events is None or (not events and self._is_over(time.monotonic() - came)):
                 break
             if events:
-                began = said = began if samples else time.monotonic()
+                came = said = time.monotonic()
+                began = began if samples else came
                 self._pending.extend(events)
             elif time.monotonic() - said >= _SAY_EVERY_S:
                 said = time.monotonic()
                 LOGGER.info(
                     "stream %r: no event for %.0f s in partitions %s; still waiting",
                     self.name,
-                    said - began,
+                    said - came,
                     self._mine,
                 )
         return samples or None

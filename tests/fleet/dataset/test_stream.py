@@ -249,3 +249,15 @@ def test_two_partitions_are_too_few_for_three_workers(tmp_path: Path) -> None:
     with Launcher(tmp_path, script, "--server_num=1", "--worker_num=2", args=["0", "9", "async"]) as job:
         assert job.wait(120.0) != 0
         assert "has 1 partitions and the job 2 workers: worker 1 would have no events" in job.stderr + job.stdout
+
+
+def test_timeout_counts_from_the_last_event_not_from_the_begin_of_the_batch() -> None:
+    def slow(partition: int, start: int):
+        for offset in range(start, 4):
+            due = time.monotonic() + 0.3
+            while time.monotonic() < due:
+                time.sleep(0.01)
+                yield None
+            yield offset, offset
+
+    assert lists(stream(slow, batch_size=4, timeout_s=0.8)) == [[0, 1, 2, 3]]
