@@ -44,13 +44,14 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         paths: a file, a glob, a folder (its ``*.parquet`` at any depth), or a list of them, on local disks.
         columns: which; all if not given.
         batch_size: rows of a batch of this worker.
-        shuffle_seed: shuffles row groups, and rows within a group, anew in each epoch; ``None`` keeps the order.
+        shuffle_seed: shuffles row groups, and rows within a group, by :meth:`set_epoch` otherwise in
+            each epoch; ``None`` keeps the order.
         rest: of rows that do not divide by the workers: "repeat" gives every worker as many by repeating some rows (as
             torch's DistributedSampler), "drop" by leaving some out, "uneven" gives each row once and some workers one
             row more. If not given: "uneven" in a job with parameter servers and in one process, else "repeat".
         drop_last: leaves out a worker's last batch if it is not full.
         fill: takes the place of nulls; without it they are refused.
-        threads: that read row groups in advance; 2 more than these are held in memory.
+        threads: that read row groups in advance; as many and one more are held in memory.
 
     Raises:
         ConfigError: an argument is wrong, a column does not exist or is of a type without tensors, or pyarrow is not
@@ -89,6 +90,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         self.epoch = 0
         self._remaining: tuple[Span, ...] = self._whole()
         self._division: Division | None = None  # of the iteration under way
+        self._is_over = False  # the next iteration begins the epoch anew
         self._read = 0  # rows that each worker has been given in it
 
     def _whole(self) -> tuple[Span, ...]:
@@ -104,12 +106,16 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         """
         _check_integers(epoch=(epoch, 0))
         if epoch != self.epoch:
-            self.epoch, self._remaining, self._division = epoch, self._whole(), None
+            self.epoch, self._remaining, self._division, self._is_over = epoch, self._whole(), None, False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and what remains of it after the batches that the loop was given."""
-        left = self._remaining if self._division is None else self._division.after(self._read)
-        return {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": [list(s) for s in left]}
+        left = [list(span) for span in self._left()]
+        return {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": left}
+
+    def _left(self) -> tuple[Span, ...]:
+        least = self._batch_size if self._drop_last else 1
+        return self._remaining if self._division is None else self._division.after(self._read, least)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was taken, on any number of workers.
@@ -123,7 +129,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
                 f"shuffle_seed={state['seed']}, this one has {len(self._sizes)} with {sum(self._sizes)} and "
                 f"{self._seed}. Give the same files in the same order and the same seed."
             )
-        self.epoch, self._division = state["epoch"], None
+        self.epoch, self._division, self._is_over = state["epoch"], None, False
         self._remaining = tuple((start, stop) for start, stop in state["remaining"])
 
     # -- batches ---------------------------------------------------------------------------------------------------
@@ -134,8 +140,8 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         session = running_session()
         rank, size = (0, 1) if session is None else (session.data_rank, session.data_replicas)
         is_even = session is not None and session.server_job is None and size > 1
-        if self._division is not None:  # a loop that was left: the epoch goes on
-            self._remaining = self._division.after(self._read)
+        self._remaining = self._whole() if self._is_over else self._left()  # a loop that was left goes on
+        self._is_over = False
         division = Division(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
         self._division, self._read = division, 0
         mine = division.share(rank)
@@ -148,10 +154,8 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
                 held.append(next(parts))
             left -= count
             self._read += self._batch_size
-            if not left:
-                self._remaining, self._division = division.after(1 << 62), None
             yield _taken(held, count, self._files.columns)
-        self._remaining, self._division = self._whole(), None
+        self._is_over = True
 
     def _parts(self, spans: Sequence[Span]) -> Iterator[dict[str, Tensor]]:
         """Yields the rows of the spans, at most one row group at a time, read in advance."""

@@ -29,6 +29,7 @@ def import_arrow() -> tuple[Any, Any]:
     """
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError("ParquetDataset needs pyarrow: pip install 'torch-fleet[parquet]'.") from error
@@ -66,9 +67,9 @@ class ParquetFiles:
         self._fill = fill
         self.groups: list[tuple[str, int, int]] = []  # file, row group, rows
         self._schema: Any = None
+        self.columns: list[str] = []
         for file in files:
             self._add(file, columns)
-        self.columns: list[str] = self._schema.names
 
     def _add(self, file: str, columns: Sequence[str] | None) -> None:
         try:
@@ -83,10 +84,10 @@ class ParquetFiles:
         chosen = self._pa.schema([self._pa.field(name, schema.field(name).type) for name in wanted])
         if self._schema is None:
             for field in chosen:
-                _check_type(self._pa, field)
+                _check_type(self._pa, field, self._fill)
         elif not chosen.equals(self._schema):
             raise ConfigError(f"ParquetDataset: {file} has columns {chosen}, the first file {self._schema}.")
-        self._schema = chosen
+        self._schema, self.columns = chosen, list(wanted)
         self.groups += [(file, g, metadata.row_group(g).num_rows) for g in range(metadata.num_row_groups)]
 
     def read(self, group: int, rows: np.ndarray[Any, Any] | slice) -> dict[str, Tensor]:
@@ -123,7 +124,7 @@ class ParquetFiles:
         return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
 
 
-def _check_type(pa: Any, field: Any) -> None:
+def _check_type(pa: Any, field: Any, fill: Any) -> None:
     kind = field.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
@@ -132,3 +133,7 @@ def _check_type(pa: Any, field: Any) -> None:
             f"ParquetDataset: column {field.name!r} is {field.type}; numbers, booleans and lists of them become "
             "tensors. Leave the column out with columns=[...], or write it as numbers."
         )
+    try:
+        pa.array([fill]).cast(kind)  # refuses what would be cut, which pa.scalar does not
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ConfigError(f"ParquetDataset(fill={fill!r}): column {field.name!r} is {field.type}: {error}") from error

@@ -58,11 +58,11 @@ class Division:
             start = min(stop, lap + total)
         return found
 
-    def after(self, rows: int) -> tuple[Span, ...]:
-        """Returns what remains when every worker has read ``rows`` rows; nothing when all have read their share."""
+    def after(self, rows: int, least: int) -> tuple[Span, ...]:
+        """Returns what remains when every worker has read ``rows`` rows; nothing when none has ``least`` more."""
         total = rows_of(self.spans)
         bounds = [self.bounds(rank) for rank in range(self.size)]
-        if all(start + rows >= stop for start, stop in bounds):
+        if all(stop - start - rows < least for start, stop in bounds):
             return ()
         left: list[Span] = []
         for start, stop in bounds:
