@@ -67,6 +67,7 @@ class ParquetFiles:
         self._fill = fill
         self.groups: list[tuple[str, int, int]] = []  # file, row group, rows
         self._schema: Any = None
+        self._metadata: dict[str, Any] = {}
         self.columns: list[str] = []
         for file in files:
             self._add(file, columns)
@@ -87,13 +88,14 @@ class ParquetFiles:
                 _check_type(self._pa, field, self._fill)
         elif not chosen.equals(self._schema):
             raise ConfigError(f"ParquetDataset: {file} has columns {chosen}, the first file {self._schema}.")
+        self._metadata[file] = metadata
         self._schema, self.columns = chosen, list(wanted)
         self.groups += [(file, g, metadata.row_group(g).num_rows) for g in range(metadata.num_row_groups)]
 
     def read(self, group: int, rows: np.ndarray[Any, Any] | slice) -> dict[str, Tensor]:
         """Returns the chosen columns of some rows of a row group; a list column also as its ``.offsets``."""
         file, index, _ = self.groups[group]
-        with self._pq.ParquetFile(file, memory_map=True) as opened:
+        with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
             table = opened.read_row_group(index, columns=self.columns, use_threads=False)
         table = table.slice(rows.start, rows.stop - rows.start) if isinstance(rows, slice) else table.take(rows)
         found: dict[str, Tensor] = {}
@@ -102,8 +104,11 @@ class ParquetFiles:
             column = column if isinstance(column, self._pa.Array) else self._pa.concat_arrays(column.chunks)
             if self._pa.types.is_list(column.type) or self._pa.types.is_large_list(column.type):
                 self._without_nulls(column, name, file, is_list=True)
-                lengths = self._pa.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-                found[name + OFFSETS] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+                if column.null_count:
+                    lengths = self._pa.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+                    found[name + OFFSETS] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+                else:
+                    found[name + OFFSETS] = torch.from_numpy(column.offsets.to_numpy().astype(np.int64))
                 column = column.flatten()
             found[name] = self._tensor(self._without_nulls(column, name, file))
         return found
@@ -121,7 +126,9 @@ class ParquetFiles:
     def _tensor(self, column: pa.Array) -> Tensor:
         if self._pa.types.is_unsigned_integer(column.type):
             column = column.cast(self._pa.int64())
-        return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
+        if self._pa.types.is_boolean(column.type) or not len(column):
+            return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
+        return torch.from_dlpack(column)  # shares memory; a batch is a copy
 
 
 def _check_type(pa: Any, field: Any, fill: Any) -> None:
