@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fleet.dataset._parquet_files import OFFSETS, ParquetFiles, found_files
-from fleet.dataset._parquet_order import Division, Span, rows_of
+from fleet.dataset._parquet_order import RowDivision, Span, rows_of
 from fleet.errors import CheckpointError, ConfigError
 from fleet.runtime.running import running_session
 
@@ -59,9 +59,11 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         FleetError: nulls in a column, and no ``fill``.
 
     Example:
-        >>> dataset = fleet.ParquetDataset("clicks/*.parquet", columns=["words", "label"], batch_size=512)
-        >>> for batch in dataset:
-        ...     rows = embedding(batch["words"], batch["words.offsets"])
+        >>> import pyarrow, pyarrow.parquet
+        >>> pyarrow.parquet.write_table(pyarrow.table({"words": [[7, 9], [7]], "label": [1, 0]}), "clicks.parquet")
+        >>> dataset = fleet.ParquetDataset("clicks.parquet", columns=["words", "label"], batch_size=2)
+        >>> [(batch["words"].tolist(), batch["words.offsets"].tolist()) for batch in dataset]
+        [([7, 9, 7], [0, 2])]
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         self._sizes = [rows for _, _, rows in self._files.groups]
         self.epoch = 0
         self._remaining: tuple[Span, ...] = self._whole()
-        self._division: Division | None = None  # of the iteration under way
+        self._division: RowDivision | None = None  # of the iteration under way
         self._is_over = False  # the next iteration begins the epoch anew
         self._read = 0  # rows that each worker has been given in it
 
@@ -142,7 +144,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         is_even = session is not None and session.server_job is None and size > 1
         self._remaining = self._whole() if self._is_over else self._left()  # a loop that was left goes on
         self._is_over = False
-        division = Division(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
+        division = RowDivision(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
         self._division, self._read = division, 0
         mine = division.share(rank)
         left = rows_of(mine) // self._batch_size * self._batch_size if self._drop_last else rows_of(mine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Division", "Span", "rows_of"]
+__all__ = ["RowDivision", "Span", "rows_of"]
 
 Span = tuple[int, int]  # places [start, stop) in the order of the epoch
 
@@ -26,7 +26,7 @@ def _part(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class RowDivision:
     """What remains of an epoch, cut into one run of rows a worker.
 
     Attributes:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import fleet
 from fleet.dataset import _parquet
-from fleet.errors import CheckpointError, ConfigError, FleetError
+from fleet.errors import CheckpointError, ConfigError
+from tests.helpers.workers import run_workers
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -122,17 +123,6 @@ def test_a_state_of_other_files_is_refused(folder):
         fleet.ParquetDataset(folder / "0.parquet", batch_size=4).load_state_dict(state)
 
 
-def test_nulls_are_refused_or_filled(tmp_path):
-    file = tmp_path / "nulls.parquet"
-    pq.write_table(pa.table({"a": pa.array([1, None, 3]), "bag": pa.array([[1], None, [2, None]])}), file)
-    with pytest.raises(FleetError, match="column 'a' of .* holds nulls"):
-        list(fleet.ParquetDataset(file, batch_size=3))
-    (batch,) = fleet.ParquetDataset(file, batch_size=3, fill=0)
-    assert batch["a"].tolist() == [1, 0, 3]
-    assert batch["bag"].tolist() == [1, 2, 0]
-    assert batch["bag.offsets"].tolist() == [0, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -149,9 +139,35 @@ def test_wrong_arguments_are_refused(folder, arguments, said):
         fleet.ParquetDataset(folder, **{"batch_size": 4, **arguments})
 
 
-def test_strings_and_missing_files_are_refused(tmp_path):
-    pq.write_table(pa.table({"name": ["a"]}), tmp_path / "s.parquet")
-    with pytest.raises(ConfigError, match="column 'name' is string"):
-        fleet.ParquetDataset(tmp_path, batch_size=1)
-    with pytest.raises(ConfigError, match="no file"):
-        fleet.ParquetDataset(tmp_path / "none*", batch_size=1)
+def _train(rank, size, rows, saves, steps):
+    fleet.init(is_collective=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dataset = fleet.ParquetDataset(rows, columns=["id"], batch_size=5, shuffle_seed=1)
+    checkpoint = fleet.elastic.Checkpoint(saves, model, optimizer, data=dataset)
+    checkpoint.resume()
+    batches = iter(dataset)
+    ids = [i for batch, _ in zip(batches, range(steps), strict=False) for i in batch["id"].tolist()]
+    return ids, dataset.state_dict()
+
+
+def _train_and_save(rank, size, rows, saves):
+    fleet.init(is_collective=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dataset = fleet.ParquetDataset(rows, columns=["id"], batch_size=5, shuffle_seed=1)
+    batches = iter(dataset)
+    ids = _ids([next(batches), next(batches), next(batches)])
+    fleet.elastic.Checkpoint(saves, model, optimizer, data=dataset).save()
+    return ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_job_of_two_goes_on_with_another_number(folder, tmp_path, size):
+    saves = str(tmp_path / "saves")
+    before = [i for ids in run_workers(_train_and_save, 2, str(folder), saves, backend=None) for i in ids]
+    after = [i for ids, _ in run_workers(_train, size, str(folder), saves, 100, backend=None) for i in ids]
+    assert len(before) == 30
+    assert set(before) | set(after) == set(range(80))
+    assert len(before) + len(after) == 80 + (-50 % size)
