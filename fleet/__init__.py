@@ -46,6 +46,7 @@ _HOMES = {
     "ParallelEnv": "fleet.parallel",
     "ParallelMode": "fleet.topology",
     "ProbabilityEntry": "fleet.ps",
+    "ParquetDataset": "fleet.dataset._parquet",
     "QueueDataset": "fleet.dataset._queue",
     "StreamDataset": "fleet.dataset._stream",
     "Role": "fleet.role_maker",

@@ -51,6 +51,7 @@ from fleet.data_generator import MultiSlotStringDataGenerator as MultiSlotString
 from fleet.dataset._factory import DatasetFactory as DatasetFactory
 from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
 from fleet.dataset._kafka import KafkaSource as KafkaSource
+from fleet.dataset._parquet import ParquetDataset as ParquetDataset
 from fleet.dataset._queue import QueueDataset as QueueDataset
 from fleet.dataset._stream import StreamDataset as StreamDataset
 from fleet.dataset._training import infer_from_dataset as infer_from_dataset
@@ -109,6 +110,7 @@ __all__ = [
     "PaddleCloudRoleMaker",
     "ParallelEnv",
     "ParallelMode",
+    "ParquetDataset",
     "ProbabilityEntry",
     "QueueDataset",
     "Role",

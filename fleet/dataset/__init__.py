@@ -20,6 +20,7 @@ _HOMES = {
     "FileInstantDataset": "_unsupported",
     "InMemoryDataset": "_in_memory",
     "KafkaSource": "_kafka",
+    "ParquetDataset": "_parquet",
     "QueueDataset": "_queue",
     "Slot": "_slots",
     "StreamDataset": "_stream",

@@ -14,6 +14,7 @@ from fleet.dataset._batch import Batch as Batch
 from fleet.dataset._factory import DatasetFactory as DatasetFactory
 from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
 from fleet.dataset._kafka import KafkaSource as KafkaSource
+from fleet.dataset._parquet import ParquetDataset as ParquetDataset
 from fleet.dataset._queue import QueueDataset as QueueDataset
 from fleet.dataset._slots import Slot as Slot
 from fleet.dataset._stream import StreamDataset as StreamDataset
@@ -32,6 +33,7 @@ __all__ = [
     "FileInstantDataset",
     "InMemoryDataset",
     "KafkaSource",
+    "ParquetDataset",
     "QueueDataset",
     "Slot",
     "StreamDataset",

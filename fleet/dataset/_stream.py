@@ -32,6 +32,28 @@ _SAY_EVERY_S = 30.0
 Parse = Callable[[Any], Any]
 
 
+class _Wait:
+    """Since when no event has come; says so now and then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.came = self._said = time.monotonic()
+
+    def note(self, events: list[Event], partitions: Mapping[int, int]) -> None:
+        """Notes what a poll gave."""
+        now = time.monotonic()
+        if events:
+            self.came = self._said = now
+        elif now - self._said >= _SAY_EVERY_S:
+            self._said = now
+            LOGGER.info(
+                "stream %r: no event for %.0f s in partitions %s; still waiting",
+                self._name,
+                now - self.came,
+                sorted(partitions),
+            )
+
+
 class StreamDataset(IterableDataset[Any]):
     """Batches of a stream; in a job with parameter servers each event is trained once, whatever is killed.
 
@@ -159,7 +181,8 @@ class StreamDataset(IterableDataset[Any]):
     def _next_batch(self, reader: StreamReader) -> list[Any] | None:
         """Returns the samples of a batch from what comes; ``None`` at the end."""
         samples: list[Any] = []
-        began = came = said = time.monotonic()
+        wait = _Wait(self.name)
+        began = wait.came
         while len(samples) < self._batch_size:
             if self._pending:
                 self._take(self._pending.popleft(), samples)
@@ -168,20 +191,12 @@ class StreamDataset(IterableDataset[Any]):
             if samples and self._max_wait_s is not None and now - began >= self._max_wait_s:
                 break
             events = reader.poll(self._poll_s(bool(samples), now - began))
-            if events is None or (not events and self._is_over(time.monotonic() - came)):
+            if events is None or (not events and self._is_over(time.monotonic() - wait.came)):
                 break
-            if events:
-                came = said = time.monotonic()
-                began = began if samples else came
-                self._pending.extend(events)
-            elif time.monotonic() - said >= _SAY_EVERY_S:
-                said = time.monotonic()
-                LOGGER.info(
-                    "stream %r: no event for %.0f s in partitions %s; still waiting",
-                    self.name,
-                    said - came,
-                    self._mine,
-                )
+            wait.note(events, self._read)
+            self._pending.extend(events)
+            if events and not samples:
+                began = wait.came
         return samples or None
 
     def _poll_s(self, has_begun: bool, waited_s: float) -> float:
@@ -191,15 +206,12 @@ class StreamDataset(IterableDataset[Any]):
     def _is_over(self, waited_s: float) -> bool:
         return self._timeout_s is not None and waited_s >= self._timeout_s
 
-    @property
-    def _mine(self) -> list[int]:
-        return sorted(self._read)
-
     def _next_again(self, reader: StreamReader) -> list[Any] | None:
         """Returns the samples of a batch that some servers have: exactly its events, whatever else comes."""
         upto = self._again.popleft()
         samples: list[Any] = []
         kept: deque[Event] = deque()
+        wait = _Wait(self.name)
         while any(self._read.get(p, 0) < offset for p, offset in upto.items()):
             if not self._pending:
                 events = reader.poll(_POLL_S)
@@ -208,14 +220,15 @@ class StreamDataset(IterableDataset[Any]):
                         f"stream {self.name!r} ends before the offsets {dict(upto)} that the servers have: it is "
                         "another stream, or has lost events. Give it another name to begin anew."
                     )
+                wait.note(events, upto)
                 self._pending.extend(events)
                 continue
             event = self._pending.popleft()
             if event.offset < upto.get(event.partition, 0):
                 self._take(event, samples)
-                if event.offset == upto[event.partition] - 1:
-                    self._read[event.partition] = upto[event.partition]
             else:
+                if event.partition in upto:  # the log may have lost the last of its events to a compaction
+                    self._read[event.partition] = max(upto[event.partition], self._read.get(event.partition, 0))
                 kept.append(event)
         self._pending.extendleft(reversed(kept))
         if samples or not self._again:

@@ -122,6 +122,34 @@ def test_wrong_arguments_are_refused(settings, words) -> None:
         stream(**settings)
 
 
+def gappy(partition: int, start: int):
+    return ((offset, offset) for offset in (0, 1, 4, 5, 8, 9) if offset >= start)
+
+
+def test_a_batch_that_some_servers_have_is_formed_from_its_events_again() -> None:
+    """The log has lost offsets, the last one of the batch among them; later events stay for the next batch."""
+    dataset = stream(gappy, batch_size=4)
+    dataset._begin()
+    dataset._again.append({0: 8})
+    assert lists(dataset) == [[0, 1, 4, 5], [8, 9]]
+
+
+def test_a_stream_that_ends_before_such_a_batch_is_another_one() -> None:
+    dataset = stream(gappy)
+    dataset._begin()
+    dataset._again.append({0: 80})
+    with pytest.raises(CheckpointError, match="ends before the offsets {0: 80} that the servers have"):
+        lists(dataset)
+
+
+def test_waiting_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("fleet.dataset._stream._SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("fleet._log.LOGGER.propagate", True)
+    with caplog.at_level("INFO", logger="FLEET"):
+        assert lists(stream(endless, batch_size=3, timeout_s=0.3)) == [[0, 1, 2]]
+    assert "stream 'stream': no event for 0 s in partitions [0]; still waiting" in caplog.text
+
+
 EVENTS = 40
 
 

@@ -1,0 +1,237 @@
+"""ParquetDataset: batches of tensors from Parquet files, divided over workers by rows.
+
+[Note: The order of an epoch]
+An epoch has one order of all rows: row groups in an order made from the seed and the epoch, and in each group its rows
+in an order made from the seed, the epoch and the group. What remains of it is a list of spans, which is the state.
+Every worker reads one run of rows of what remains, so that it opens few row groups that another one reads too. All
+workers take equally many batches between checkpoints, so each of them knows what all have read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from fleet.dataset._parquet_files import OFFSETS, ParquetFiles, found_files
+from fleet.dataset._parquet_order import RowDivision, Span, rows_of
+from fleet.errors import CheckpointError, ConfigError
+from fleet.runtime.running import running_session
+
+__all__ = ["ParquetDataset"]
+
+_RESTS = ("repeat", "drop", "uneven")
+
+
+class ParquetDataset(IterableDataset[dict[str, Tensor]]):
+    """Batches of the chosen columns: a dictionary of tensors, each worker its share of the rows.
+
+    A column of numbers is a tensor [batch]. A list column (a bag of ids) is two: its flat values under its name and
+    where each sample begins under ``NAME.offsets``, int64 [batch], as ``fleet.SparseEmbedding`` and
+    ``nn.EmbeddingBag`` take them. Unsigned integers become int64. Every worker needs the same files.
+
+    :meth:`state_dict` is the same on all workers that have taken as many batches, and any number of workers goes on
+    from it: give the dataset to ``fleet.elastic.Checkpoint(data=...)``.
+
+    Args:
+        paths: a file, a glob, a folder (its ``*.parquet`` at any depth), or a list of them, on local disks.
+        columns: which; all if not given.
+        batch_size: rows of a batch of this worker.
+        shuffle_seed: shuffles row groups, and rows within a group, by :meth:`set_epoch` otherwise in
+            each epoch; ``None`` keeps the order.
+        rest: of rows that do not divide by the workers: "repeat" gives every worker as many by repeating some rows (as
+            torch's DistributedSampler), "drop" by leaving some out, "uneven" gives each row once and some workers one
+            row more. If not given: "uneven" in a job with parameter servers and in one process, else "repeat".
+        drop_last: leaves out a worker's last batch if it is not full.
+        fill: takes the place of nulls; without it they are refused.
+        threads: that read row groups in advance; as many and one more are held in memory.
+
+    Raises:
+        ConfigError: an argument is wrong, a column does not exist or is of a type without tensors, or pyarrow is not
+            installed.
+        FleetError: nulls in a column, and no ``fill``.
+
+    Example:
+        >>> import pyarrow, pyarrow.parquet
+        >>> pyarrow.parquet.write_table(pyarrow.table({"words": [[7, 9], [7]], "label": [1, 0]}), "clicks.parquet")
+        >>> dataset = fleet.ParquetDataset("clicks.parquet", columns=["words", "label"], batch_size=2)
+        >>> [(batch["words"].tolist(), batch["words.offsets"].tolist()) for batch in dataset]
+        [([7, 9, 7], [0, 2])]
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        *,
+        columns: Sequence[str] | None = None,
+        batch_size: int,
+        shuffle_seed: int | None = None,
+        rest: str | None = None,
+        drop_last: bool = False,
+        fill: float | None = None,
+        threads: int = 2,
+    ) -> None:
+        _check_integers(batch_size=(batch_size, 1), threads=(threads, 1))
+        if shuffle_seed is not None:
+            _check_integers(shuffle_seed=(shuffle_seed, 0))
+        if rest is not None and rest not in _RESTS:
+            raise ConfigError(f"ParquetDataset(rest={rest!r}): it is one of {', '.join(_RESTS)}, or None.")
+        if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
+            raise ConfigError(f"ParquetDataset(columns={columns!r}): it is a list of names, each once, or None.")
+        self._files = ParquetFiles(found_files(paths), columns, fill)
+        self._batch_size, self._seed, self._rest = batch_size, shuffle_seed, rest
+        self._drop_last, self._threads = drop_last, threads
+        self._sizes = [rows for _, _, rows in self._files.groups]
+        self.epoch = 0
+        self._remaining: tuple[Span, ...] = self._whole()
+        self._division: RowDivision | None = None  # of the iteration under way
+        self._is_over = False  # the next iteration begins the epoch anew
+        self._read = 0  # rows that each worker has been given in it
+
+    def _whole(self) -> tuple[Span, ...]:
+        return ((0, sum(self._sizes)),) if sum(self._sizes) else ()
+
+    # -- epochs and state ------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch, whose order follows from it and the seed; the present one goes on where it is.
+
+        Raises:
+            ConfigError: not an integer of at least 0.
+        """
+        _check_integers(epoch=(epoch, 0))
+        if epoch != self.epoch:
+            self.epoch, self._remaining, self._division, self._is_over = epoch, self._whole(), None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the epoch and what remains of it after the batches that the loop was given."""
+        left = [list(span) for span in self._left()]
+        return {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": left}
+
+    def _left(self) -> tuple[Span, ...]:
+        least = self._batch_size if self._drop_last else 1
+        return self._remaining if self._division is None else self._division.after(self._read, least)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was taken, on any number of workers.
+
+        Raises:
+            CheckpointError: the state is of other files or another seed.
+        """
+        if list(state["rows"]) != self._sizes or state["seed"] != self._seed:
+            raise CheckpointError(
+                f"ParquetDataset: the state is of {len(state['rows'])} row groups with {sum(state['rows'])} rows and "
+                f"shuffle_seed={state['seed']}, this one has {len(self._sizes)} with {sum(self._sizes)} and "
+                f"{self._seed}. Give the same files in the same order and the same seed."
+            )
+        self.epoch, self._division, self._is_over = state["epoch"], None, False
+        self._remaining = tuple((start, stop) for start, stop in state["remaining"])
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if get_worker_info() is not None:
+            raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
+        session = running_session()
+        rank, size = (0, 1) if session is None else (session.data_rank, session.data_replicas)
+        is_even = session is not None and session.server_job is None and size > 1
+        self._remaining = self._whole() if self._is_over else self._left()  # a loop that was left goes on
+        self._is_over = False
+        division = RowDivision(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
+        self._division, self._read = division, 0
+        mine = division.share(rank)
+        left = rows_of(mine) // self._batch_size * self._batch_size if self._drop_last else rows_of(mine)
+        parts = self._parts(mine)
+        held: deque[dict[str, Tensor]] = deque()
+        while left:
+            count = min(self._batch_size, left)
+            while sum(_rows(part, self._files.columns) for part in held) < count:
+                held.append(next(parts))
+            left -= count
+            self._read += self._batch_size
+            yield _taken(held, count, self._files.columns)
+        self._is_over = True
+
+    def _parts(self, spans: Sequence[Span]) -> Iterator[dict[str, Tensor]]:
+        """Yields the rows of the spans, at most one row group at a time, read in advance."""
+        pieces = iter(list(self._pieces(spans)))
+        waiting: deque[Future[dict[str, Tensor]]] = deque()
+        with ThreadPoolExecutor(self._threads, "fleet-parquet") as pool:
+            try:
+                while True:
+                    while len(waiting) < self._threads + 1 and (piece := next(pieces, None)) is not None:
+                        waiting.append(pool.submit(self._read_piece, *piece))
+                    if not waiting:
+                        return
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _pieces(self, spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+        """Yields the row group of each piece of the spans, and which places in the order of the group."""
+        order = np.arange(len(self._sizes))
+        if self._seed is not None:
+            order = np.random.default_rng([self._seed, self.epoch]).permutation(order)
+        starts = np.concatenate([[0], np.cumsum(np.asarray(self._sizes, np.int64)[order])])
+        for start, stop in spans:
+            at = int(np.searchsorted(starts, start, "right")) - 1
+            while at < len(order) and starts[at] < stop:
+                low, high = max(start - int(starts[at]), 0), min(stop, int(starts[at + 1])) - int(starts[at])
+                if low < high:
+                    yield int(order[at]), low, high
+                at += 1
+
+    def _read_piece(self, group: int, low: int, high: int) -> dict[str, Tensor]:
+        if self._seed is None:
+            return self._files.read(group, slice(low, high))
+        order = np.random.default_rng([self._seed, self.epoch, group]).permutation(self._sizes[group])
+        return self._files.read(group, order[low:high])
+
+
+def _rows(part: Mapping[str, Tensor], columns: Sequence[str]) -> int:
+    ends = part.get(columns[0] + OFFSETS)
+    return len(part[columns[0]]) if ends is None else len(ends) - 1
+
+
+def _taken(held: deque[dict[str, Tensor]], count: int, columns: Sequence[str]) -> dict[str, Tensor]:
+    """Returns a batch of the first rows of the parts and takes them away."""
+    cut: list[dict[str, Tensor]] = []
+    while count:
+        part = held.popleft()
+        rows = _rows(part, columns)
+        cut.append(_sliced(part, 0, min(count, rows), columns))
+        if rows > count:
+            held.appendleft(_sliced(part, count, rows, columns))
+        count -= min(count, rows)
+    batch = {name: torch.cat([part[name] for part in cut]) for name in columns}
+    for name in columns:
+        if name + OFFSETS in cut[0]:
+            lengths = torch.cat([part[name + OFFSETS].diff() for part in cut])
+            batch[name + OFFSETS] = lengths.cumsum(0) - lengths
+    return batch
+
+
+def _sliced(part: Mapping[str, Tensor], start: int, stop: int, columns: Sequence[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in columns:
+        ends = part.get(name + OFFSETS)
+        if ends is None:
+            found[name] = part[name][start:stop]
+        else:
+            found[name] = part[name][int(ends[start] - ends[0]) : int(ends[stop] - ends[0])]
+            found[name + OFFSETS] = ends[start : stop + 1]
+    return found
+
+
+def _check_integers(**integers: tuple[Any, int]) -> None:
+    for name, (value, least) in integers.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"ParquetDataset({name}={value!r}): it is an integer of at least {least}.")

@@ -1,0 +1,146 @@
+"""Row groups of Parquet files as tensors: the schema is checked once, nulls where they are read."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fleet.errors import ConfigError, FleetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["OFFSETS", "ParquetFiles", "found_files", "import_arrow"]
+
+OFFSETS = ".offsets"
+
+
+def import_arrow() -> tuple[Any, Any]:
+    """Returns ``pyarrow`` and ``pyarrow.parquet``.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError("ParquetDataset needs pyarrow: pip install 'torch-fleet[parquet]'.") from error
+    return pyarrow, pyarrow.parquet
+
+
+def found_files(paths: Any) -> list[str]:
+    """Returns the files of paths, globs and folders, sorted within each, none twice.
+
+    Raises:
+        ConfigError: a path has no files, or a file is named twice.
+    """
+    files: list[str] = []
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    for path in given:
+        text = str(path)
+        is_folder = Path(text).is_dir()
+        named = [str(f) for f in Path(text).rglob("*.parquet")] if is_folder else glob.glob(text, recursive=True)
+        if not named and Path(text).is_file():
+            named = [text]
+        if not named:
+            what = "a folder without *.parquet files" if is_folder else "no file"
+            raise ConfigError(f"ParquetDataset({text!r}): {what}. Give files, globs or folders that this worker has.")
+        files += sorted(named)
+    if not files or len(set(files)) < len(files):
+        raise ConfigError(f"ParquetDataset(paths={paths!r}): no file, or a file twice. Name each file once.")
+    return files
+
+
+class ParquetFiles:
+    """The row groups of some files of one schema, and how the chosen columns become tensors."""
+
+    def __init__(self, files: Sequence[str], columns: Sequence[str] | None, fill: Any) -> None:
+        self._pa, self._pq = import_arrow()
+        self._fill = fill
+        self.groups: list[tuple[str, int, int]] = []  # file, row group, rows
+        self._schema: Any = None
+        self._metadata: dict[str, Any] = {}
+        self.columns: list[str] = []
+        for file in files:
+            self._add(file, columns)
+
+    def _add(self, file: str, columns: Sequence[str] | None) -> None:
+        try:
+            with self._pq.ParquetFile(file) as opened:
+                schema, metadata = opened.schema_arrow, opened.metadata
+        except (OSError, self._pa.ArrowException) as error:
+            raise ConfigError(f"ParquetDataset: {file} cannot be read as Parquet: {error}") from error
+        wanted = schema.names if columns is None else list(columns)
+        wrong = [name for name in wanted if name not in schema.names]
+        if wrong:
+            raise ConfigError(f"ParquetDataset(columns=...): {file} has no {wrong}. It has {schema.names}.")
+        chosen = self._pa.schema([self._pa.field(name, schema.field(name).type) for name in wanted])
+        if self._schema is None:
+            for field in chosen:
+                _check_type(self._pa, field, self._fill)
+        elif not chosen.equals(self._schema):
+            raise ConfigError(f"ParquetDataset: {file} has columns {chosen}, the first file {self._schema}.")
+        self._metadata[file] = metadata
+        self._schema, self.columns = chosen, list(wanted)
+        self.groups += [(file, g, metadata.row_group(g).num_rows) for g in range(metadata.num_row_groups)]
+
+    def read(self, group: int, rows: np.ndarray[Any, Any] | slice) -> dict[str, Tensor]:
+        """Returns the chosen columns of some rows of a row group; a list column also as its ``.offsets``."""
+        file, index, _ = self.groups[group]
+        with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
+            table = opened.read_row_group(index, columns=self.columns, use_threads=False)
+        table = table.slice(rows.start, rows.stop - rows.start) if isinstance(rows, slice) else table.take(rows)
+        found: dict[str, Tensor] = {}
+        for name in self.columns:
+            column = table[name].combine_chunks()
+            column = column if isinstance(column, self._pa.Array) else self._pa.concat_arrays(column.chunks)
+            if self._pa.types.is_list(column.type) or self._pa.types.is_large_list(column.type):
+                self._without_nulls(column, name, file, is_list=True)
+                if column.null_count:
+                    lengths = self._pa.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+                    found[name + OFFSETS] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+                else:
+                    found[name + OFFSETS] = torch.from_numpy(column.offsets.to_numpy().astype(np.int64))
+                column = column.flatten()
+            found[name] = self._tensor(self._without_nulls(column, name, file))
+        return found
+
+    def _without_nulls(self, column: pa.Array, name: str, file: str, *, is_list: bool = False) -> pa.Array:
+        if not column.null_count:
+            return column
+        if self._fill is None:
+            raise FleetError(
+                f"ParquetDataset: column {name!r} of {file} holds nulls. Give fill=VALUE (a list that is null is then "
+                "an empty one), or leave the column out."
+            )
+        return column if is_list else column.fill_null(self._pa.scalar(self._fill, column.type))
+
+    def _tensor(self, column: pa.Array) -> Tensor:
+        if self._pa.types.is_unsigned_integer(column.type):
+            column = column.cast(self._pa.int64())
+        if self._pa.types.is_boolean(column.type) or not len(column):
+            return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
+        return torch.from_dlpack(column)  # shares memory; a batch is a copy
+
+
+def _check_type(pa: Any, field: Any, fill: Any) -> None:
+    kind = field.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise ConfigError(
+            f"ParquetDataset: column {field.name!r} is {field.type}; numbers, booleans and lists of them become "
+            "tensors. Leave the column out with columns=[...], or write it as numbers."
+        )
+    try:
+        pa.array([fill]).cast(kind)  # refuses what would be cut, which pa.scalar does not
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ConfigError(f"ParquetDataset(fill={fill!r}): column {field.name!r} is {field.type}: {error}") from error

@@ -1,0 +1,173 @@
+"""ParquetDataset: each row once, bags, nulls, refusals, and going on in the middle."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fleet
+from fleet.dataset import _parquet
+from fleet.errors import CheckpointError, ConfigError
+from tests.helpers.workers import run_workers
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows")
+    for file in range(2):
+        ids = np.arange(file * 40, file * 40 + 40)
+        bags = [list(range(i, i + i % 3)) for i in ids]
+        pq.write_table(pa.table({"id": ids, "x": ids / 2, "bag": bags}), path / f"{file}.parquet", row_group_size=7)
+    return path
+
+
+def _on(monkeypatch, rank, size):
+    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=None)
+    monkeypatch.setattr(_parquet, "running_session", lambda: session)
+
+
+def _ids(batches):
+    return [i for batch in batches for i in batch["id"].tolist()]
+
+
+def test_reads_columns_and_bags_in_order(folder):
+    batches = list(fleet.ParquetDataset(folder, batch_size=32))
+    assert [len(batch["id"]) for batch in batches] == [32, 32, 16]
+    assert _ids(batches) == list(range(80))
+    for batch in batches:
+        ends = [*batch["bag.offsets"].tolist(), len(batch["bag"])]
+        bags = [batch["bag"][a:b].tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        assert bags == [list(range(i, i + i % 3)) for i in batch["id"].tolist()]
+        assert torch.equal(batch["x"], batch["id"] / 2.0)
+    pooled = torch.nn.EmbeddingBag(100, 2)(batches[0]["bag"], batches[0]["bag.offsets"])
+    assert pooled.shape == (32, 2)
+
+
+@pytest.mark.slow
+def test_a_bag_goes_into_a_sparse_embedding(folder):
+    embedding = fleet.SparseEmbedding(2, combiner="sum", name="parquet_bags")
+    batch = next(iter(fleet.ParquetDataset(folder, columns=["bag"], batch_size=9)))
+    assert set(batch) == {"bag", "bag.offsets"}
+    assert embedding(batch["bag"], batch["bag.offsets"]).shape == (9, 2)
+
+
+def test_epochs_shuffle_all_rows_reproducibly(folder):
+    dataset = fleet.ParquetDataset(f"{folder}/*.parquet", columns=["id"], batch_size=16, shuffle_seed=3)
+    first = _ids(dataset)
+    assert first == _ids(dataset)
+    dataset.set_epoch(1)
+    second = _ids(dataset)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(80))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 7), st.integers(1, 7), st.integers(0, 4), st.integers(1, 9), st.sampled_from(["uneven", "repeat"])
+)
+def test_resumes_on_another_number_of_workers(folder, before, after, steps, batch_size, rest):
+    def new():
+        return fleet.ParquetDataset(folder, columns=["id"], batch_size=batch_size, shuffle_seed=5, rest=rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        seen, states = [], []
+        for rank in range(before):
+            _on(patch, rank, before)
+            dataset = new()
+            seen += _ids(batch for batch, _ in zip(dataset, range(steps), strict=False)) if steps else []
+            if steps:
+                dataset = new()
+                batches = iter(dataset)
+                for _ in range(steps):
+                    next(batches, None)
+                states.append(dataset.state_dict())
+            else:
+                states.append(dataset.state_dict())
+        if rest == "repeat":
+            assert all(state == states[0] for state in states)
+        counts = []
+        longest = max(states, key=lambda state: -sum(b - a for a, b in state["remaining"]))
+        for rank in range(after):
+            _on(patch, rank, after)
+            dataset = new()
+            dataset.load_state_dict(longest)
+            ids = _ids(dataset)
+            counts.append(len(ids))
+            seen += ids
+    assert set(seen) == set(range(80))
+    assert max(counts) - min(counts) <= (rest == "uneven")
+    if rest == "uneven":
+        assert len(seen) == 80
+
+
+def test_a_finished_epoch_stays_finished_when_resumed(folder):
+    dataset = fleet.ParquetDataset(folder, batch_size=32, drop_last=True)
+    assert len(_ids(dataset)) == 64
+    state = dataset.state_dict()
+    again = fleet.ParquetDataset(folder, batch_size=32, drop_last=True)
+    again.load_state_dict(state)
+    assert _ids(again) == []
+    again.set_epoch(1)
+    assert len(_ids(again)) == 64
+
+
+def test_a_state_of_other_files_is_refused(folder):
+    state = fleet.ParquetDataset(folder, batch_size=4).state_dict()
+    with pytest.raises(CheckpointError, match="12 row groups with 80 rows"):
+        fleet.ParquetDataset(folder / "0.parquet", batch_size=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"columns": ["idd"]}, r"no \['idd'\]. It has \['id', 'x', 'bag'\]"),
+        ({"columns": "id"}, "a list of names"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"rest": "pad"}, "rest='pad'"),
+        ({"fill": 0.5}, "fill=0.5"),
+        ({"shuffle_seed": -1}, "shuffle_seed=-1"),
+    ],
+)
+def test_wrong_arguments_are_refused(folder, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        fleet.ParquetDataset(folder, **{"batch_size": 4, **arguments})
+
+
+def _train(rank, size, rows, saves, steps):
+    fleet.init(is_collective=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dataset = fleet.ParquetDataset(rows, columns=["id"], batch_size=5, shuffle_seed=1)
+    checkpoint = fleet.elastic.Checkpoint(saves, model, optimizer, data=dataset)
+    checkpoint.resume()
+    batches = iter(dataset)
+    ids = [i for batch, _ in zip(batches, range(steps), strict=False) for i in batch["id"].tolist()]
+    return ids, dataset.state_dict()
+
+
+def _train_and_save(rank, size, rows, saves):
+    fleet.init(is_collective=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dataset = fleet.ParquetDataset(rows, columns=["id"], batch_size=5, shuffle_seed=1)
+    batches = iter(dataset)
+    ids = _ids([next(batches), next(batches), next(batches)])
+    fleet.elastic.Checkpoint(saves, model, optimizer, data=dataset).save()
+    return ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_job_of_two_goes_on_with_another_number(folder, tmp_path, size):
+    saves = str(tmp_path / "saves")
+    before = [i for ids in run_workers(_train_and_save, 2, str(folder), saves, backend=None) for i in ids]
+    after = [i for ids, _ in run_workers(_train, size, str(folder), saves, 100, backend=None) for i in ids]
+    assert len(before) == 30
+    assert set(before) | set(after) == set(range(80))
+    assert len(before) + len(after) == 80 + (-50 % size)
