@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps.client.fence import Fences
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
 from fleet.ps.wire.messages import (
     MAX_BODY_BYTES,
@@ -79,6 +80,8 @@ class ClientConfig:
         replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
+        standbys: the standby of each server, in the order of ``endpoints``; empty: there are none.
+        fences: shared by all clients of one process whose servers have standbys.
 
     Raises:
         ConfigError: a value is out of range.
@@ -99,6 +102,8 @@ class ClientConfig:
     replay_bytes: int = 256 << 20
     heartbeat: bool = True
     max_body_bytes: int = MAX_BODY_BYTES
+    standbys: Sequence[str] = ()
+    fences: Fences = field(default_factory=Fences)
 
     def __post_init__(self) -> None:
         check_wire(self.wire)
@@ -369,7 +374,7 @@ class Link:
     def _make_room(self) -> None:
         """Keeps the replay store within its bound: level 2 waits for the disk, level 0 drops the oldest."""
         while self._replay_bytes > self._config.replay_bytes and self._replay:
-            if self.welcome.get("level") == 2 and self.flush(self._config.deadline_s):
+            if self.welcome.get("level", 0) >= 2 and self.flush(self._config.deadline_s):
                 continue
             self._replay_bytes -= self._replay.popleft().body_bytes
 

@@ -171,7 +171,7 @@ class Operations:
                 "tables": sorted(job.specs),
                 "barriers": dict(job.barriers),
                 "mode": self._config.mode,
-                "level": self._config.journal_level,
+                "level": 3 if self._config.peer else self._config.journal_level,
                 "keeps": self._config.folder is not None,
                 "staleness": self._config.staleness,
                 "lease_s": self._config.lease_s,
