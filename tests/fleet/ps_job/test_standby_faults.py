@@ -1,0 +1,28 @@
+"""Servers that are killed and lose their folders while their standbys follow: the tables come out bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.ps_fault_job import FaultJob, expected_tables, plan_kills
+
+SERVERS, WORKERS, STEPS = 2, 2, 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
+def test_lost_servers(tmp_path: Path, mode: str, seed: int) -> None:
+    """Each of ten jobs loses both servers, disk and all, at random points."""
+    job = FaultJob(
+        tmp_path / "job", mode, num_servers=SERVERS, num_workers=WORKERS, steps=STEPS, standby=True
+    )
+    points = plan_kills(seed, 2, ["server-0"], STEPS * WORKERS)
+    kills = [type(kill)(kill.steps, f"server-{index}") for index, kill in enumerate(points)]
+    found = job.run(kills)
+    expected = expected_tables(WORKERS, STEPS, mean=mode == "sync")
+    for name, table in expected.items():
+        assert torch.equal(found[name], table), name
