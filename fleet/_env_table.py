@@ -76,8 +76,8 @@ VARIABLES: dict[str, Variable] = _table(
         "FLEET_PS_LEVEL",
         "user",
         None,
-        "what the stored state survives: 1 a killed server (the default), 2 also a crashed machine, 3 (the default with "
-        "standbys) also the loss of its folder; 0 stores nothing",
+        "what the stored state survives: 1 a killed server (the default), 2 also a crashed machine, 3 (the default "
+        "with standbys) also the loss of its folder; 0 stores nothing",
     ),
     (
         "FLEET_PS_STANDBY_ENDPOINTS",

@@ -60,8 +60,8 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
             "FLEET_PS_STANDBY_ENDPOINTS is set in the environment, and servers with standbys have FLEET_PS_LEVEL 3, "
             f"not {level}: 1, and the standby has each change. Unset one of the two."
             if has_standbys
-            else "FLEET_PS_LEVEL is '3' in the environment, and that needs a standby for each server. Start the job with "
-            "--server_standby, or set FLEET_PS_STANDBY_ENDPOINTS for all processes."
+            else "FLEET_PS_LEVEL is '3' in the environment, and that needs a standby for each server. Start the job "
+            "with --server_standby, or set FLEET_PS_STANDBY_ENDPOINTS for all processes."
         )
     if level and folder is None:
         raise ConfigError(

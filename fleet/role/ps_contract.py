@@ -118,10 +118,11 @@ def _listed_servers(env: Environment, servers: tuple[str, ...]) -> tuple[str, ..
         ConfigError: the standbys' list does not fit the servers'.
     """
     standbys = read_list(env, _STANDBYS)
-    if standbys and (len(standbys) != len(servers) or len({*servers, *standbys}) < 2 * len(servers)):
+    distinct = len({*servers, *standbys})
+    if standbys and (len(standbys) != len(servers) or distinct < 2 * len(servers)):
         raise ConfigError(
-            f"{_STANDBYS}={','.join(standbys)!r} and {_SERVERS}={','.join(servers)!r}: give each server one standby, at "
-            "an endpoint of its own."
+            f"{_STANDBYS}={','.join(standbys)!r} and {_SERVERS}={','.join(servers)!r}: give each server one standby, "
+            "at an endpoint of its own."
         )
     if not env.bool("FLEET_PS_STANDBY"):
         return servers

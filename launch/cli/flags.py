@@ -193,6 +193,13 @@ _SERVERS = (
         env=("PADDLE_SERVER_NUM",),
         style=FLEETRUN,
     ),
+    _flag(
+        "server_standby",
+        SERVERS,
+        False,
+        "a standby for every server, on this node: it receives each change and takes over when its server is lost, "
+        "with its folder",
+    ),
     _flag("worker_num", SERVERS, None, "parameter-server workers on this node", kind="int", style=FLEETRUN),
     _flag(
         "trainer_num",
@@ -425,6 +432,7 @@ REMOVED: dict[str, str] = {
 PS_FLAGS = (
     "worker_num",
     "server_num",
+    "server_standby",
     "heter_worker_num",
     "servers",
     "workers",

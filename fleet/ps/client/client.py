@@ -482,7 +482,7 @@ def wait_for_servers(
     connect_timeout_s: float = 1.0,
     standbys: Sequence[str] = (),
 ) -> None:
-    """Waits until a server, or its standby, greets at every endpoint; reports every ``interval_s`` seconds where none does.
+    """Waits until a server, or its standby, greets everywhere; reports every ``interval_s`` seconds where none does.
 
     Raises:
         PSError: some were missing after ``timeout_s``; the message names them.

@@ -112,9 +112,8 @@ class ClientConfig:
             raise ConfigError(f"parameter server endpoints {list(self.endpoints)!r}: give each server once.")
         if not 0 <= self.rank < self.num_workers:
             raise ConfigError(f"worker rank {self.rank!r} of {self.num_workers!r}: ranks run from 0.")
-        if self.standbys and (
-            len(self.standbys) != len(self.endpoints) or len({*self.endpoints, *self.standbys}) < 2 * len(self.endpoints)
-        ):
+        count, distinct = len(self.endpoints), len({*self.endpoints, *self.standbys})
+        if self.standbys and (len(self.standbys) != count or distinct < 2 * count):
             raise ConfigError(
                 f"standbys {list(self.standbys)!r} of the parameter servers {list(self.endpoints)!r}: give each server "
                 "one, at an endpoint of its own."

@@ -322,7 +322,8 @@ class Server:
             with self.state.snapshots:  # or one that is being written would be left for the next job to find
                 for path in (*self.config.folder.glob("*snapshot-*"), self.config.folder / "journal"):
                     shutil.rmtree(path, ignore_errors=True)
-                (self.config.folder / ".lock").unlink(missing_ok=True)
+                for name in ("epoch.json", ".lock"):
+                    (self.config.folder / name).unlink(missing_ok=True)
 
     def snapshot(self) -> None:
         """Writes a snapshot now, while the server keeps serving."""
@@ -463,7 +464,8 @@ class Server:
             if peer.worker is None and header.op is Op.FOLLOW and self._pair is not None:
                 follow = memoryview(bytearray(header.body_bytes))
                 connection.receive_body(follow, limit)
-                return self._pair.serve(connection, follow)
+                self._pair.serve(connection, follow)
+                return
             if peer.worker is None and header.op is not Op.HELLO:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
             body = peer.body(header.body_bytes)

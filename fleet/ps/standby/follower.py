@@ -207,15 +207,19 @@ class Follower:
         """Tells the server what is here, whenever it changes and now and then."""
         told = 0
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._received > told or self._line is not line, BEAT_S)
-                    if self._line is not line:
-                        return
-                    told = self._received if self.state is not None else 0
+            while (reached := self._next_confirmed(line, told)) is not None:
+                told = reached
                 send_piece(line, Carried.BEAT, seq=told)
         except PSError:
             line.close()
+
+    def _next_confirmed(self, line: Sealed, told: int) -> int | None:
+        """Returns what is here once it is more than ``told``, or after a moment; None when the line has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._received > told or self._line is not line, BEAT_S)
+            if self._line is not line:
+                return None
+            return self._received if self.state is not None else 0
 
     # -- promotion -----------------------------------------------------------------------------------------------
 
@@ -257,7 +261,8 @@ class Follower:
             return "the server went on without it"
         if time.monotonic() - self._broken_since < QUIET_S:
             return "the line to the server broke a moment ago"
-        absent = sorted({w.rank for w in self.state.job.workers if w.state != "gone"} - {rank for rank, _ in self._votes.values()})
+        asking = {rank for rank, _ in self._votes.values()}
+        absent = sorted({w.rank for w in self.state.job.workers if w.state != "gone"} - asking)
         if absent:
             return f"workers {absent} have not asked for it"
         if epoch not in known:

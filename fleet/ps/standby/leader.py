@@ -12,12 +12,12 @@ What a worker was promised (the number in each answer, up to which it forgets it
     it stays away for GRACE_S   the server takes epoch + 1 and hangs up on all workers, so that they learn it. Once all
                                 that are alive have, it promises what its own journal has, and has no standby
 
-The standby is promoted, to epoch + 2, when its line is broken, every worker that has not said goodbye asks for it at the
-same time, none of them knows a higher epoch, and at least one knows this one. So both cannot happen: the server goes
-alone only after all living workers know its new epoch, and any of them that asks stops the promotion. A worker waits in
-its question to the standby and answers no other server meanwhile; if the standby dies during the question, the worker
-never accepts epoch + 1 (:mod:`fleet.ps.client.fence`). A worker process that was started again knows no epoch, and its
-voice alone promotes nobody.
+The standby is promoted, to epoch + 2, when its line is broken, every worker that has not said goodbye asks for it at
+the same time, none of them knows a higher epoch, and at least one knows this one. So both cannot happen: the server
+goes alone only after all living workers know its new epoch, and any of them that asks stops the promotion. A worker
+waits in its question to the standby and answers no other server meanwhile; if the standby dies during the question, the
+worker never accepts epoch + 1 (:mod:`fleet.ps.client.fence`). A worker process that was started again knows no epoch,
+and its voice alone promotes nobody.
 
 Changes that were not promised are in the workers' hands, and go to whoever serves next; their numbers keep them from
 being applied twice.
@@ -51,6 +51,7 @@ __all__ = ["Leader"]
 
 GRACE_S = 3.0  # a standby that is away for longer is given up
 _PIECE_BYTES = 4 << 20
+_FIRST_JOIN_S = 5.0  # the first workers wait this long for the standby to join
 _MOST_QUEUED = 1 << 30  # bytes that a standby may be behind
 _STUCK_S = 30.0  # a line on which nothing was confirmed for this long is given up
 
@@ -86,7 +87,7 @@ class Leader:
         self._since = time.monotonic()  # since when there is no standby
         self.alone = not has_standby
         self.deposed = False
-        self.joined = False
+        self.joined = self._joined_once = False
         if has_standby:
             self._journal.confirmed = self._journal.last_lsn
 
@@ -105,7 +106,8 @@ class Leader:
             return {"standby": "another server has taken over"}
         if known < self.epoch:
             return {"epoch": self.epoch}
-        with self._journal.lock:
+        with self._moved:
+            self._moved.wait_for(lambda: self._joined_once or self.alone or self._is_over(), _FIRST_JOIN_S)
             self._proven.add((rank, client_id))
             self._promise()
         self.settle()
@@ -196,7 +198,7 @@ class Leader:
         send_piece(feed.line, Carried.JOINED, seq=self.epoch)
         with self._moved:
             if self._feed is feed:
-                self.joined, self.alone = True, False
+                self.joined, self.alone, self._joined_once = True, False, True
                 self._journal.confirmed = feed.confirmed
                 self._moved.notify_all()
 

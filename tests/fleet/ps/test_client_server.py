@@ -367,4 +367,4 @@ def test_the_wire_knows_every_operation():
     with serving() as service:
         operations = service.servers[0]._operations
         assert isinstance(operations, Operations)
-        assert set(operations._handlers) == set(Op) - {Op.HELLO}
+        assert set(operations._handlers) == set(Op) - {Op.HELLO, Op.FOLLOW}

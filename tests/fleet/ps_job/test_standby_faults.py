@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.ps_fault_job import FaultJob, expected_tables, plan_kills
+from tests.helpers.ps_fault_job import FaultJob, Training, expected_tables, plan_kills
 
 SERVERS, WORKERS, STEPS = 2, 2, 40
 
@@ -18,7 +19,13 @@ SERVERS, WORKERS, STEPS = 2, 2, 40
 def test_lost_servers(tmp_path: Path, mode: str, seed: int) -> None:
     """Each of ten jobs loses both servers, disk and all, at random points."""
     job = FaultJob(
-        tmp_path / "job", mode, num_servers=SERVERS, num_workers=WORKERS, steps=STEPS, standby=True
+        tmp_path / "job",
+        mode,
+        num_servers=SERVERS,
+        num_workers=WORKERS,
+        steps=STEPS,
+        standby=True,
+        training=Training(after_step=_say_when),
     )
     points = plan_kills(seed, 2, ["server-0"], STEPS * WORKERS)
     kills = [type(kill)(kill.steps, f"server-{index}") for index, kill in enumerate(points)]
@@ -26,3 +33,7 @@ def test_lost_servers(tmp_path: Path, mode: str, seed: int) -> None:
     expected = expected_tables(WORKERS, STEPS, mean=mode == "sync")
     for name, table in expected.items():
         assert torch.equal(found[name], table), name
+
+
+def _say_when(rank: int, step: int) -> None:
+    print(f"step {step} at {time.monotonic()}", flush=True)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.fence import Fences
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from tests.fleet.ps.local_transport import LocalTransport
-from tests.fleet.ps.service import DENSE, SECRET, SPARSE, gradient, in_threads, make_table, rows, silent, until
+from tests.fleet.ps.service import DENSE, SECRET, SPARSE, gradient, make_table, rows, silent, until
 
 FIRST, SECOND = "127.0.0.1:9000", "127.0.0.1:9500"
 
