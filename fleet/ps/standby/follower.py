@@ -230,7 +230,7 @@ class Follower:
             self._votes[question] = (rank, known)
             self._changed.notify_all()
             deadline = time.monotonic() + ASK_S
-            while not self._is_over() and self._decide():
+            while not self._is_over() and self._decide() and self._line is None and self.joined:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
