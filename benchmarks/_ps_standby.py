@@ -55,15 +55,56 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    """Measures and prints one line."""
-    import numpy as np
-
-    from fleet.ps.client.client import Client, Gradient
+def open_client(endpoint: str, standbys: list[str]) -> Any:
+    """Returns a client with one table."""
+    from fleet.ps.client.client import Client
     from fleet.ps.client.link import ClientConfig
     from fleet.ps.table.layout import SparseTableConfig
     from fleet.ps.table.rules import Rule
 
+    client = Client(ClientConfig(endpoints=[endpoint], standbys=standbys, secret=SECRET))
+    client.open()
+    client.create_tables({0: SparseTableConfig("ads", DIM, Rule("adagrad", {"learning_rate": 0.1}))})
+    return client
+
+
+def train(client: Any, pushes: int) -> None:
+    """Pulls and pushes."""
+    import numpy as np
+
+    from fleet.ps.client.client import Gradient
+
+    rng = np.random.default_rng(0)
+    batches = [np.unique(rng.integers(0, 1_000_000, IDS)) for _ in range(50)]
+    for step in range(pushes):
+        ids = batches[step % len(batches)]
+        client.wait(client.pull({0: ids}))
+        client.wait(client.push({0: Gradient(ids, np.full((len(ids), DIM), 1e-3, np.float32))}))
+    client.flush()
+
+
+def measure(blocks: int, pushes: int) -> dict[str, list[tuple[float, float]]]:
+    """Returns, for each kind of job, the server's processor time and the seconds of each block."""
+    found: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        plain, first, second = endpoint(), endpoint(), endpoint()
+        pids = {"without": start(stack, endpoint=plain, folder=f"{folder}/plain")}
+        pids["with"] = start(stack, endpoint=first, folder=f"{folder}/first", peer=second)
+        start(stack, endpoint=second, folder=f"{folder}/second", peer=first, standby=True)
+        clients = {"without": open_client(plain, []), "with": open_client(first, [second])}
+        for block in range(blocks + 1):
+            for kind, client in clients.items():
+                before, begun = processor_s(pids[kind]), time.perf_counter()
+                train(client, pushes)
+                if block:  # the first one warms up
+                    found[kind].append((processor_s(pids[kind]) - before, time.perf_counter() - begun))
+        for client in clients.values():
+            client.close()
+    return found
+
+
+def main() -> None:
+    """Measures and prints one line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--pushes", type=int, default=2000)
@@ -72,36 +113,10 @@ def main() -> None:
     if arguments.serve:
         serve(json.loads(arguments.serve))
         return
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        plain, first, second = endpoint(), endpoint(), endpoint()
-        pids = {"without": start(stack, endpoint=plain, folder=f"{folder}/plain")}
-        pids["with"] = start(stack, endpoint=first, folder=f"{folder}/first", peer=second)
-        start(stack, endpoint=second, folder=f"{folder}/second", peer=first, standby=True)
-        clients = {}
-        for kind, settings in (("without", {"endpoints": [plain]}), ("with", {"endpoints": [first]})):
-            standbys = [second] if kind == "with" else []
-            clients[kind] = client = Client(ClientConfig(**settings, standbys=standbys, secret=SECRET))
-            client.open()
-            client.create_tables({0: SparseTableConfig("ads", DIM, Rule("adagrad", {"learning_rate": 0.1}))})
-        rng = np.random.default_rng(0)
-        batches = [np.unique(rng.integers(0, 1_000_000, IDS)) for _ in range(50)]
-        used: dict[str, list[float]] = {"without": [], "with": []}
-        took: dict[str, list[float]] = {"without": [], "with": []}
-        for block in range(arguments.blocks + 1):
-            for kind, client in clients.items():
-                before, begun = processor_s(pids[kind]), time.perf_counter()
-                for step in range(arguments.pushes):
-                    ids = batches[step % len(batches)]
-                    client.wait(client.pull({0: ids}))
-                    client.wait(client.push({0: Gradient(ids, np.full((len(ids), DIM), 1e-3, np.float32))}))
-                client.flush()
-                if block:  # the first one warms up
-                    used[kind].append(processor_s(pids[kind]) - before)
-                    took[kind].append(time.perf_counter() - begun)
-        for client in clients.values():
-            client.close()
-    cost = [a / b for a, b in zip(used["with"], used["without"], strict=True)]
-    rate = [b / a for a, b in zip(took["with"], took["without"], strict=True)]
+    found = measure(arguments.blocks, arguments.pushes)
+    pairs = list(zip(found["with"], found["without"], strict=True))
+    cost = [there[0] / here[0] for there, here in pairs]
+    rate = [here[1] / there[1] for there, here in pairs]
     print(
         f"server's processor time with a standby / without: {median(cost):.2f} ({min(cost):.2f} to {max(cost):.2f}); "
         f"pushes per second: {median(rate):.2f} ({min(rate):.2f} to {max(rate):.2f})"

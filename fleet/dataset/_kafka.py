@@ -12,7 +12,6 @@ __all__ = ["KafkaReader", "KafkaRecord", "KafkaSource"]
 
 _OWN = ("bootstrap.servers", "enable.auto.commit", "auto.offset.reset", "enable.partition.eof")
 _MESSAGES_PER_POLL = 1000
-_ANSWER_S = 10.0
 
 
 class KafkaRecord(NamedTuple):
@@ -73,6 +72,7 @@ class KafkaSource:
         self.name = topic if name is None else name
         self._servers, self._topic, self._start, self._stop_at_end = servers, topic, start, stop_at_end
         self._config = dict(config or {})
+        self.answer_s = 10.0  # how long a broker may take to describe the topic
 
     def partitions(self) -> int:
         """Returns how many partitions the topic has.
@@ -82,10 +82,10 @@ class KafkaSource:
         """
         consumer = self._consumer()
         try:
-            known = consumer.list_topics(self._topic, timeout=_ANSWER_S).topics[self._topic]
+            known = consumer.list_topics(self._topic, timeout=self.answer_s).topics[self._topic]
         except self._kafka.KafkaException as error:
             raise FleetError(
-                f"KafkaSource({self._servers!r}, {self._topic!r}): no broker answered within {_ANSWER_S:g} s: {error}."
+                f"KafkaSource({self._servers!r}, {self._topic!r}): no broker answered in {self.answer_s:g} s: {error}."
             ) from None
         finally:
             consumer.close()

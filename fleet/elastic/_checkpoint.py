@@ -58,7 +58,8 @@ class Checkpoint:
         optimizer: likewise; the one passed to ``distributed_optimizer`` stands for the distributed one.
         scheduler: anything with ``state_dict`` and ``load_state_dict``.
         epoch: where training begins without a checkpoint; the attribute ``epoch`` is saved.
-        data: an :class:`ElasticSampler`, or anything with ``state_dict`` and ``load_state_dict``.
+        data: an :class:`ElasticSampler`, or anything with ``state_dict`` and ``load_state_dict``. Another number of
+            workers can resume what also has ``joined_states``, which makes one state of those of all workers.
         keep: how many checkpoints are kept.
         asynchronous: return once the state was copied; a process beside this one writes it. The next step, ``save`` or
             ``close`` raises an error.
@@ -364,7 +365,8 @@ class Checkpoint:
     def _load(self, restore: Restore, found: Found) -> None:
         rest = restore.load(found, self._model, self._chain, self._scheduler)
         if self._data is not None:
-            self._data.load_state_dict(restore.data_of(rest, isinstance(self._data, ElasticSampler)))
+            join = getattr(self._data, "joined_states", None)
+            self._data.load_state_dict(restore.data_of(rest, isinstance(self._data, ElasticSampler), join))
         self.epoch, self.extra = int(rest["epoch"]), dict(rest["extra"])
         self._counted_from = self._session.num_steps - int(rest["step"])
         self._saved_at = self.step

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,14 +147,19 @@ class Restore:
                     f"this job has {now[role]}. Continue with {saved}, or start in a separate folder."
                 )
 
-    def data_of(self, rest: dict[str, Any], is_shared: bool) -> Any:
-        """Returns the position in the data for this worker; raises CheckpointError when it is unknown."""
+    def data_of(self, rest: dict[str, Any], is_shared: bool, join: Callable[[list[Any]], Any] | None = None) -> Any:
+        """Returns the position in the data for this worker; raises CheckpointError when it is unknown.
+
+        ``join`` makes one position of those of all workers, for data that can be divided anew.
+        """
         positions = [worker["data"] for worker in rest["workers"]]
         mine = predecessor(rest, self._session)
         if mine is not None:
             return mine["data"]
         if is_shared or all(position == positions[0] for position in positions):
             return positions[0]
+        if join is not None:
+            return join(positions)
         raise CheckpointError(
             f"Checkpoint.resume(): {len(positions)} workers saved a position in the data each, and there "
             f"are {self._session.world_size} now. Use fleet.elastic.ElasticSampler, which any number can resume."

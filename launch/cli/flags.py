@@ -193,13 +193,7 @@ _SERVERS = (
         env=("PADDLE_SERVER_NUM",),
         style=FLEETRUN,
     ),
-    _flag(
-        "server_standby",
-        SERVERS,
-        False,
-        "a standby for every server, on this node: it receives each change and takes over when its server is lost, "
-        "with its folder",
-    ),
+    _flag("server_standby", SERVERS, False, "a standby for every server, which takes over if it is lost, disk and all"),
     _flag("worker_num", SERVERS, None, "parameter-server workers on this node", kind="int", style=FLEETRUN),
     _flag(
         "trainer_num",

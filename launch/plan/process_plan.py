@@ -308,25 +308,7 @@ def plan_ps(
     }
     if layout.standbys:
         shared[STANDBYS] = ",".join(layout.standbys)
-    servers = [*(layout.servers[index] for index in layout.local_servers), *layout.standbys]
-    specs = [
-        place(
-            config,
-            environment,
-            role="server",
-            index=[*layout.local_servers, *range(len(layout.servers), 2 * len(layout.servers))][i],
-            local_index=i,
-            position=i,
-            echo=False,
-            variables={
-                **shared,
-                **_server_variables(endpoint),
-                **_server_state(config, environment),
-                **({"FLEET_PS_STANDBY": "1"} if endpoint in layout.standbys else {}),
-            },
-        )
-        for i, endpoint in enumerate(servers)
-    ]
+    specs = _server_specs(config, environment, layout, shared)
     for i, index in enumerate(layout.local_workers):
         variables = {**shared, **_worker_variables(config, layout, i, place_of_node)}
         specs.append(
@@ -336,12 +318,34 @@ def plan_ps(
                 role="worker",
                 index=index,
                 local_index=i,
-                position=len(servers) + i,
+                position=len(layout.local_servers) + len(layout.standbys) + i,
                 echo=index == 0,
                 variables=variables,
             )
         )
     return specs
+
+
+def _server_specs(
+    config: LaunchConfig, environment: Environment, layout: _Layout, shared: Mapping[str, str]
+) -> list[ProcessSpec]:
+    """Returns this node's servers, then their standbys, which are numbered on."""
+    servers = [(index, layout.servers[index], {}) for index in layout.local_servers]
+    first = len(layout.servers)
+    standbys = [(first + i, endpoint, {"FLEET_PS_STANDBY": "1"}) for i, endpoint in enumerate(layout.standbys)]
+    return [
+        place(
+            config,
+            environment,
+            role="server",
+            index=index,
+            local_index=i,
+            position=i,
+            echo=False,
+            variables={**shared, **_server_variables(endpoint), **_server_state(config, environment), **own},
+        )
+        for i, (index, endpoint, own) in enumerate([*servers, *standbys])
+    ]
 
 
 def _server_variables(endpoint: str) -> dict[str, str]:

@@ -14,8 +14,9 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,14 @@ class Training:
         rate: of SGD; with 1 every sum is exact, in whatever order.
         configs: further keys of ``a_sync_configs``.
         after_step: called by each worker after each of its steps.
+        stream: the numbers of steps are events of a stream; a worker keeps nothing itself, the servers say where it
+            goes on.
     """
 
     rate: float = 1.0
     configs: dict[str, Any] = field(default_factory=dict)
     after_step: AfterStep | None = None
+    stream: bool = False
 
 
 def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: int, training: Training) -> None:
@@ -142,7 +146,7 @@ def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: i
         fleet.init_server()
         fleet.run_server()
     else:
-        _train(model, optimizer, folder, steps, training.after_step)
+        _train(model, optimizer, folder, steps, training)
 
 
 def _keep(path: Path, state: dict[str, Any]) -> None:
@@ -151,9 +155,18 @@ def _keep(path: Path, state: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def _train(model: Any, optimizer: Any, folder: Path, steps: int, after_step: AfterStep | None) -> None:
-    rank = int(fleet.worker_index())
-    kept, first = folder / f"worker-{rank}.pt", 0
+def _events(partition: int, offset: int, steps: int) -> Iterator[tuple[int, int]]:
+    return ((step, step) for step in range(offset, steps))
+
+
+def _steps_to_do(optimizer: Any, kept: Path, steps: int, training: Training) -> Iterable[int]:
+    """Connects, and returns the steps that this process does."""
+    if training.stream:
+        fleet.init_worker()
+        opened = partial(_events, steps=steps)
+        settings: dict[str, Any] = {"partitions": int(fleet.worker_num()), "name": "steps"}
+        return fleet_package.StreamDataset(opened, int, batch_size=1, collate=lambda samples: samples[0], **settings)
+    first = 0
     if kept.exists():
         state = torch.load(kept, weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
@@ -161,8 +174,16 @@ def _train(model: Any, optimizer: Any, folder: Path, steps: int, after_step: Aft
     fleet.init_worker()
     if not kept.exists():
         _keep(kept, {"step": 0, "optimizer": optimizer.state_dict()})
+    return range(first, steps)
+
+
+def _train(model: Any, optimizer: Any, folder: Path, steps: int, training: Training) -> None:
+    rank = int(fleet.worker_index())
+    kept = folder / f"worker-{rank}.pt"
+    after_step = training.after_step
+    todo = _steps_to_do(optimizer, kept, steps, training)
     progress = os.open(folder / f"worker-{rank}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for step in range(first, steps):
+    for step in todo:
         batch = {name: torch.from_numpy(values) for name, values in batch_of(rank, step).items()}
         model(batch).backward()
         optimizer.step()
@@ -170,7 +191,7 @@ def _train(model: Any, optimizer: Any, folder: Path, steps: int, after_step: Aft
         os.write(progress, b"%d\n" % (step + 1))
         if after_step is not None:
             after_step(rank, step + 1)
-        if (step + 1) % EVERY == 0:
+        if (step + 1) % EVERY == 0 and not training.stream:
             _keep(kept, {"step": step + 1, "optimizer": optimizer.state_dict()})
         if step in (steps // 4, steps // 2) and rank == 1:
             fleet.session.server_job.trainer.client.snapshot()  # restarts begin with it and the journal after it

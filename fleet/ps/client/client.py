@@ -145,11 +145,21 @@ class Client:
         modes = {(welcome["mode"], welcome["staleness"]) for welcome in welcomes}
         if len(modes) > 1:
             raise PSError(f"the parameter servers run in different modes: {sorted(map(str, modes))}. Start them alike.")
-        self.step = max([self.step, *(int(welcome["clock"]) for welcome in welcomes)])
+        self.step = max(self.step, self._steps_had(welcomes))
         if config.heartbeat:
             lease_s = min(float(welcome["lease_s"]) for welcome in welcomes)
             self._heart = threading.Thread(target=self._beat, args=(lease_s / 4,), name="lease", daemon=True)
             self._heart.start()
+
+    def _steps_had(self, welcomes: Sequence[Mapping[str, Any]]) -> int:
+        """Returns the steps that this rank need not push again.
+
+        Where pulls wait for steps, all servers must have them: one that lacks a step of this worker would wait for it,
+        and this worker for the server. The others recognise what comes twice.
+        """
+        if self.staleness is None:
+            return max(int(welcome["clock"]) for welcome in welcomes)
+        return min(max(int(welcome["clock"]), int(welcome["applied_step"])) for welcome in welcomes)
 
     @property
     def staleness(self) -> int | None:

@@ -170,18 +170,25 @@ class Operations:
                 "applied_step": job.applied_step,
                 "tables": sorted(job.specs),
                 "barriers": dict(job.barriers),
-                "mode": self._config.mode,
-                "level": 3 if self._config.peer else self._config.journal_level,
-                "keeps": self._config.folder is not None,
-                "staleness": self._config.staleness,
-                "lease_s": self._config.lease_s,
-                "index": self._config.index,
-                "boot": self._boot,
+                **self._settings(),
             }
         peer.worker = worker
         peer.channel = number
         peer.client_id = header.client_id
         return Answer(buffers=[control_body(answer)])
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns what a worker has to know of the server itself."""
+        config = self._config
+        return {
+            "mode": config.mode,
+            "level": 3 if config.peer else config.journal_level,
+            "keeps": config.folder is not None,
+            "staleness": config.staleness,
+            "lease_s": config.lease_s,
+            "index": config.index,
+            "boot": self._boot,
+        }
 
     def _goodbye(self, peer: ConnectedWorker, worker: Worker, *_: Any) -> Answer:
         self._state.leave(worker)

@@ -16,8 +16,8 @@ from fleet.ps.server.journal import read_records
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import drop_snapshots, read_snapshot, write_snapshot
+from fleet.ps.standby.carried import BEAT_S, LINE_S, Carried, send_piece
 from fleet.ps.standby.epoch_file import EpochFile
-from fleet.ps.standby.stream import BEAT_S, LINE_S, Carried, send_piece
 from fleet.ps.wire.auth import check_secret, prove_to_server
 from fleet.ps.wire.messages import Header, MessageError, Op, control_body, decode_control, decode_header, encode_header
 from fleet.ps.wire.sealed import Sealed

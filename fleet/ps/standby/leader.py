@@ -42,8 +42,8 @@ from fleet.errors import PSError
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import write_snapshot
+from fleet.ps.standby.carried import BEAT_S, LINE_S, Carried, send_piece
 from fleet.ps.standby.epoch_file import EpochFile
-from fleet.ps.standby.stream import BEAT_S, LINE_S, Carried, send_piece
 from fleet.ps.wire.messages import Buffer, Op, control_body, decode_header
 from fleet.ps.wire.sealed import Sealed
 

@@ -12,10 +12,10 @@ from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import has_snapshot
+from fleet.ps.standby.carried import Carried, send_piece
 from fleet.ps.standby.epoch_file import EpochFile
 from fleet.ps.standby.follower import Follower, ask_standing
 from fleet.ps.standby.leader import Leader
-from fleet.ps.standby.stream import Carried, send_piece
 from fleet.ps.wire.messages import Header, Op, control_body, decode_control
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport

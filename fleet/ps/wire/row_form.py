@@ -33,6 +33,7 @@ __all__ = ["WIRE_FORMS", "Remainders", "check_wire", "from_int8", "to_int8", "wi
 
 WIRE_FORMS = ("float32", "bfloat16", "int8")
 _MAX_BYTES = 64 << 20  # of the remainders of one table
+_FIRST_PLACES = 1 << 12
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads neighbouring keys
 
 Rows = NDArray[np.float32]
@@ -71,6 +72,7 @@ class Remainders:
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._tables: dict[int, tuple[NDArray[np.int64], Rows]] = {}
+        self._taken: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def encode(self, part: TablePart) -> None:
@@ -78,8 +80,8 @@ class Remainders:
         assert part.ids is not None
         assert part.rows is not None
         with self._lock:
-            keys, left = self._table(part.table_id, part.dim)
-            places = ((part.ids.view(np.uint64) * _MIX) >> np.uint64(64 - (len(keys).bit_length() - 1))).astype(np.intp)
+            keys, left = self._table(part.table_id, part.dim, len(part.ids))
+            places = _places(part.ids, len(keys))
             rows = part.rows + np.where((keys[places] == part.ids)[:, None], left[places], np.float32(0))
             part.rows, part.scales = to_int8(rows)
             rest = rows - from_int8(part.rows, part.scales)
@@ -94,12 +96,37 @@ class Remainders:
             for table_id in table_ids:
                 self._tables.pop(table_id, None)
 
-    def _table(self, table_id: int, dim: int) -> tuple[NDArray[np.int64], Rows]:
+    def _table(self, table_id: int, dim: int, coming: int) -> tuple[NDArray[np.int64], Rows]:
+        """Returns places and remainders with room for ``coming`` more keys, as far as the limit allows.
+
+        It grows with the keys: to allocate the limit at once takes the first push 100 ms, in which an async worker
+        goes on with parameters of its start.
+        """
+        most = 1 << max(1, (self._max_bytes // (8 + 4 * dim)).bit_length() - 1)
         if table_id not in self._tables:
-            places = 1 << max(1, (self._max_bytes // (8 + 4 * dim)).bit_length() - 1)
-            # Key 0 stands in every empty place with nothing left, which is right.
-            self._tables[table_id] = np.zeros(places, np.int64), np.zeros((places, dim), np.float32)
+            self._tables[table_id] = _empty(min(most, _FIRST_PLACES), dim)
+            self._taken[table_id] = 0
+        keys, left = self._tables[table_id]
+        self._taken[table_id] += coming  # at most: keys that are here already count, too
+        if self._taken[table_id] > len(keys) // 2 and len(keys) < most:
+            here = np.flatnonzero(left.any(axis=1))
+            self._taken[table_id] = len(here) + coming
+            if self._taken[table_id] > len(keys) // 2:
+                wider = _empty(min(most, 1 << (4 * self._taken[table_id]).bit_length()), dim)
+                places = _places(keys[here], len(wider[0]))
+                wider[0][places], wider[1][places] = keys[here], left[here]
+                self._tables[table_id] = wider
         return self._tables[table_id]
+
+
+def _empty(places: int, dim: int) -> tuple[NDArray[np.int64], Rows]:
+    # Key 0 stands in every empty place with nothing left, which is right.
+    return np.zeros(places, np.int64), np.zeros((places, dim), np.float32)
+
+
+def _places(keys: NDArray[np.int64], count: int) -> NDArray[np.intp]:
+    """Returns the places of ``keys`` among ``count``, a power of 2 above 1."""
+    return ((keys.view(np.uint64) * _MIX) >> np.uint64(64 - (count.bit_length() - 1))).astype(np.intp)
 
 
 def wire_parts(parts: Sequence[TablePart], form: str, remainders: Remainders | None = None) -> list[TablePart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import fleet
 from fleet.errors import CheckpointError, ConfigError, FleetError
+from tests.helpers.workers import run_workers
 from tests.launch.launcher import Launcher
 
 
@@ -95,9 +97,10 @@ def test_a_record_that_cannot_be_parsed_is_named() -> None:
         lists(stream(parse=lambda record: 1 // record))
 
 
-def test_loader_processes_are_refused() -> None:
+def test_loader_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet.dataset._stream.get_worker_info", lambda: "of a process of DataLoader(num_workers=1)")
     with pytest.raises(ConfigError, match="num_workers=0"):
-        list(DataLoader(stream(), batch_size=None, num_workers=1))
+        next(iter(stream()))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,44 @@ def test_loader_processes_are_refused() -> None:
 def test_wrong_arguments_are_refused(settings, words) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         stream(**settings)
+
+
+EVENTS = 40
+
+
+def many(partition: int, start: int):
+    return ((offset, 100 * partition + offset) for offset in range(start, EVENTS))
+
+
+def read_some(rank: int, world_size: int, folder: str, batches: int) -> list[int]:
+    """Resumes, trains on some batches, saves; returns the events."""
+    fleet.fleet.init(is_collective=True)
+    net = torch.nn.Linear(1, 1)
+    optimizer = fleet.fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.0))
+    model = fleet.fleet.distributed_model(net)
+    dataset = stream(many, batch_size=4, partitions=6, name="events")
+    checkpoint = fleet.elastic.Checkpoint(folder, model, optimizer, data=dataset)
+    checkpoint.resume()
+    seen: list[int] = []
+    for batch in itertools.islice(dataset, batches):
+        model(batch[:, None].float()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += batch.tolist()
+    checkpoint.save()
+    checkpoint.close()
+    return seen
+
+
+def test_any_number_of_workers_resumes_a_checkpoint(tmp_path: Path) -> None:
+    """Issue 14.2: partitions are divided anew, each goes on behind its last event."""
+    seen = [
+        event
+        for workers, batches in ((2, 5), (3, 4), (1, 38))
+        for found in run_workers(read_some, workers, str(tmp_path), batches)
+        for event in found
+    ]
+    assert sorted(seen) == sorted(100 * partition + offset for partition in range(6) for offset in range(EVENTS))
 
 
 TRAIN = """

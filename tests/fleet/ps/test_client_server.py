@@ -368,3 +368,21 @@ def test_the_wire_knows_every_operation():
         operations = service.servers[0]._operations
         assert isinstance(operations, Operations)
         assert set(operations._handlers) == set(Op) - {Op.HELLO, Op.FOLLOW}
+
+
+@pytest.mark.parametrize("config", [{"mode": "sync"}, {"staleness": 0}])
+def test_a_worker_killed_between_two_servers_goes_on(config):
+    """Its last step reached server 0 alone: server 1 would wait for the step, and the next process for server 1."""
+    with serving(2, **config) as service:
+        first = service.client()
+        keys = np.arange(64)
+        ones = np.ones((64, 2), np.float32)
+        first.wait(first.push({0: Gradient(keys, ones)}))
+        first._links = first._links[:1]
+        first.wait(first.push({}))
+        again = service.client()
+        assert again.step == 1
+        again.wait(again.pull({0: keys}))
+        again.wait(again.push({0: Gradient(keys, ones)}))
+        again.wait(again.pull({0: keys}))
+        assert again.step == 2

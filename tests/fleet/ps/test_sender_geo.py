@@ -36,9 +36,9 @@ def sending(service, config, receive=None, additive=(), **settings):
     clients, pushes = shared_clients(service, count, **settings), []
     for number, client in enumerate(clients):
 
-        def push(gradients, *, step=None, ends_step=True, number=number, push=client.push):
+        def push(gradients, *, step=None, ends_step=True, positions=None, number=number, push=client.push):
             pushes.append((number, step, sorted(gradients)))
-            return push(gradients, step=step, ends_step=ends_step)
+            return push(gradients, step=step, ends_step=ends_step, positions=positions)
 
         client.push = push
     return AsyncSender(clients, config, receive, additive), clients, pushes

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, load_table, save_table
-from fleet.ps.files.manifest import read_parts
-from fleet.ps.files.table_files import _blocks_of
+from fleet.ps.files.manifest import blocks_of, read_parts
 from fleet.ps.table.kernels.common import CAPACITY, LENGTH, NUM_ENTRIES
 from fleet.ps.table.kernels.walks import FIRST_CAPACITY
 from fleet.ps.table.rows import RowBlock
@@ -237,7 +236,7 @@ def test_save_while_pushes_run(use_kernels: bool, tmp_path: Path) -> None:
     rows: dict[int, np.ndarray] = {}
     known_until: dict[int, int] = {}
     folder = tmp_path / "t"
-    for block in (block for part in read_parts(folder) for block in _blocks_of(folder, part, None)):
+    for block in (block for part in read_parts(folder) for _, block in blocks_of(folder, part)):
         for key, row in zip(block.keys.tolist(), block.values, strict=True):
             assert key not in known_until
             rows[key], known_until[key] = row.copy(), block.stamp

@@ -41,6 +41,7 @@ A_SYNC = {
     **{name: [0, -1, 1.5, "1", True] for name in (*COUNTS, "lr_decay_steps")},
     **{name: ["x", 1, None] for name in SWITCHES},
     "max_staleness": [-2, 1.5, "1", True],
+    "wire": ["float16", 3, None],
     "publish": [3, True],
     "publish_every_s": [0, -1.0, "x", True],
     "publish_values": ["fp8", 3],
@@ -118,6 +119,12 @@ EMBEDDING = {
     "rule": ["sgd", 3],
     "seed": ["x", 1.5, 2**70, True, None],
     "slot": ["x", -1, 1.5, 2**40, True],
+    "max_rows": [0, -1, 1.5, "100", True],
+    "max_bytes": [0, 1.5, "1 GB", True],
+    "evict": ["fifo", 3],
+    "ttl_days": [0, -1, 1.5, "2", True],
+    "rows": ["ssd", 3, True],
+    "memory_bytes": [0, -1, 1.5, "1 GB", True],
 }
 
 

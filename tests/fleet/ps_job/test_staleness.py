@@ -209,9 +209,11 @@ def test_the_servers_are_told_of_a_step_when_all_its_tables_are_there(threads: i
         sent: list[tuple[list[int], int, bool]] = []
         for client in clients:
 
-            def push(gradients: Any, *, step: int, ends_step: bool = True, push: Any = client.push) -> Any:
+            def push(
+                gradients: Any, *, step: int, ends_step: bool = True, positions: None = None, push: Any = client.push
+            ) -> Any:
                 sent.append((sorted(gradients), step, ends_step))
-                return push(gradients, step=step, ends_step=ends_step)
+                return push(gradients, step=step, ends_step=ends_step, positions=positions)
 
             client.push = push  # type: ignore[method-assign]
         sender = AsyncSender(clients, SenderConfig(thread_pool_size=threads), additive=[1])

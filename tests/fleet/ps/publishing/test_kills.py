@@ -1,4 +1,4 @@
-"""A job whose workers, server (with its publisher) and Redis are killed at random: Redis holds the rows of a calm run.
+"""Workers that read a stream, the server with its publisher and Redis are killed: Redis holds the rows of a calm run.
 
 In sync mode the rows after a step do not depend on what failed on the way. The calm run waits after each step until
 Redis has it and keeps what Redis holds. In the other run a watcher reads Redis all the time, each time in one
@@ -61,13 +61,10 @@ def keep_each_step(url: str, folder: str, rank: int, step: int) -> None:
 
 
 class PublishingJob(FaultJob):
-    """One server, two workers and a Redis, which is killed like the others.
-
-    Whatever else is to be killed, a reader of a stream for example, becomes a further name.
-    """
+    """One server with its publisher, two workers that read a stream, and a Redis, which is killed like the others."""
 
     def __init__(self, folder: Path, redis: RedisServer, *, steps: int, after_step: Any = None) -> None:
-        training = Training(0.37, {"publish": redis.url, "publish_every_s": 0.005}, after_step)
+        training = Training(0.37, {"publish": redis.url, "publish_every_s": 0.005}, after_step, stream=True)
         super().__init__(folder, "sync", num_servers=1, num_workers=2, steps=steps, training=training)
         self.redis = redis
         self._delays = random.Random(7)
@@ -110,13 +107,13 @@ class Watcher:
     def _run(self) -> None:
         import redis
 
-        client = self._redis.client()
-        while not self._stop.wait(0.001):
-            try:
-                step, rows = dump(client)
-            except redis.RedisError:
-                continue
-            self.compare(step, rows)
+        with self._redis.client() as client:
+            while not self._stop.wait(0.001):
+                try:
+                    step, rows = dump(client)
+                except redis.RedisError:
+                    continue
+                self.compare(step, rows)
 
     def compare(self, step: int, rows: Rows) -> None:
         """Notes where ``rows`` are not those of ``step``.
@@ -156,23 +153,19 @@ def disturbed(job: PublishingJob, watcher: Watcher, kills: Sequence[Kill]) -> No
 
 
 @pytest.mark.slow
-def test_redis_holds_the_rows_of_a_calm_run_whoever_is_killed(tmp_path: Path) -> None:
-    check_kills(20, tmp_path)
-
-
-@pytest.mark.long
 def test_redis_holds_the_rows_of_a_calm_run_after_100_kills(tmp_path: Path) -> None:
+    """Issue 14: workers, the readers of the stream; the server with its publisher; Redis."""
     check_kills(100, tmp_path)
 
 
 def check_kills(count: int, tmp_path: Path) -> None:
-    steps = 6 + 2 * count
+    steps = 100 + 2 * count  # the last kills come while steps are left that are slower to take than a kill
     with RedisServer(tmp_path / "calm-redis") as redis:
         calm = calm_run(tmp_path, redis, steps)
     assert len({len(rows) for rows in calm.values()}) > 1
     with RedisServer(tmp_path / "redis") as redis:
         job = PublishingJob(tmp_path / "faults", redis, steps=steps)
-        kills = plan_kills(2026, count, [*job.names, "redis"], 2 * steps)
+        kills = plan_kills(2026, count, [*job.names, "redis"], 2 * steps - 160)
         assert {kill.name.split("-")[0] for kill in kills} == {"server", "worker", "redis"}
         watcher = Watcher(redis, calm)
         disturbed(job, watcher, kills)
@@ -180,4 +173,3 @@ def check_kills(count: int, tmp_path: Path) -> None:
     assert max(watcher.steps) == steps
     assert len(watcher.steps) > steps // 4
     assert watcher.count > steps
-    assert job.repeated() > 0

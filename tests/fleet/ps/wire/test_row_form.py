@@ -112,3 +112,19 @@ def test_a_recovered_server_has_the_same_rows(tmp_path: Path, mode: str) -> None
                     service.start(0)
             found.append(rows(client, keys))
     np.testing.assert_array_equal(*found)
+
+
+def test_remainders_stay_with_their_keys_while_their_table_grows() -> None:
+    rng = np.random.default_rng(1)
+    left = Remainders()
+    keys = rng.choice(1 << 40, 20_000, replace=False)
+    exact, received = np.zeros((20_000, 2)), np.zeros((20_000, 2))
+    for start in [*range(0, 20_000, 1000)] * 2:
+        rows = rng.standard_normal((1000, 2)).astype(np.float32)
+        part = TablePart(0, 1000, 2, keys[start : start + 1000], rows.copy())
+        left.encode(part)
+        exact[start : start + 1000] += rows
+        received[start : start + 1000] += from_int8(part.rows, part.scales)
+    error = np.abs(exact - received).max(axis=1)
+    assert np.quantile(error, 0.9) < 4.5 / 127 / 2, "of one remainder, not of two; some keys lost theirs to others"
+    assert 20_000 < len(left._tables[0][0]) < 1 << 20
