@@ -304,6 +304,7 @@ class ServerJob:
             session.become_served()
 
     def _start_embedded(self, strategy: ASync) -> str:
+        read_standbys(self._environment, ())  # refuses them here
         config = self._server_config(strategy, read_keeping(self._environment, 0))
         secret, lease_s = secrets.token_hex(32).encode(), max(3600.0, config.lease_s)
         config = replace(

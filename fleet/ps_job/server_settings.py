@@ -55,18 +55,21 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
             "nothing), 1 (what it keeps survives a killed process), 2 (and a machine that died) or 3 (its standby has "
             "it, too). Set one of them."
         )
-    if has_standbys != (level == 3):
+    if has_standbys and level != 3:
         raise ConfigError(
-            "FLEET_PS_STANDBY_ENDPOINTS is set in the environment, and servers with standbys have FLEET_PS_LEVEL 3, "
-            f"not {level}: 1, and the standby has each change. Unset one of the two."
-            if has_standbys
-            else "FLEET_PS_LEVEL is '3' in the environment, and that needs a standby for each server. Start the job "
-            "with --server_standby, or set FLEET_PS_STANDBY_ENDPOINTS for all processes."
+            f"FLEET_PS_LEVEL is '{level}' in the environment, and FLEET_PS_STANDBY_ENDPOINTS is set: it is 3 for "
+            "servers with standbys. Unset one of the two."
+        )
+    if level == 3 and not has_standbys:
+        raise ConfigError(
+            "FLEET_PS_LEVEL is '3' in the environment and FLEET_PS_STANDBY_ENDPOINTS is not set: every server needs a "
+            "standby. Start the job with --server_standby, or list them for all processes."
         )
     if level and folder is None:
         raise ConfigError(
-            f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL') or f'{level}'!r} and FLEET_PS_FOLDER is not "
-            "set; levels 1 to 3 write to that folder. Set it to a folder that a restarted server finds again."
+            f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL') or f'{level}'!r} in the environment and "
+            "FLEET_PS_FOLDER is not set; levels 1 to 3 write to that folder. Set it to a folder that a restarted "
+            "server finds again."
         )
     if level == 0:
         unused = "" if folder is None else f"FLEET_PS_LEVEL is 0: nothing is kept in FLEET_PS_FOLDER={folder}"
@@ -83,10 +86,11 @@ def read_standbys(environment: Environment, servers: Sequence[str]) -> list[str]
         ConfigError: the job starts its server inside the worker.
     """
     listed = environment.list("FLEET_PS_STANDBY_ENDPOINTS")
-    if listed and not servers:
+    name = "FLEET_PS_STANDBY_ENDPOINTS" if listed else "FLEET_PS_STANDBY"
+    if not servers and (listed or environment.bool(name)):
         raise ConfigError(
-            "FLEET_PS_STANDBY_ENDPOINTS is set in the environment, and this job has no servers: its one process serves "
-            "itself, and would be lost together with its rows. Unset it, or start servers."
+            f"{name} is {environment.raw(name)!r} in the environment, and this job has no servers: its one process "
+            "serves itself, and would be lost together with its rows; it is for jobs with servers. Unset it."
         )
     return [join_endpoint(*split_endpoint(each, "FLEET_PS_STANDBY_ENDPOINTS")) for each in listed]
 

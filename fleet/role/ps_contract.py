@@ -104,6 +104,11 @@ def _read_role(env: Environment) -> Role:
 
 
 def _worker_rank(env: Environment, world_size: int) -> int:
+    if env.bool("FLEET_PS_STANDBY"):
+        raise ConfigError(
+            f"FLEET_PS_STANDBY is {env.raw('FLEET_PS_STANDBY')!r} in the environment of a worker; it is for the "
+            "processes of standbys alone. Unset it here."
+        )
     if not env.has("PADDLE_TRAINER_ID"):
         raise ConfigError("PADDLE_TRAINER_ID is not set; every TRAINER has its own, from 0.")
     rank = env.int("PADDLE_TRAINER_ID")
@@ -148,8 +153,9 @@ def _server_index(env: Environment, servers: tuple[str, ...]) -> int:
     same_host = [index for index, place in enumerate(places) if place[0] == host]
     if len(same_host) == 1 and env.has("PADDLE_TRAINER_ID") and env.int("PADDLE_TRAINER_ID") == same_host[0]:
         return same_host[0]
+    name = _STANDBYS if env.bool("FLEET_PS_STANDBY") else _SERVERS
     raise ConfigError(
-        f"POD_IP:PADDLE_PORT is {join_endpoint(host, port)!r}, which is not in {_SERVERS}={','.join(servers)!r}. "
+        f"POD_IP:PADDLE_PORT is {join_endpoint(host, port)!r}, which is not in {name}={','.join(servers)!r}. "
         "Correct one of the three."
     )
 

@@ -330,7 +330,8 @@ def _server_specs(
     config: LaunchConfig, environment: Environment, layout: _Layout, shared: Mapping[str, str]
 ) -> list[ProcessSpec]:
     """Returns this node's servers, then their standbys, which are numbered on."""
-    servers = [(index, layout.servers[index], {}) for index in layout.local_servers]
+    own: dict[str, str] = {}
+    servers = [(index, layout.servers[index], own) for index in layout.local_servers]
     first = len(layout.servers)
     standbys = [(first + i, endpoint, {"FLEET_PS_STANDBY": "1"}) for i, endpoint in enumerate(layout.standbys)]
     return [

@@ -259,12 +259,7 @@ class FaultJob:
         self.variables: dict[str, dict[str, str]] = {}
         self.standby = standby
         if standby:
-            standbys = _free_endpoints(num_servers)
-            shared["FLEET_PS_STANDBY_ENDPOINTS"] = ",".join(standbys)
-            for index, endpoint in enumerate(standbys):
-                host, _, port = endpoint.partition(":")
-                role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port, "FLEET_PS_STANDBY": "1"}
-                self.variables[f"standby-{index}"] = {**shared, **role}
+            self._add_standbys(shared, num_servers)
         for index, endpoint in enumerate(endpoints):
             host, _, port = endpoint.partition(":")
             role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
@@ -275,6 +270,14 @@ class FaultJob:
         self.names = list(self.variables)
         self.processes: dict[str, Any] = {}
         self.pids: list[int] = []
+
+    def _add_standbys(self, shared: dict[str, str], num_servers: int) -> None:
+        standbys = _free_endpoints(num_servers)
+        shared["FLEET_PS_STANDBY_ENDPOINTS"] = ",".join(standbys)
+        for index, endpoint in enumerate(standbys):
+            host, _, port = endpoint.partition(":")
+            role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port, "FLEET_PS_STANDBY": "1"}
+            self.variables[f"standby-{index}"] = {**shared, **role}
 
     def start(self, name: str) -> None:
         """Starts a process, again if it ran before."""
