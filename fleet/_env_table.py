@@ -76,8 +76,16 @@ VARIABLES: dict[str, Variable] = _table(
         "FLEET_PS_LEVEL",
         "user",
         None,
-        "what the stored state survives: 1 a killed server (the default), 2 also a crashed machine; 0 stores nothing",
+        "what the stored state survives: 1 a killed server (the default), 2 also a crashed machine, 3 (the default "
+        "with standbys) also the loss of its folder; 0 stores nothing",
     ),
+    (
+        "FLEET_PS_STANDBY_ENDPOINTS",
+        "user",
+        None,
+        "ip:port of the standby of each parameter server, in their order; set alike for all processes",
+    ),
+    ("FLEET_PS_STANDBY", "user", 0, "1: this parameter server is the standby at POD_IP:PADDLE_PORT"),
     ("FLEET_PS_CERT", "user", None, "certificate file of a parameter server; turns TLS on"),
     ("FLEET_PS_KEY", "user", None, "key file of that certificate; by default the certificate file holds it"),
     ("FLEET_PS_CA", "user", None, "CA file of the parameter servers' certificates"),

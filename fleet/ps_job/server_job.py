@@ -43,6 +43,7 @@ from fleet.ps_job.server_settings import (
     read_keeping,
     read_seconds,
     read_server_tls,
+    read_standbys,
     read_worker_tls,
     thread_note,
 )
@@ -208,7 +209,7 @@ class ServerJob:
         self._server_tls = read_server_tls(self._environment)
         config = replace(
             self._server_config(self._strategy(), keeping),
-            endpoint=record.server_endpoints[record.global_rank],
+            **self._pair(record.global_rank),
             num_workers=record.world_size,
             index=record.global_rank,
             secret=self._secret(),
@@ -225,12 +226,26 @@ class ServerJob:
         if keeping.note:
             self._session.say(keeping.note)
 
+    def _pair(self, index: int) -> dict[str, Any]:
+        """Returns the settings of a server that has a standby, or is one, and of one without: where it listens."""
+        servers = self._session.record.server_endpoints
+        standbys = read_standbys(self._environment, servers)
+        if not standbys:
+            return {"endpoint": servers[index]}
+        is_standby = self._environment.bool("FLEET_PS_STANDBY")
+        pair = (servers[index], standbys[index])
+        return {"endpoint": pair[is_standby], "peer": pair[not is_standby], "standby": is_standby}
+
     def run_server(self) -> None:
         """Serves until every worker has left."""
         if self._serve_config is None:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
         self._has_served = True
-        transport = SocketTransport(server_tls=self._server_tls, bound=read_bound_socket(self._environment))
+        transport = SocketTransport(
+            server_tls=self._server_tls,
+            client_tls=read_worker_tls(self._environment) if self._serve_config.peer else None,
+            bound=read_bound_socket(self._environment),
+        )
         say = self._session.say
         config = replace(self._serve_config, publish=self._read_publication(self._strategy()))
         run_server(config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
@@ -289,6 +304,7 @@ class ServerJob:
             session.become_served()
 
     def _start_embedded(self, strategy: ASync) -> str:
+        read_standbys(self._environment, ())  # refuses them here
         config = self._server_config(strategy, read_keeping(self._environment, 0))
         secret, lease_s = secrets.token_hex(32).encode(), max(3600.0, config.lease_s)
         config = replace(
@@ -379,6 +395,7 @@ class ServerJob:
             deadline_s=read_seconds(environment, "FLEET_PS_DEADLINE"),
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
             wire=wire,
+            standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
         )
         remainders = Remainders()  # of all connections: a table may change from one to another
         # What is inside this process needs no TLS.

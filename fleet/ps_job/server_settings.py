@@ -7,9 +7,11 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet._addresses import join_endpoint, split_endpoint
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
 
@@ -18,13 +20,14 @@ __all__ = [
     "read_count",
     "read_keeping",
     "read_bound_socket",
+    "read_standbys",
     "read_seconds",
     "read_server_tls",
     "read_worker_tls",
     "thread_note",
 ]
 
-LEVELS = (0, 1, 2)
+LEVELS = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +43,56 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
     """Returns where server ``index`` keeps what, by FLEET_PS_FOLDER and FLEET_PS_LEVEL.
 
     Raises:
-        ConfigError: the level is not 0, 1 or 2, or is 1 or 2 without a folder.
+        ConfigError: the level is not 0 to 3, is not 0 without a folder, or is 3 without standbys or not 3 with them.
     """
     folder = environment.raw("FLEET_PS_FOLDER")
-    usual = 0 if folder is None else 1
+    has_standbys = bool(environment.list("FLEET_PS_STANDBY_ENDPOINTS"))
+    usual = 3 if has_standbys else 0 if folder is None else 1
     level = environment.int("FLEET_PS_LEVEL") if environment.has("FLEET_PS_LEVEL") else usual
     if level not in LEVELS:
         raise ConfigError(
             f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL')!r} in the environment; it is 0 (a server keeps "
-            "nothing), 1 (what it keeps survives a killed process) or 2 (and a machine that died). Set one of them."
+            "nothing), 1 (what it keeps survives a killed process), 2 (and a machine that died) or 3 (its standby has "
+            "it, too). Set one of them."
+        )
+    if has_standbys and level != 3:
+        raise ConfigError(
+            f"FLEET_PS_LEVEL is '{level}' in the environment, and FLEET_PS_STANDBY_ENDPOINTS is set: it is 3 for "
+            "servers with standbys. Unset one of the two."
+        )
+    if level == 3 and not has_standbys:
+        raise ConfigError(
+            "FLEET_PS_LEVEL is '3' in the environment and FLEET_PS_STANDBY_ENDPOINTS is not set: every server needs a "
+            "standby. Start the job with --server_standby, or list them for all processes."
         )
     if level and folder is None:
         raise ConfigError(
-            f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL')!r} in the environment and FLEET_PS_FOLDER is not "
-            "set; levels 1 and 2 write to that folder. Set it to a folder that a restarted server finds again."
+            f"FLEET_PS_LEVEL is {environment.raw('FLEET_PS_LEVEL') or f'{level}'!r} in the environment and "
+            "FLEET_PS_FOLDER is not set; levels 1 to 3 write to that folder. Set it to a folder that a restarted "
+            "server finds again."
         )
     if level == 0:
         unused = "" if folder is None else f"FLEET_PS_LEVEL is 0: nothing is kept in FLEET_PS_FOLDER={folder}"
         return Keeping(folder=None, level=0, note=unused)
     assert folder is not None
-    return Keeping(folder=Path(folder) / f"server-{index}", level=level)
+    place = "standby" if environment.bool("FLEET_PS_STANDBY") else "server"
+    return Keeping(folder=Path(folder) / f"{place}-{index}", level=1 if level == 3 else level)
+
+
+def read_standbys(environment: Environment, servers: Sequence[str]) -> list[str]:
+    """Returns the standby of each of ``servers``; none where the job has none.
+
+    Raises:
+        ConfigError: the job starts its server inside the worker.
+    """
+    listed = environment.list("FLEET_PS_STANDBY_ENDPOINTS")
+    name = "FLEET_PS_STANDBY_ENDPOINTS" if listed else "FLEET_PS_STANDBY"
+    if not servers and (listed or environment.bool(name)):
+        raise ConfigError(
+            f"{name} is {environment.raw(name)!r} in the environment, and this job has no servers: its one process "
+            "serves itself, and would be lost together with its rows; it is for jobs with servers. Unset it."
+        )
+    return [join_endpoint(*split_endpoint(each, "FLEET_PS_STANDBY_ENDPOINTS")) for each in listed]
 
 
 def read_server_tls(environment: Environment) -> ssl.SSLContext | None:

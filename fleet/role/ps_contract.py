@@ -11,6 +11,7 @@ from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.role.fleet_contract import read_device_ids, read_list
 from fleet.role.record import Role, RoleRecord, check_endpoints, check_rank, place_by_endpoints, read_hosts
 
+_STANDBYS = "FLEET_PS_STANDBY_ENDPOINTS"
 _SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 _GLOO_OFFSET = 18
@@ -59,7 +60,7 @@ def read_ps(env: Environment) -> RoleRecord:
             f"PADDLE_TRAINERS_NUM is {world_size!r} and {_ENDPOINTS} lists {len(endpoints)} addresses; it must list "
             "one for each worker."
         )
-    rank = _worker_rank(env, world_size) if kind is Role.WORKER else _server_index(env, servers)
+    rank = _worker_rank(env, world_size) if kind is Role.WORKER else _server_index(env, _listed_servers(env, servers))
     with_gloo, master, gloo_path = _gloo(env)
     if with_gloo and master is not None:
         master = _beside_worker_0(master, servers, endpoints)
@@ -103,11 +104,36 @@ def _read_role(env: Environment) -> Role:
 
 
 def _worker_rank(env: Environment, world_size: int) -> int:
+    if env.bool("FLEET_PS_STANDBY"):
+        raise ConfigError(
+            f"FLEET_PS_STANDBY is {env.raw('FLEET_PS_STANDBY')!r} in the environment of a worker; it is for the "
+            "processes of standbys alone. Unset it here."
+        )
     if not env.has("PADDLE_TRAINER_ID"):
         raise ConfigError("PADDLE_TRAINER_ID is not set; every TRAINER has its own, from 0.")
     rank = env.int("PADDLE_TRAINER_ID")
     check_rank(rank, world_size, "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
     return rank
+
+
+def _listed_servers(env: Environment, servers: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the list in which this server finds itself: that of the standbys, if it is one.
+
+    Raises:
+        ConfigError: the standbys' list does not fit the servers'.
+    """
+    standbys = read_list(env, _STANDBYS)
+    distinct = len({*servers, *standbys})
+    if standbys and (len(standbys) != len(servers) or distinct < 2 * len(servers)):
+        raise ConfigError(
+            f"{_STANDBYS}={','.join(standbys)!r} and {_SERVERS}={','.join(servers)!r}: give each server one standby, "
+            "at an endpoint of its own."
+        )
+    if not env.bool("FLEET_PS_STANDBY"):
+        return servers
+    if not standbys:
+        raise ConfigError(f"FLEET_PS_STANDBY is 1 and {_STANDBYS} is not set; it lists ip:port of every standby.")
+    return standbys
 
 
 def _server_index(env: Environment, servers: tuple[str, ...]) -> int:
@@ -127,8 +153,9 @@ def _server_index(env: Environment, servers: tuple[str, ...]) -> int:
     same_host = [index for index, place in enumerate(places) if place[0] == host]
     if len(same_host) == 1 and env.has("PADDLE_TRAINER_ID") and env.int("PADDLE_TRAINER_ID") == same_host[0]:
         return same_host[0]
+    name = _STANDBYS if env.bool("FLEET_PS_STANDBY") else _SERVERS
     raise ConfigError(
-        f"POD_IP:PADDLE_PORT is {join_endpoint(host, port)!r}, which is not in {_SERVERS}={','.join(servers)!r}. "
+        f"POD_IP:PADDLE_PORT is {join_endpoint(host, port)!r}, which is not in {name}={','.join(servers)!r}. "
         "Correct one of the three."
     )
 

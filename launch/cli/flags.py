@@ -193,6 +193,7 @@ _SERVERS = (
         env=("PADDLE_SERVER_NUM",),
         style=FLEETRUN,
     ),
+    _flag("server_standby", SERVERS, False, "a standby for every server, which takes over if it is lost, disk and all"),
     _flag("worker_num", SERVERS, None, "parameter-server workers on this node", kind="int", style=FLEETRUN),
     _flag(
         "trainer_num",
@@ -425,6 +426,7 @@ REMOVED: dict[str, str] = {
 PS_FLAGS = (
     "worker_num",
     "server_num",
+    "server_standby",
     "heter_worker_num",
     "servers",
     "workers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet._addresses import check_distinct, join_endpoint, split_endpoint, split_list
 from fleet.env import Environment
@@ -19,6 +19,7 @@ class Roles:
     """Servers and workers, under the names of :class:`LaunchConfig`'s fields; empty lists: ports are chosen later."""
 
     server_num: int = 0
+    server_standby: bool = False
     worker_num: int = 0
     servers: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
@@ -35,11 +36,23 @@ def read_roles(settings: Settings, environment: Environment, machine: Machine, *
     server_num = _count(settings, ("server_num",))
     worker_num = _count(settings, ("worker_num", "trainer_num"))
     if not any((servers, workers)) and server_num is None and worker_num is None and is_scheduled_ps(environment):
+        if settings.values["server_standby"]:
+            raise ConfigError(
+                f"{settings.named('server_standby')}: a scheduler starts the pods of this job, so the launcher cannot "
+                "add standbys. Omit it."
+            )
         return _from_scheduler(environment)
     _check_count(settings, "server_num", server_num, servers)
     _check_count(settings, "worker_num", worker_num, workers)
+    has_standbys = bool(settings.values["server_standby"])
+    if has_standbys and (servers or meets):
+        raise ConfigError(
+            f"{settings.named('server_standby')} starts the standbys on one node, beside the servers that --server_num "
+            "counts. For servers on several nodes, start each standby as a server with FLEET_PS_STANDBY=1, and list "
+            "them in FLEET_PS_STANDBY_ENDPOINTS for all processes."
+        )
     if not servers and not workers:
-        return _from_counts(server_num, worker_num, meets=meets)
+        return replace(_from_counts(server_num, worker_num, meets=meets), server_standby=has_standbys)
     if meets:
         raise ConfigError(
             "--servers and --workers list every node beforehand, and --nnodes or --master lets the nodes "

@@ -239,6 +239,7 @@ def _own_variables(
 
 
 HTTP_RENDEZVOUS = "3"
+STANDBYS = "FLEET_PS_STANDBY_ENDPOINTS"
 # The rows of the table that fleetrun prints for each role: exactly what its documentation shows.
 SERVER_ROWS = (
     "PADDLE_TRAINERS_NUM",
@@ -281,6 +282,7 @@ class _Layout:
     local_workers: Sequence[int]
     store: tuple[str, int]
     http: str
+    standbys: Sequence[str] = ()
 
 
 def plan_ps(
@@ -304,19 +306,9 @@ def plan_ps(
         "PADDLE_GLOO_FS_PATH": f"{config.scratch_path}",
         "PADDLE_GLOO_HTTP_ENDPOINT": layout.http,
     }
-    specs = [
-        place(
-            config,
-            environment,
-            role="server",
-            index=index,
-            local_index=i,
-            position=i,
-            echo=False,
-            variables={**shared, **_server_variables(layout.servers[index]), **_server_state(config, environment)},
-        )
-        for i, index in enumerate(layout.local_servers)
-    ]
+    if layout.standbys:
+        shared[STANDBYS] = ",".join(layout.standbys)
+    specs = _server_specs(config, environment, layout, shared)
     for i, index in enumerate(layout.local_workers):
         variables = {**shared, **_worker_variables(config, layout, i, place_of_node)}
         specs.append(
@@ -326,12 +318,35 @@ def plan_ps(
                 role="worker",
                 index=index,
                 local_index=i,
-                position=len(layout.local_servers) + i,
+                position=len(layout.local_servers) + len(layout.standbys) + i,
                 echo=index == 0,
                 variables=variables,
             )
         )
     return specs
+
+
+def _server_specs(
+    config: LaunchConfig, environment: Environment, layout: _Layout, shared: Mapping[str, str]
+) -> list[ProcessSpec]:
+    """Returns this node's servers, then their standbys, which are numbered on."""
+    own: dict[str, str] = {}
+    servers = [(index, layout.servers[index], own) for index in layout.local_servers]
+    first = len(layout.servers)
+    standbys = [(first + i, endpoint, {"FLEET_PS_STANDBY": "1"}) for i, endpoint in enumerate(layout.standbys)]
+    return [
+        place(
+            config,
+            environment,
+            role="server",
+            index=index,
+            local_index=i,
+            position=i,
+            echo=False,
+            variables={**shared, **_server_variables(endpoint), **_server_state(config, environment), **own},
+        )
+        for i, (index, endpoint, own) in enumerate([*servers, *standbys])
+    ]
 
 
 def _server_variables(endpoint: str) -> dict[str, str]:
@@ -341,7 +356,7 @@ def _server_variables(endpoint: str) -> dict[str, str]:
 
 def _server_state(config: LaunchConfig, environment: Environment) -> dict[str, str]:
     """Returns where servers keep what a restarted one needs, when they can be started again; the user's folder wins."""
-    if not config.max_restart or environment.has("FLEET_PS_FOLDER"):
+    if not (config.max_restart or config.server_standby) or environment.has("FLEET_PS_FOLDER"):
         return {}
     return {"FLEET_PS_FOLDER": f"{config.scratch_path / 'servers'}"}
 
@@ -372,6 +387,8 @@ def _layout(config: LaunchConfig, peers: Sequence[Peer], node_rank: int) -> _Lay
         raise LaunchError(f"No node of the job starts a {missing}. Give at least one node --{missing}_num=1.")
     check_endpoints([*servers, *workers])
     before, own = peers[:node_rank], peers[node_rank]
+    standbys = servers[len(servers) // 2 :] if config.server_standby else []  # one node: its ports, servers first
+    servers = servers[: len(servers) - len(standbys)]
     first_server = sum(len(p.server_ports) for p in before)
     first_worker = sum(len(p.ports) for p in before)
     return _Layout(
@@ -379,10 +396,11 @@ def _layout(config: LaunchConfig, peers: Sequence[Peer], node_rank: int) -> _Lay
         workers=workers,
         local_servers=config.local_servers
         if config.servers
-        else range(first_server, first_server + len(own.server_ports)),
+        else range(first_server, first_server + len(own.server_ports) - len(standbys)),
         local_workers=config.local_workers if config.workers else range(first_worker, first_worker + len(own.ports)),
         store=_store(config, peers, workers),
         http=_http(config, peers, servers),
+        standbys=standbys,
     )
 
 

@@ -61,6 +61,7 @@ class LaunchConfig:
     process_group_backend: str = "gloo"  # what it comes to: gloo or nccl
     # parameter server
     server_num: int = 0
+    server_standby: bool = False  # every server has a standby, on this node
     worker_num: int = 0
     servers: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()

@@ -281,7 +281,13 @@ class Supervisor:
         left = []
         for ended in failures:
             if not self._replacements:
-                left.append(ended)
+                if _has_mate(ended.spec, [process.spec for process in group.running("server")]):
+                    self._log.warning(
+                        f"server {ended.spec.index} ended with code {ended.exit_code}; the other of its pair, server "
+                        "and standby, goes on alone"
+                    )
+                else:
+                    left.append(ended)
                 continue
             self._replacements -= 1
             spec = ended.spec
@@ -394,3 +400,11 @@ class Supervisor:
             if left_s <= 0:
                 return
             failures += [ended for ended in group.wait(min(left_s, _POLL_S)) if ended.exit_code]
+
+
+def _has_mate(spec: ProcessSpec, running: list[ProcessSpec]) -> bool:
+    """Returns whether the other of a server and its standby runs."""
+    listed = spec.environment.get("FLEET_PS_STANDBY_ENDPOINTS", "")
+    others = [one.index for one in running if one.index != spec.index]
+    number = len(listed.split(","))
+    return spec.role == "server" and bool(listed) and any(index % number == spec.index % number for index in others)

@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -230,6 +231,7 @@ class FaultJob:
         mode: ``"sync"``, ``"async"``, or ``"bounded"``: async with a bound on staleness.
         num_servers, num_workers, steps: the size of the job.
         training: how its processes train.
+        standby: every server has a standby; a killed server loses its folder and does not come back.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class FaultJob:
         num_workers: int,
         steps: int,
         training: Training = Training(),
+        standby: bool = False,
     ) -> None:
         folder.mkdir()
         self.training = training
@@ -254,6 +257,9 @@ class FaultJob:
             "FLEET_PS_DEADLINE": f"{LIMIT_S}",
         }
         self.variables: dict[str, dict[str, str]] = {}
+        self.standby = standby
+        if standby:
+            self._add_standbys(shared, num_servers)
         for index, endpoint in enumerate(endpoints):
             host, _, port = endpoint.partition(":")
             role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
@@ -264,6 +270,14 @@ class FaultJob:
         self.names = list(self.variables)
         self.processes: dict[str, Any] = {}
         self.pids: list[int] = []
+
+    def _add_standbys(self, shared: dict[str, str], num_servers: int) -> None:
+        standbys = _free_endpoints(num_servers)
+        shared["FLEET_PS_STANDBY_ENDPOINTS"] = ",".join(standbys)
+        for index, endpoint in enumerate(standbys):
+            host, _, port = endpoint.partition(":")
+            role = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port, "FLEET_PS_STANDBY": "1"}
+            self.variables[f"standby-{index}"] = {**shared, **role}
 
     def start(self, name: str) -> None:
         """Starts a process, again if it ran before."""
@@ -290,7 +304,11 @@ class FaultJob:
                 while waiting and self.progress() >= waiting[0].steps:
                     name = waiting.pop(0).name
                     self.kill(name)
-                    self.start(name)
+                    if self.standby and name.startswith("server"):
+                        shutil.rmtree(self.folder / "state" / name)
+                        del self.processes[name]
+                    else:
+                        self.start(name)
                 time.sleep(0.002)
         finally:
             for process in self.processes.values():

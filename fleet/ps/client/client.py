@@ -134,6 +134,7 @@ class Client:
             notify=self._notify,
             timeout_s=config.start_timeout_s,
             interval_s=config.retry_interval_s,
+            standbys=config.standbys,
         )
         welcomes = [link.open() for link in self._links]
         for link, welcome in zip(self._links, welcomes, strict=True):
@@ -489,8 +490,9 @@ def wait_for_servers(
     timeout_s: float | None = None,
     interval_s: float = 3.0,
     connect_timeout_s: float = 1.0,
+    standbys: Sequence[str] = (),
 ) -> None:
-    """Waits until a server greets at every endpoint; reports every ``interval_s`` seconds where none does.
+    """Waits until a server, or its standby, greets everywhere; reports every ``interval_s`` seconds where none does.
 
     Raises:
         PSError: some were missing after ``timeout_s``; the message names them.
@@ -499,12 +501,15 @@ def wait_for_servers(
     said = began - interval_s
     explained = False
     with ExitStack() as stack:
-        probes = [_Probe(endpoint, transport, connect_timeout_s) for endpoint in endpoints]
-        for probe in probes:
+        groups = [
+            [_Probe(each, transport, connect_timeout_s) for each in (endpoint, *standbys[index : index + 1])]
+            for index, endpoint in enumerate(endpoints)
+        ]
+        for probe in itertools.chain(*groups):
             stack.callback(probe.close)
         while True:
-            probes = [probe for probe in probes if not probe.answers()]
-            absent = [probe.endpoint for probe in probes]
+            groups = [group for group in groups if not any([probe.answers() for probe in group])]
+            absent = [group[0].endpoint for group in groups]
             if not absent:
                 return
             now = time.monotonic()

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps.client.fence import Fences
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
 from fleet.ps.wire.messages import (
     MAX_BODY_BYTES,
@@ -48,6 +49,7 @@ from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout
 __all__ = ["ClientConfig", "Link", "ONCE", "Request"]
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
+_LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
 _LARGE_ANSWERS = (Op.PULL, Op.GEO_PULL)
 
 
@@ -79,6 +81,8 @@ class ClientConfig:
         replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
+        standbys: the standby of each server, in the order of ``endpoints``; empty: there are none.
+        fences: shared by all clients of one process whose servers have standbys.
 
     Raises:
         ConfigError: a value is out of range.
@@ -99,6 +103,8 @@ class ClientConfig:
     replay_bytes: int = 256 << 20
     heartbeat: bool = True
     max_body_bytes: int = MAX_BODY_BYTES
+    standbys: Sequence[str] = ()
+    fences: Fences = field(default_factory=Fences)
 
     def __post_init__(self) -> None:
         check_wire(self.wire)
@@ -106,6 +112,12 @@ class ClientConfig:
             raise ConfigError(f"parameter server endpoints {list(self.endpoints)!r}: give each server once.")
         if not 0 <= self.rank < self.num_workers:
             raise ConfigError(f"worker rank {self.rank!r} of {self.num_workers!r}: ranks run from 0.")
+        count, distinct = len(self.endpoints), len({*self.endpoints, *self.standbys})
+        if self.standbys and (len(self.standbys) != count or distinct < 2 * count):
+            raise ConfigError(
+                f"standbys {list(self.standbys)!r} of the parameter servers {list(self.endpoints)!r}: give each server "
+                "one, at an endpoint of its own."
+            )
         for name in ("deadline_s", "retry_interval_s", "answer_timeout_s", "connect_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"parameter server client: {name} is {getattr(self, name)!r}; it must be above 0.")
@@ -155,6 +167,8 @@ class Link:
         self.lock = threading.RLock()
         self.last_used = 0.0
         self._config = config
+        self._endpoints = [self.endpoint, *config.standbys[index : index + 1]]
+        self._patience_s = config.connect_timeout_s if len(self._endpoints) == 1 else _LEAST_PATIENCE_S
         self._client_id = client_id
         self._transport = transport
         self._notify = notify
@@ -369,7 +383,7 @@ class Link:
     def _make_room(self) -> None:
         """Keeps the replay store within its bound: level 2 waits for the disk, level 0 drops the oldest."""
         while self._replay_bytes > self._config.replay_bytes and self._replay:
-            if self.welcome.get("level") == 2 and self.flush(self._config.deadline_s):
+            if self.welcome.get("level", 0) >= 2 and self.flush(self._config.deadline_s):
                 continue
             self._replay_bytes -= self._replay.popleft().body_bytes
 
@@ -417,24 +431,32 @@ class Link:
     def _connect(self) -> None:
         config = self._config
         secret = check_secret(self.endpoint, config.secret)
-        connection = self._transport.connect(self.endpoint, config.connect_timeout_s)
+        connection = None
         try:
-            self._connection = prove_to_server(connection, self.endpoint, secret, config.connect_timeout_s)
+            connection = self._transport.connect(self.endpoint, self._patience_s)
+            self._connection = prove_to_server(connection, self.endpoint, secret, self._patience_s)
             self._greet()
             for request in self._pending:
                 self._transmit(request)
         except BaseException:
             self._connection = None
-            connection.close()
+            if connection is not None:
+                connection.close()
+            self._turn()
             raise
+        self._patience_s = min(self._patience_s, config.connect_timeout_s)
+
+    def _turn(self) -> None:
+        """Turns to the server's standby, or back; where there is none, to the same server."""
+        at = (self._endpoints.index(self.endpoint) + 1) % len(self._endpoints)
+        self.endpoint = self._endpoints[at]
+        self.name = f"parameter server {self.index} ({self.endpoint})"
+        self._patience_s = min(1.5 * self._patience_s, self._config.connect_timeout_s)
 
     def _greet(self) -> None:
         config = self._config
         fields = {"rank": config.rank, "channel": config.channel, "num_workers": config.num_workers, "job": config.job}
-        hello = Request(Op.HELLO, [control_body(fields)])
-        self._transmit(hello)
-        header, body = self._receive()
-        answer = decode_control(body)
+        header, answer = self._agree(fields) if config.standbys else self._say_hello(fields)
         if header.op is not Op.HELLO or header.status is not Status.OK:
             self._dead = PSError(f"{self.name}: {answer.get('error', 'it did not greet back')}")
             raise self._dead
@@ -453,6 +475,30 @@ class Link:
             self._acknowledged = self._durable = before
             return
         self._queue_again(answer["last"])
+
+    def _say_hello(self, fields: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
+        self._transmit(Request(Op.HELLO, [control_body(fields)]))
+        header, body = self._receive()
+        return header, decode_control(body)
+
+    def _agree(self, fields: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
+        """Says hello until both sides know the same epoch, see [Note: Which of two servers]."""
+        fence = self._config.fences.of(self.index)
+        asks_standby = self.endpoint != self._endpoints[0]
+        with fence.lock:
+            while True:
+                if asks_standby:
+                    fence.bound = fence.epoch  # until it answers: it may be promoted by this question
+                header, answer = self._say_hello({**fields, "epoch": fence.epoch})
+                if asks_standby:
+                    fence.bound = None
+                self._refusals = 0
+                if "standby" in answer:
+                    raise ConnectionLost(f"{self.name} does not serve: {answer['standby']}.")
+                if "epoch" not in answer:
+                    return header, answer
+                if int(answer["epoch"]) <= fence.epoch or not fence.learn(int(answer["epoch"])):
+                    raise ConnectionLost(f"{self.name} may have been replaced by its standby.")
 
     def _queue_again(self, last: int) -> None:
         """Queues the changes after ``last`` that were acknowledged and lost, ahead of the pending requests."""

@@ -35,7 +35,7 @@ from fleet.ps.server.job_state import MOST_WAITING
 from fleet.ps.server.key_recorder import GONE, TOUCHED
 from fleet.ps.server.server_state import ServerState
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "boot_id"]
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 _TELL_EVERY_S = 30.0
@@ -93,7 +93,7 @@ class Publisher:
         history, kept_for = state.job.published.history, state.job.published.kept_for
         if history and (kept_for[1] != state.journal.level or _is_lost(kept_for)):
             self._say("the machine or the level of the journal is another than before: all rows are published anew")
-            state.begin_history("", _boot())
+            state.begin_history("", boot_id())
         try:
             self._sink.position(self._server)
         except ConfigError:
@@ -197,7 +197,7 @@ class Publisher:
             )
         if not history or (held is not None and held[0] == history and held[1] > state.journal.last_lsn):
             number = 1 if held is None else _number(held[0]) + 1
-            state.begin_history(f"{number:08d}-{secrets.token_hex(8)}", _boot())
+            state.begin_history(f"{number:08d}-{secrets.token_hex(8)}", boot_id())
             held = None
         with job.changed:
             if held is None or held[0] != published.history or held[1] < published.confirmed:
@@ -255,7 +255,7 @@ class Publisher:
         self._notify(f"parameter server {self._server}: {line}")
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Returns what changes when the machine is started anew; empty where the system does not tell."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -265,7 +265,7 @@ def _boot() -> str:
 def _is_lost(kept_for: tuple[str, int]) -> bool:
     """Returns whether records of a journal kept like this may be missing."""
     boot, level = kept_for
-    return level < 2 and boot != _boot()
+    return level < 2 and boot != boot_id()
 
 
 def _number(history: str) -> int:

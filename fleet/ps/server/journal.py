@@ -38,7 +38,7 @@ from fleet.ps.files.own_folder import PLAIN, own_folder
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
 
-__all__ = ["Journal", "Record", "RecordKind", "read_journal"]
+__all__ = ["Journal", "Record", "RecordKind", "read_journal", "read_records"]
 
 _SEGMENT = struct.Struct("<8sQ")
 _SEGMENT_MAGIC = b"FLPSJNL1"
@@ -101,6 +101,8 @@ class Journal:
         self.last_lsn = last_lsn
         self.bytes_written = 0
         self.in_snapshot: int | None = None  # the last record that a snapshot has made unnecessary
+        self.confirmed: int | None = None  # the last record that counts as durable, where a standby says so
+        self.tap: Callable[[list[Buffer]], None] | None = None  # is given each record as it is in the file
         self._folder = folder
         self._sync_interval_s = sync_interval_s
         self._fd = -1
@@ -133,6 +135,8 @@ class Journal:
     @property
     def durable_lsn(self) -> int:
         """The last record that survives what this level protects against."""
+        if self.confirmed is not None:
+            return self.confirmed
         return self.last_lsn if self.level == 1 else self._durable_lsn
 
     def append(self, record: Record) -> int:
@@ -159,6 +163,8 @@ class Journal:
             )
             head = head[:_CRC_END] + struct.pack("<I", zlib.crc32(head[:_CRC_END])) + head[_CRC_END + 4 :]
             self._write([head, record.body])
+            if self.tap is not None:
+                self.tap([head, record.body])
         self.last_lsn = lsn
         self.bytes_written += _RECORD.size + len(record.body)
         if self.level == 2:
@@ -401,6 +407,33 @@ def _read_segment(path: Path, first: int) -> Iterator[tuple[Record | None, int]]
         while record := _read_record(file.read(_RECORD.size), file.read, first, size - file.tell()):
             first += 1
             yield record, file.tell()
+
+
+def read_records(data: memoryview, expected: int) -> Iterator[Record]:
+    """Yields the records in ``data``, which are numbered on from at most ``expected``; those before it are left out.
+
+    Raises:
+        CheckpointError: one is damaged, or the first ones are missing.
+    """
+    position = 0
+
+    def read(size: int) -> bytes:
+        nonlocal position
+        taken = bytes(data[position : position + size])
+        position += len(taken)
+        return taken
+
+    following: int | None = None
+    while position < len(data):
+        head = read(_RECORD.size)
+        number = _RECORD.unpack(head)[3] if len(head) == _RECORD.size and following is None else following
+        record = None if number is None else _read_record(head, read, number, len(data) - position)
+        if record is None or record.lsn > expected:
+            raise CheckpointError(f"record {expected} of the journal did not come, or came damaged.")
+        following = record.lsn + 1
+        if record.lsn == expected:
+            expected += 1
+            yield record
 
 
 def _end_segment(path: Path, good: int, last: bool, lines: list[str]) -> str:

@@ -182,7 +182,7 @@ class Operations:
         config = self._config
         return {
             "mode": config.mode,
-            "level": config.journal_level,
+            "level": 3 if config.peer else config.journal_level,
             "keeps": config.folder is not None,
             "staleness": config.staleness,
             "lease_s": config.lease_s,

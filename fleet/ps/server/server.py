@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
-from fleet.ps.publishing.publisher import Publisher
+from fleet.ps.publishing.publisher import Publisher, boot_id
 from fleet.ps.server.folder_lock import FolderLock
 from fleet.ps.server.job_state import Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
@@ -33,6 +33,7 @@ from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, conne
 from fleet.ps.server.server_files import load_tables, save_tables
 from fleet.ps.server.server_state import MakeTable, ServerState
 from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
+from fleet.ps.standby.pair import Pair
 from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
 from fleet.ps.wire.body_digest import BodyDigest
 from fleet.ps.wire.messages import (
@@ -82,9 +83,11 @@ def run_server(
     with _exit_on_signals(), ExitStack() as stack:
         stack.callback(server.stop)
         server.start(prepare)
-        stack.callback(watch(server.state))
-        server.wait()
-        server.finish_publishing()
+        if server.wait_for_turn():
+            stack.callback(watch(server.state))
+            server.wait()
+            server.finish_publishing()
+            server.end_standby()
     server.forget()
 
 
@@ -121,18 +124,8 @@ class Server:
         self.config = config
         self._transport = transport or SocketTransport()
         self._notify = notify
-        level = config.journal_level
-        journal = Journal(None if config.folder is None else config.folder / "journal", level)
-        job = JobState(config.num_workers, journal.lock, config.lease_s, config.job)
-        make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
-        self.state = ServerState(job, journal, make_table, sync=config.mode == "sync")
-        self._operations = Operations(
-            config,
-            self.state,
-            self.snapshot,
-            lambda fields: save_tables(self.state, config, fields),
-            lambda fields: load_tables(self.state, config, fields),
-        )
+        self._make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
+        self._use(self._make_state())
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
         self._newcomers = Newcomers()
@@ -142,10 +135,30 @@ class Server:
         self._stopping = threading.Event()
         self._folder_lock: FolderLock | None = None
         self._threads: list[threading.Thread] = []
+        self._pair: Pair | None = None
+        if config.peer:
+            self._pair = Pair(config, self._transport, self._make_state, self._hang_up, notify)
+
+    def _make_state(self) -> ServerState:
+        config = self.config
+        journal = Journal(None if config.folder is None else config.folder / "journal", config.journal_level)
+        job = JobState(config.num_workers, journal.lock, config.lease_s, config.job)
+        job.published.on = config.publish is not None
+        return ServerState(job, journal, self._make_table, sync=config.mode == "sync")
+
+    def _use(self, state: ServerState) -> None:
+        config = self.config
+        self.state = state
+        self._operations = Operations(
+            config,
+            state,
+            self.snapshot,
+            lambda fields: save_tables(state, config, fields),
+            lambda fields: load_tables(state, config, fields),
+        )
         self._publisher: Publisher | None = None
         if config.publish is not None:
-            self._publisher = Publisher(self.state, config.publish, server=config.index, notify=notify)
-            self.state.job.published.on = True
+            self._publisher = Publisher(state, config.publish, server=config.index, notify=self._notify)
 
     @property
     def endpoint(self) -> str:
@@ -168,6 +181,13 @@ class Server:
                 "open more files (ulimit -n)"
             )
         try:
+            if config.folder is not None:
+                self._folder_lock = FolderLock(config.folder)
+            if self._pair is not None and not self._pair.settle_role():
+                if not self._pair.superseded:
+                    self._pair.follow(self._take_over)
+                    self._listen(self._accept)
+                return
             is_new = self._recover()
         except FleetError:
             raise
@@ -175,6 +195,22 @@ class Server:
             raise PSError(f"parameter server {config.index} cannot use its folder {config.folder}: {error}.") from error
         if prepare is not None and is_new:
             prepare(state)
+        if self._pair is not None:
+            self._pair.lead(state, has_standby=not config.standby)
+        self._ready()
+        self._listen(self._accept, self._watch, self._keep)
+
+    def _take_over(self, state: ServerState) -> None:
+        """Serves the state of a standby that was promoted."""
+        self._use(state)
+        state.evict_all()
+        if state.job.published.history:
+            state.begin_history("", boot_id())  # the sink may have rows that this server lacks
+        self._ready()
+        self._run(self._watch, self._keep)
+
+    def _ready(self) -> None:
+        state = self.state
         if state.sync:
             state.apply_ready()
         now = time.monotonic()
@@ -184,9 +220,14 @@ class Server:
                 worker.state = "active"  # it was here before the restart: its lease runs from now
         if self._publisher is not None:
             self._publisher.start()
-        self._listener = self._transport.bind(config.endpoint)
-        self._notify(f"parameter server {config.index} is listening on {self._listener.endpoint}")
-        for target in (self._accept, self._watch, self._keep):
+
+    def _listen(self, *targets: Callable[[], None]) -> None:
+        self._listener = self._transport.bind(self.config.endpoint)
+        self._notify(f"parameter server {self.config.index} is listening on {self._listener.endpoint}")
+        self._run(*targets)
+
+    def _run(self, *targets: Callable[[], None]) -> None:
+        for target in targets:
             thread = threading.Thread(target=target, name=f"parameter server {target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -200,7 +241,6 @@ class Server:
         state = self.state
         saved = False
         if config.folder is not None:
-            self._folder_lock = FolderLock(config.folder)
             for line in recover(config.folder, state):
                 self._notify(f"parameter server {config.index}: {line}")
             saved = has_snapshot(config.folder)
@@ -209,6 +249,15 @@ class Server:
             state.begin_history("", "")  # what changes now is not noted
         state.evict_all()
         return not saved and not any(worker.channels for worker in state.job.workers)
+
+    def wait_for_turn(self) -> bool:
+        """Waits until this server serves workers; returns False where the job ends without it."""
+        return self._pair is None or self._pair.wait_for_turn()
+
+    def end_standby(self) -> None:
+        """Tells the standby, if there is one, that the job is over."""
+        if self._pair is not None:
+            self._pair.end()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end of the job; returns whether it has ended.
@@ -241,6 +290,8 @@ class Server:
             return
         self._answer_the_last()
         self._stopping.set()
+        if self._pair is not None:
+            self._pair.stop()
         if self._listener is not None:
             self._listener.close()
         job = self.state.job
@@ -271,7 +322,8 @@ class Server:
             with self.state.snapshots:  # or one that is being written would be left for the next job to find
                 for path in (*self.config.folder.glob("*snapshot-*"), self.config.folder / "journal"):
                     shutil.rmtree(path, ignore_errors=True)
-                (self.config.folder / ".lock").unlink(missing_ok=True)
+                for name in ("epoch.json", ".lock"):
+                    (self.config.folder / name).unlink(missing_ok=True)
 
     def snapshot(self) -> None:
         """Writes a snapshot now, while the server keeps serving."""
@@ -321,6 +373,12 @@ class Server:
         address = host_of(connection.peer)
         self._complaints.say(address, f"parameter server {self.config.index}: {connection.peer}: {reason}")
 
+    def _hang_up(self) -> None:
+        with self._lock:
+            connections = list(self._open)
+        for connection in connections:
+            connection.close()
+
     def _watch(self) -> None:
         """Ends leases, and logs a summary now and then."""
         state = self.state
@@ -330,7 +388,11 @@ class Server:
         job = state.job
         summary = Summary(self.state, told)
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
+            is_over = self._pair is not None and self._pair.watch()
             with job.changed:
+                if is_over:
+                    job.stopped = True
+                    job.changed.notify_all()
                 ranks = job.expire(time.monotonic())
             if ranks:
                 self._notify(
@@ -399,6 +461,11 @@ class Server:
             header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
                 raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
+            if peer.worker is None and header.op is Op.FOLLOW and self._pair is not None:
+                follow = memoryview(bytearray(header.body_bytes))
+                connection.receive_body(follow, limit)
+                self._pair.serve(connection, follow)
+                return
             if peer.worker is None and header.op is not Op.HELLO:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
             body = peer.body(header.body_bytes)
@@ -414,7 +481,14 @@ class Server:
             self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
 
         try:
-            return self._operations.answer(peer, header, body, beat)
+            if self._pair is not None and header.op is Op.HELLO:
+                elsewhere = self._pair.greet(header, body)
+                if elsewhere is not None:
+                    return Answer(Status.REFUSED, [control_body(elsewhere)])
+            answer = self._operations.answer(peer, header, body, beat)
+            if self._pair is not None:
+                self._pair.settle(header)
+            return answer
         except (ConnectionLost, TransferTimeout):
             raise
         except Fenced as error:

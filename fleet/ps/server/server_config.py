@@ -44,6 +44,8 @@ class ServerConfig:
             files is low.
         max_body_bytes: the largest message.
         publish: where changed rows go for serving; ``None``: nowhere. Needs a journal.
+        peer: the endpoint of this server's standby, or of the server whose standby this one is; empty: neither.
+        standby: this one is the standby.
 
     Raises:
         ConfigError: a value is out of range.
@@ -67,6 +69,8 @@ class ServerConfig:
     max_connections: int | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     publish: Publication | None = None
+    peer: str = ""
+    standby: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -82,6 +86,16 @@ class ServerConfig:
             raise ConfigError(f"parameter server: max_connections is {self.max_connections!r}; it must be 1 or more.")
         if not 0 < self.max_body_bytes < 1 << 32:
             raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; it must be below 4 GiB.")
+        if self.peer and (self.folder is None or self.journal_level != 1):
+            raise ConfigError(
+                f"parameter server {self.index}: a server and its standby write a journal of level 1, and this one has "
+                f"level {self.journal_level} and the folder {self.folder}. Set FLEET_PS_FOLDER to a folder."
+            )
+        if self.peer == self.endpoint or (self.standby and not self.peer):
+            raise ConfigError(
+                f"parameter server {self.index}: the endpoints of a server and its standby are {self.endpoint!r} and "
+                f"{self.peer!r}; they are two. List another one for each server in FLEET_PS_STANDBY_ENDPOINTS."
+            )
         if self.publish is not None and not self.journal_level:
             raise ConfigError(
                 f"{self.publish.origin}: rows are published to {self.publish.address}, and the servers keep no journal "

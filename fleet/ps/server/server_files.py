@@ -48,6 +48,7 @@ def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
             _note_done(state, save_id, rows)
         if mode and config.folder is not None:
             write_snapshot(state, config.folder)
+            state.on_unrecorded()
     return {"rows": rows}
 
 
@@ -107,6 +108,7 @@ def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
                 _note_done(state, load_id, rows)
             if config.folder is not None:
                 write_snapshot(state, config.folder)
+        state.on_unrecorded()
     return {"rows": rows}
 
 

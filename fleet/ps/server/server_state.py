@@ -73,6 +73,7 @@ class ServerState:
         self.failure: BaseException | None = None
         self.counts = {"applied": 0, "duplicates": 0, "rows": 0, "pulled": 0}
         self.make_table = make_table
+        self.on_unrecorded: Callable[[], None] = lambda: None  # called after rows have changed without a record
         self._applying = threading.Lock()
         self._unfinished: int | None = None  # the step whose gradients are being applied now
 

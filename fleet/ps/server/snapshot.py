@@ -25,7 +25,7 @@ from fleet.ps.server.journal import read_journal
 from fleet.ps.server.served_table import ServedSparse, Stamps
 from fleet.ps.server.server_state import ServerState
 
-__all__ = ["has_snapshot", "is_lost", "recover", "write_snapshot"]
+__all__ = ["drop_snapshots", "has_snapshot", "is_lost", "read_snapshot", "recover", "write_snapshot"]
 
 _VERSION = 1
 _JOB_STATE = "session.bin"
@@ -156,6 +156,14 @@ def _snapshots(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("snapshot-*") if path.is_dir() and not path.is_symlink())
 
 
+def drop_snapshots(folder: Path) -> None:
+    """Removes every snapshot in ``folder``, complete or not."""
+    for path in _snapshots(folder):
+        _remove(path)
+    for draft in folder.glob(".snapshot-*.tmp"):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def has_snapshot(folder: Path) -> bool:
     """Returns whether ``folder`` holds a complete snapshot."""
     return bool(_snapshots(folder))
@@ -187,7 +195,7 @@ def recover(folder: Path, state: ServerState) -> list[str]:
     exact = journal.level == 2
     snapshots = _snapshots(folder)
     if snapshots:
-        lsn, level, stamps = _read_snapshot(snapshots[-1], state)
+        lsn, level, stamps = read_snapshot(snapshots[-1], state)
         exact = exact and level == 2
         lines.append(f"read {snapshots[-1].name}: {len(stamps)} tables")
         journal.in_snapshot = lsn
@@ -213,7 +221,7 @@ def recover(folder: Path, state: ServerState) -> list[str]:
     return lines
 
 
-def _read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dict[int, Stamps]]:
+def read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dict[int, Stamps]]:
     """Fills ``state``; returns the snapshot's record, the level it was written at, and what its rows hold."""
     own_folder(path)
     lsn, fields = _read_job_state(path / _JOB_STATE, state.job)

@@ -79,6 +79,7 @@ class Op(IntEnum):
     GOODBYE = 14
     STOP = 15
     SNAPSHOT = 16
+    FOLLOW = 17  # of a standby to its server, see fleet.ps.standby.carried
 
 
 class MessageFlag:

@@ -367,7 +367,7 @@ def test_the_wire_knows_every_operation():
     with serving() as service:
         operations = service.servers[0]._operations
         assert isinstance(operations, Operations)
-        assert set(operations._handlers) == set(Op) - {Op.HELLO}
+        assert set(operations._handlers) == set(Op) - {Op.HELLO, Op.FOLLOW}
 
 
 @pytest.mark.parametrize("config", [{"mode": "sync"}, {"staleness": 0}])

@@ -46,10 +46,35 @@ def test_level_0_beside_a_folder_says_that_nothing_is_kept(tmp_path: Path) -> No
     assert "nothing is kept" in found.note
 
 
-@pytest.mark.parametrize("value", ["3", "-1", "L2", "1.5", "true"])
+def test_a_standby_keeps_its_own_folder_at_level_3(tmp_path: Path) -> None:
+    pair = {"FLEET_PS_FOLDER": str(tmp_path), "FLEET_PS_STANDBY_ENDPOINTS": "127.0.0.1:1"}
+    assert keeping(**pair) == Keeping(folder=tmp_path / "server-3", level=1)
+    assert keeping(**pair, FLEET_PS_STANDBY="1", FLEET_PS_LEVEL="3") == Keeping(folder=tmp_path / "standby-3", level=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (
+            {"FLEET_PS_LEVEL": "3", "FLEET_PS_FOLDER": "/tmp"},
+            "every server needs a standby",
+        ),
+        ({"FLEET_PS_STANDBY_ENDPOINTS": "a:1"}, "FLEET_PS_LEVEL is '3' .* FLEET_PS_FOLDER is not set"),
+        (
+            {"FLEET_PS_STANDBY_ENDPOINTS": "a:1", "FLEET_PS_FOLDER": "/tmp", "FLEET_PS_LEVEL": "1"},
+            "it is 3",
+        ),
+    ],
+)
+def test_standbys_and_level_3_go_together(values: dict[str, str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        keeping(**values)
+
+
+@pytest.mark.parametrize("value", ["4", "-1", "L2", "1.5", "true"])
 def test_a_wrong_level_is_refused_with_the_rule(value: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=f"FLEET_PS_LEVEL is '{value}' in the environment; it (is 0 .* 2|takes an integer)"
+        ConfigError, match=f"FLEET_PS_LEVEL is '{value}' in the environment; it (is 0 .* 3|takes an integer)"
     ):
         keeping(FLEET_PS_FOLDER=str(tmp_path), FLEET_PS_LEVEL=value)
 

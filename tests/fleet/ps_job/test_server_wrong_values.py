@@ -310,7 +310,9 @@ def test_init_server(arguments: dict[str, Any], rule: str) -> None:
 VARIABLES = {
     "FLEET_PS_DEADLINE": ["0", "-1", "x", "nan", "inf"],
     "FLEET_PS_LEASE": ["0", "x", "nan"],
-    "FLEET_PS_LEVEL": ["3", "x", "2"],
+    "FLEET_PS_LEVEL": ["3", "4", "x", "2"],
+    "FLEET_PS_STANDBY": ["x", "1"],
+    "FLEET_PS_STANDBY_ENDPOINTS": ["127.0.0.1:1"],
     "FLEET_PS_METRICS_PORT": ["0", "x", "65535"],
     "FLEET_PS_MAX_CONNECTIONS": ["0", "-1", "x", "1.5"],
     "FLAGS_stop_check_timeout": ["0", "x"],

@@ -27,6 +27,8 @@ def test_counts_on_one_node() -> None:
         (("--servers=127.0.0.1", "--worker_num=1"), "host:port"),
         (("--servers=127.0.0.1:1,127.0.0.1:1", "--worker_num=1"), "twice"),
         (("--servers=127.0.0.1:1", "--server_num=2", "--worker_num=1"), "list of endpoints has 1"),
+        (("--servers=127.0.0.1:1", "--server_standby", "--worker_num=1"), "starts the standbys on one node"),
+        (("--nnodes=2", "--server_num=1", "--server_standby"), "starts the standbys on one node"),
         (("--servers=127.0.0.1:1",), "workers are missing"),
         (("--servers=10.0.0.1:1", "--worker_num=1"), "must list its endpoints too"),
         (("--servers=10.0.0.1:1", "--workers=10.0.0.2:1"), "neither in --servers"),

@@ -130,3 +130,17 @@ def test_a_job_without_servers_or_workers_is_an_error() -> None:
         plan(config, [peer_of(config, ports=())])
     with pytest.raises(LaunchError, match="Two processes"):
         plan(config, [peer_of(config, server_ports=(7000,))])
+
+
+def test_every_server_has_a_standby() -> None:
+    """After the servers, at ports of their own; every process knows all of them."""
+    config = read("--server_num=2", "--server_standby", "--worker_num=1")
+    servers = [spec for spec in plan(config) if spec.role == "server"]
+    assert [spec.index for spec in servers] == [0, 1, 2, 3]
+    assert [spec.environment.get("FLEET_PS_STANDBY") for spec in servers] == [None, None, "1", "1"]
+    listed = {spec.environment["FLEET_PS_STANDBY_ENDPOINTS"] for spec in plan(config)}
+    own = [f"{spec.environment['POD_IP']}:{spec.environment['PADDLE_PORT']}" for spec in servers]
+    assert listed == {",".join(own[2:])}
+    assert servers[2].environment["PADDLE_PSERVERS_IP_PORT_LIST"] == ",".join(own[:2])
+    assert len({spec.log_path for spec in servers}) == 4
+    assert "FLEET_PS_FOLDER" in servers[3].environment

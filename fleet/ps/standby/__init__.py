@@ -1,0 +1,1 @@
+"""A standby for each parameter server."""

@@ -1,0 +1,39 @@
+"""What travels between a server and its standby: FOLLOW messages on an ordinary connection of the job.
+
+The standby asks once, with JSON. The server answers with messages whose ``step`` says what they carry, and the standby
+sends one without a body for each batch of records, with the last one it has in ``seq``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from fleet.ps.wire.messages import Buffer, Header, Op, Status, encode_header
+from fleet.ps.wire.sealed import Sealed
+
+__all__ = ["BEAT_S", "LINE_S", "Carried", "send_piece"]
+
+BEAT_S = 0.5
+LINE_S = 3.0  # a line without a message for this long is broken
+
+
+class Carried(IntEnum):
+    """What one message of the stream carries."""
+
+    STANDING = 1  # JSON: epoch, leads, joined, fresh
+    FILE = 2  # a piece of a file of the snapshot: the length of its name (2 bytes), its name, the piece
+    SNAPSHOT = 3  # the files are complete; seq: the snapshot's record
+    RECORDS = 4  # records as they are in the journal
+    BEAT = 5  # the server lives
+    JOINED = 6  # from here on, what workers were promised needs this standby
+    END = 7  # the job is over
+    REFUSED = 8  # JSON: error
+
+
+def send_piece(
+    line: Sealed, kind: Carried, buffers: Sequence[Buffer] = (), *, seq: int = 0, timeout_s: float = LINE_S
+) -> None:
+    """Sends one message of the stream."""
+    size = sum(map(len, buffers))
+    line.send(encode_header(Header(Op.FOLLOW, 0, 0, seq, kind, 0, Status.OK, size)), list(buffers), timeout_s)

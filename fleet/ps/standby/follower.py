@@ -1,0 +1,333 @@
+"""Follower: a standby; it keeps a copy of one server's state and takes over when the workers ask for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fleet.errors import ConfigError, FleetError, PSError
+from fleet.ps.files.own_folder import own_folder
+from fleet.ps.server.journal import read_records
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_state import ServerState
+from fleet.ps.server.snapshot import drop_snapshots, read_snapshot, write_snapshot
+from fleet.ps.standby.carried import BEAT_S, LINE_S, Carried, send_piece
+from fleet.ps.standby.epoch_file import EpochFile
+from fleet.ps.wire.auth import check_secret, prove_to_server
+from fleet.ps.wire.messages import Header, MessageError, Op, control_body, decode_control, decode_header, encode_header
+from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.transport import Transport
+
+__all__ = ["Follower", "ask_standing", "follow_fields"]
+
+QUIET_S = 0.1  # a line must be broken for this long before the standby takes over
+ASK_S = 1.0  # how long a worker's question waits for those of the others
+_RETRY_S = 0.2
+
+
+class Follower:
+    """The standby's side of the pair.
+
+    Args:
+        config: of the standby, with the server as ``peer``.
+        transport: how connections are made.
+        epoch: the number in the standby's folder.
+        make_state: makes an empty state.
+        notify: receives each line meant for the user.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        transport: Transport,
+        epoch: EpochFile,
+        make_state: Callable[[], ServerState],
+        notify: Callable[[str], None],
+    ) -> None:
+        assert config.folder is not None
+        self._config, self._transport, self._epoch = config, transport, epoch
+        self._folder = config.folder
+        self._make_state, self._notify = make_state, notify
+        self._changed = threading.Condition()
+        self._votes: dict[object, tuple[int, int]] = {}  # rank of a worker and the epoch that it knows, while it asks
+        self._line: Sealed | None = None
+        self._broken_since = time.monotonic()
+        self._received = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self.state: ServerState | None = None
+        self.joined = self.promoted = self.ended = False
+
+    def start(self) -> None:
+        """Drops what the folder holds and begins to follow; the server gives it all anew."""
+        drop_snapshots(self._folder)
+        shutil.rmtree(self._folder / "journal", ignore_errors=True)
+        self._epoch.write(self._epoch.epoch, leads=False)
+        self._thread = threading.Thread(target=self._run, name="standby", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Waits until the standby is promoted (True) or the job is over (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.promoted or self.ended or self._closing)
+        return self.promoted
+
+    def close(self) -> None:
+        """Stops following."""
+        with self._changed:
+            self._closing = True
+            line = self._line
+            self._changed.notify_all()
+        if line is not None:
+            line.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        if not self.promoted and self.state is not None:
+            self.state.journal.close()
+
+    # -- following -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        said = ""
+        while not self._is_over():
+            try:
+                self._follow()
+            except (FleetError, OSError) as error:
+                reason = f"{error}"
+                if reason != said and not self._is_over():
+                    said = reason
+                    self._say(f"no line to {self._config.peer}: {reason}")
+            self._break()
+            with self._changed:
+                self._changed.wait_for(self._is_over, _RETRY_S)
+
+    def _is_over(self) -> bool:
+        return self.promoted or self.ended or self._closing
+
+    def _break(self) -> None:
+        with self._changed:
+            if self._line is not None:
+                self._line.close()
+                self._line = None
+                self._broken_since = time.monotonic()
+            state = self.state
+            if self.joined and state is not None and state.job.ended():
+                self.ended = True  # every worker said goodbye before the server left
+            self._changed.notify_all()
+
+    def _follow(self) -> None:
+        line = connect(self._config, self._transport)
+        try:
+            line.send(*follow_message(self._config, probe=False), LINE_S)
+            standing = decode_control(self._receive(line)[1])
+            if standing.get("deposed") or not standing.get("leads") or standing["epoch"] < self._epoch.epoch:
+                raise PSError("it does not serve workers.")
+            with self._changed:
+                if self._is_over():
+                    return
+                self._line = line
+                if standing["epoch"] > self._epoch.epoch:
+                    self.joined = False  # the server has gone on without this standby
+            beats = threading.Thread(target=self._confirm, args=(line,), name="standby beats", daemon=True)
+            beats.start()
+            self._receive_all(line, standing["epoch"])
+        finally:
+            line.close()
+
+    def _receive(self, line: Sealed) -> tuple[Header, memoryview]:
+        header = decode_header(line.receive_header(10 * LINE_S, LINE_S), self._config.max_body_bytes)
+        body = memoryview(bytearray(header.body_bytes))
+        line.receive_body(body, 10 * LINE_S)
+        if header.op is not Op.FOLLOW:
+            raise MessageError(f"{line.peer}: a message of kind {header.op.name} where a standby follows.")
+        if header.step == Carried.REFUSED:
+            raise PSError(str(decode_control(body).get("error")))
+        return header, body
+
+    def _receive_all(self, line: Sealed, epoch: int) -> None:
+        draft = self._folder / ".standby.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        state: ServerState | None = None
+        while not self._is_over():
+            header, body = self._receive(line)
+            if header.step == Carried.FILE:
+                _write_piece(draft, body)
+            elif header.step == Carried.SNAPSHOT:
+                state = self._take_snapshot(draft, bytes(body).decode())
+            elif header.step == Carried.RECORDS and state is not None:
+                self._replay(state, body)
+            elif header.step == Carried.JOINED:
+                self._epoch.write(epoch, leads=False)
+                with self._changed:
+                    self.joined = True
+            elif header.step == Carried.END:
+                with self._changed:
+                    self.ended = True
+                    self._changed.notify_all()
+
+    def _take_snapshot(self, draft: Path, name: str) -> ServerState:
+        """Makes the received snapshot the state of this standby, in memory and in its folder."""
+        if not name.startswith("snapshot-") or Path(name).name != name:
+            raise MessageError(f"a snapshot of the name {name!r}.")
+        with self._changed:  # from here on there is no state to be promoted with
+            before, self.state, self.joined = self.state, None, False
+        if before is not None:
+            before.journal.close()
+        drop_snapshots(self._folder)
+        shutil.rmtree(self._folder / "journal", ignore_errors=True)
+        draft.rename(self._folder / name)
+        state = self._make_state()
+        lsn, _, self._stamps = read_snapshot(self._folder / name, state)
+        state.journal.last_lsn = state.journal.in_snapshot = lsn
+        state.journal.open()
+        self._known = max([lsn, *(stamp.latest for stamp in self._stamps.values())])
+        with self._changed:
+            self.state, self._received = state, lsn
+            self._changed.notify_all()
+        self._say(f"follows {self._config.peer} from record {lsn} on, {len(state.tables)} tables")
+        return state
+
+    def _replay(self, state: ServerState, data: memoryview) -> None:
+        for record in read_records(data, state.journal.last_lsn + 1):
+            with state.journal.lock:
+                state.journal.append(record)
+            state.replay(record, self._stamps if record.lsn <= self._known else {})
+        with self._changed:
+            self._received = state.journal.last_lsn
+            self._changed.notify_all()
+        if state.journal.bytes_written > self._config.snapshot_bytes:
+            write_snapshot(state, self._folder)
+
+    def _confirm(self, line: Sealed) -> None:
+        """Tells the server what is here, whenever it changes and now and then."""
+        told = 0
+        try:
+            while (reached := self._next_confirmed(line, told)) is not None:
+                told = reached
+                send_piece(line, Carried.BEAT, seq=told)
+        except PSError:
+            line.close()
+
+    def _next_confirmed(self, line: Sealed, told: int) -> int | None:
+        """Returns what is here once it is more than ``told``, or after a moment; None when the line has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._received > told or self._line is not line, BEAT_S)
+            if self._line is not line:
+                return None
+            return self._received if self.state is not None else 0
+
+    # -- promotion -----------------------------------------------------------------------------------------------
+
+    def ask(self, rank: int, known: int) -> dict[str, Any] | None:
+        """Returns why this standby does not serve the worker ``rank``; None once it is promoted."""
+        with self._changed:
+            question = object()
+            self._votes[question] = (rank, known)
+            self._changed.notify_all()
+            deadline = time.monotonic() + ASK_S
+            while not self._is_over() and self._decide() and self._line is None and self.joined:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, QUIET_S / 4))
+            reason = None if self.promoted else self._decide() or "it is ending"
+            del self._votes[question]
+        return None if reason is None else {"standby": reason}
+
+    def _decide(self) -> str:
+        """Promotes this standby if it may be; returns why not. The lock is held."""
+        reason = self._obstacle()
+        if not reason and not self.promoted:
+            self._epoch.write(self._epoch.epoch + 2, leads=True)
+            self.promoted = True
+            self._changed.notify_all()
+        return reason
+
+    def _obstacle(self) -> str:
+        if self.promoted:
+            return ""
+        epoch, known = self._epoch.epoch, {known for _, known in self._votes.values()}
+        if self._line is not None:
+            return f"the server at {self._config.peer} still feeds it"
+        if self.state is None or not self.joined:
+            return "it has not got everything from the server yet, or was given up by it"
+        if max(known, default=0) > epoch:
+            self.joined = False
+            return "the server went on without it"
+        if time.monotonic() - self._broken_since < QUIET_S:
+            return "the line to the server broke a moment ago"
+        asking = {rank for rank, _ in self._votes.values()}
+        absent = sorted({w.rank for w in self.state.job.workers if w.state != "gone"} - asking)
+        if absent:
+            return f"workers {absent} have not asked for it"
+        if epoch not in known:
+            return "every worker was started again, and none knows whether the server went on without it"
+        return ""
+
+    def standing(self) -> dict[str, Any]:
+        """Returns what this standby tells about itself."""
+        return {"epoch": self._epoch.epoch, "leads": self.promoted, "joined": self.joined, "deposed": False}
+
+    def _say(self, line: str) -> None:
+        self._notify(f"standby of parameter server {self._config.index}: {line}")
+
+
+def _write_piece(draft: Path, body: memoryview) -> None:
+    size = int.from_bytes(body[:2], "big")
+    name = bytes(body[2 : 2 + size]).decode()
+    if Path(name).name != name or not name.endswith((".bin", ".rows")) or name.startswith("."):
+        raise MessageError(f"a file of a snapshot of the name {name!r}.")
+    own_folder(draft)
+    with (draft / name).open("ab") as file:
+        file.write(body[2 + size :])
+
+
+def follow_fields(config: ServerConfig, *, probe: bool) -> dict[str, Any]:
+    """Returns what a FOLLOW says about its sender."""
+    return {"index": config.index, "num_workers": config.num_workers, "job": config.job, "probe": probe}
+
+
+def follow_message(config: ServerConfig, *, probe: bool) -> tuple[bytes, list[bytes]]:
+    """Returns the message that asks for the stream, or only for the standing of the other server."""
+    body = control_body(follow_fields(config, probe=probe))
+    return encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body]
+
+
+def connect(config: ServerConfig, transport: Transport) -> Sealed:
+    """Returns a proven connection to the other server of the pair."""
+    connection = transport.connect(config.peer, 1.0)
+    try:
+        return prove_to_server(connection, config.peer, check_secret(config.peer, config.secret), 1.0)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def ask_standing(config: ServerConfig, transport: Transport) -> dict[str, Any] | None:
+    """Returns what the other server of the pair tells about itself; None when it is away.
+
+    Raises:
+        ConfigError: it belongs to another job.
+    """
+    try:
+        line = connect(config, transport)
+    except PSError:
+        return None
+    try:
+        line.send(*follow_message(config, probe=True), LINE_S)
+        header = decode_header(line.receive_header(LINE_S, LINE_S))
+        body = memoryview(bytearray(header.body_bytes))
+        line.receive_body(body, LINE_S)
+        fields = json.loads(bytes(body))
+    except (PSError, ValueError):
+        return None
+    finally:
+        line.close()
+    if header.step == Carried.REFUSED:
+        raise ConfigError(f"parameter server {config.index}: {config.peer}: {fields.get('error')}")
+    return dict(fields)

@@ -1,0 +1,360 @@
+"""Leader: a server that workers use, and the line on which its standby gets what it needs to take over.
+
+[Note: Which of two servers]
+A server and its standby must never both be the one whose promises count. An epoch says which: every worker process
+keeps, per server, the highest epoch that it has seen, and says it in its HELLO. A server serves a connection only after
+a HELLO with its own epoch, so whoever is served knows it. A server that hears a higher one steps down.
+
+What a worker was promised (the number in each answer, up to which it forgets its changes) depends on the standby::
+
+    the standby has joined      the server promises what the standby has confirmed
+    its line breaks             nothing more is promised; the standby may come back, or may be promoted
+    it stays away for GRACE_S   the server takes epoch + 1 and hangs up on all workers, so that they learn it. Once all
+                                that are alive have, it promises what its own journal has, and has no standby
+
+The standby is promoted, to epoch + 2, when its line is broken, every worker that has not said goodbye asks for it at
+the same time, none of them knows a higher epoch, and at least one knows this one. So both cannot happen: the server
+goes alone only after all living workers know its new epoch, and any of them that asks stops the promotion. A worker
+waits in its question to the standby and answers no other server meanwhile; if the standby dies during the question, the
+worker never accepts epoch + 1 (:mod:`fleet.ps.client.fence`). A worker process that was started again knows no epoch,
+and its voice alone promotes nobody.
+
+Changes that were not promised are in the workers' hands, and go to whoever serves next; their numbers keep them from
+being applied twice.
+
+[Note: How a standby joins]
+From one record on, the journal hands every record to the feed. Then a snapshot is written, its files are sent, and the
+records after them. When the standby has confirmed everything that was promised before, it is told that it has joined:
+only then can it be promoted. Rows that change without a record (a load, a save with modes 1 to 3) end the line: the
+standby comes back for a new snapshot, and the answer to the worker waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fleet.errors import PSError
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_state import ServerState
+from fleet.ps.server.snapshot import write_snapshot
+from fleet.ps.standby.carried import BEAT_S, LINE_S, Carried, send_piece
+from fleet.ps.standby.epoch_file import EpochFile
+from fleet.ps.wire.messages import Buffer, Op, control_body, decode_header
+from fleet.ps.wire.sealed import Sealed
+
+__all__ = ["Leader"]
+
+GRACE_S = 3.0  # a standby that is away for longer is given up
+_PIECE_BYTES = 4 << 20
+_LINGER_S = 0.005  # records of this long travel together: fewer messages, fewer wake-ups
+_FIRST_JOIN_S = 5.0  # the first workers wait this long for the standby to join
+_MOST_QUEUED = 1 << 30  # bytes that a standby may be behind
+_STUCK_S = 30.0  # a line on which nothing was confirmed for this long is given up
+
+
+class Leader:
+    """The server's side of the pair; its state changes under the journal's lock.
+
+    Args:
+        config: of the server, with its standby as ``peer``.
+        state: of the server.
+        epoch: the number in the server's folder.
+        hang_up: ends the connections of all workers.
+        notify: receives each line meant for the user.
+        has_standby: False for a standby that was promoted: it has none.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        state: ServerState,
+        epoch: EpochFile,
+        hang_up: Callable[[], None],
+        notify: Callable[[str], None],
+        *,
+        has_standby: bool = True,
+    ) -> None:
+        self._config, self._state, self._epoch = config, state, epoch
+        self._hang_up, self._notify = hang_up, notify
+        self._journal = state.journal
+        self._moved = threading.Condition(self._journal.lock)
+        self._feed: _Feed | None = None
+        self._proven: set[tuple[int, int]] = set()  # rank and process that know the epoch
+        self._since = time.monotonic()  # since when there is no standby
+        self.alone = not has_standby
+        self.deposed = False
+        self.joined = self._joined_once = False
+        if has_standby:
+            self._journal.confirmed = self._journal.last_lsn
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this server."""
+        return self._epoch.epoch
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def greet(self, rank: int, client_id: int, known: int) -> dict[str, Any] | None:
+        """Returns what to answer to a HELLO instead of a welcome; None: the worker knows the epoch."""
+        if known > self.epoch:
+            self.step_down(known)
+        if self.deposed:
+            return {"standby": "another server has taken over"}
+        if known < self.epoch:
+            return {"epoch": self.epoch}
+        with self._moved:
+            self._moved.wait_for(lambda: self._joined_once or self.alone or self._is_over(), _FIRST_JOIN_S)
+            self._proven.add((rank, client_id))
+            self._promise()
+        self.settle()
+        return None
+
+    def step_down(self, known: int) -> None:
+        """Serves nobody any longer: the other server has epoch ``known``."""
+        with self._journal.lock:
+            first, self.deposed = not self.deposed, True
+            self._journal.confirmed = 0  # nothing more is promised
+        if first:
+            self._say(f"the standby at {self._config.peer} has taken over (epoch {known}); this server steps down")
+            self._hang_up()
+
+    def _promise(self) -> None:
+        """Relies on the own journal once every living worker knows the epoch; the lock is held."""
+        if self.alone and not self.deposed and self._journal.confirmed is not None:
+            living = {(w.rank, w.client_id) for w in self._state.job.workers if w.state == "active"}
+            if self._proven and living <= self._proven:
+                self._journal.confirmed = None
+
+    def settle(self) -> None:
+        """Waits until the standby has every record so far, or is given up."""
+        with self._moved:
+            lsn = self._journal.last_lsn
+            self._moved.wait_for(lambda: not self.joined or (self._journal.confirmed or 0) >= lsn)
+
+    def renew(self) -> None:
+        """Gives the standby a new snapshot, because rows have changed without a record; returns when it has it."""
+        with self._moved:
+            feed = self._feed
+            if feed is None:
+                return
+            feed.close("rows have changed without a record")
+            self._moved.wait_for(lambda: self.alone or self._is_over() or self._has_joined_after(feed))
+
+    def _is_over(self) -> bool:
+        return self.deposed or self._state.job.stopped
+
+    def _has_joined_after(self, feed: _Feed) -> bool:
+        return self._feed is not None and self._feed is not feed and self.joined
+
+    # -- the standby ---------------------------------------------------------------------------------------------
+
+    def standing(self) -> dict[str, Any]:
+        """Returns what this server tells about itself."""
+        return {"epoch": self.epoch, "leads": True, "joined": False, "deposed": self.deposed}
+
+    def serve(self, line: Sealed, asked: dict[str, Any]) -> None:
+        """Serves one FOLLOW to its end, in the thread of its connection."""
+        if asked.get("probe") or self.deposed or self._config.standby:
+            send_piece(line, Carried.STANDING, [control_body(self.standing())])
+            return
+        feed = _Feed(line)
+        with self._moved:
+            if self._feed is not None:
+                self._feed.close("the standby connected again")
+            self._feed, self.joined = feed, False
+            if self._journal.confirmed is None:
+                self._journal.confirmed = self._journal.last_lsn  # promised so far
+            self._journal.tap = feed.put
+        threading.Thread(target=self._read_acks, args=(feed,), name="standby", daemon=True).start()
+        try:
+            self._stream(feed)
+        except Exception as error:  # the snapshot may fail as well: the server goes on
+            feed.close(str(error))
+        finally:
+            self._lost(feed)
+
+    def _stream(self, feed: _Feed) -> None:
+        line = feed.line
+        send_piece(line, Carried.STANDING, [control_body(self.standing())])
+        assert self._config.folder is not None
+        feed.send_snapshot(write_snapshot(self._state, self._config.folder))
+        with self._moved:
+            feed.due = self._journal.last_lsn  # the rows of the snapshot hold at most these
+        self._say(f"its standby at {self._config.peer} has a snapshot and follows")
+        told = False
+        while not feed.reason:
+            feed.send_queued()
+            if feed.confirmed >= feed.due and not told:
+                told = True
+                self._join(feed)
+            if time.monotonic() - feed.heard > _STUCK_S:
+                feed.close(f"it confirmed nothing for {_STUCK_S:g} s")
+
+    def _join(self, feed: _Feed) -> None:
+        send_piece(feed.line, Carried.JOINED, seq=self.epoch)
+        with self._moved:
+            if self._feed is feed:
+                self.joined, self.alone, self._joined_once = True, False, True
+                self._journal.confirmed = feed.confirmed
+                self._moved.notify_all()
+
+    def _read_acks(self, feed: _Feed) -> None:
+        try:
+            while not feed.reason:
+                header = decode_header(feed.line.receive_header(LINE_S, 10 * LINE_S))
+                feed.line.receive_body(memoryview(b""))
+                if header.op is not Op.FOLLOW:
+                    raise PSError(f"the standby sent {header.op.name}.")
+                feed.heard = time.monotonic()
+                with self._moved:
+                    feed.confirmed = max(feed.confirmed, header.seq)
+                    if self._feed is feed and self.joined:
+                        self._journal.confirmed = feed.confirmed
+                        self._moved.notify_all()
+        except PSError as error:
+            feed.close(str(error))
+
+    def _lost(self, feed: _Feed) -> None:
+        with self._moved:
+            if self._feed is feed:
+                self._feed, self.joined = None, False
+                self._since = time.monotonic()
+                self._journal.tap = None
+            self._moved.notify_all()
+        feed.line.close()
+        if not self._state.job.stopped:
+            self._say(f"the line to its standby at {self._config.peer} broke: {feed.reason}")
+
+    @property
+    def lacks_standby(self) -> bool:
+        """Whether there is no line to a standby now."""
+        return self._feed is None
+
+    def watch(self) -> None:
+        """Gives up a standby that stays away; called now and then."""
+        with self._moved:
+            away = self._feed is None and not self.alone and not self.deposed
+            due = away and time.monotonic() - self._since > GRACE_S
+            self._promise()
+        if due:
+            self.go_alone()
+
+    def go_alone(self) -> None:
+        """Takes the next epoch, without a standby."""
+        self._epoch.write(self.epoch + 1, leads=True)
+        with self._moved:
+            self.alone, self.joined = True, False
+            self._proven.clear()
+            self._promise()
+            self._moved.notify_all()
+        self._say(
+            f"its standby at {self._config.peer} is away: this server goes on alone (epoch {self.epoch}), and what it "
+            "has is lost with its folder until the standby is back"
+        )
+        self._hang_up()
+
+    def end(self) -> None:
+        """Tells the standby that the job is over."""
+        with self._moved:
+            feed = self._feed
+        if feed is not None:
+            feed.finish()
+
+    def close(self) -> None:
+        """Ends the line to the standby, and whoever waits for it."""
+        with self._moved:
+            if self._feed is not None:
+                self._feed.close("this server ends")
+            self.joined = False
+            self._moved.notify_all()
+
+    def _say(self, line: str) -> None:
+        self._notify(f"parameter server {self._config.index}: {line}")
+
+
+class _Feed:
+    """One line to a standby: what waits for it, and what it has confirmed."""
+
+    def __init__(self, line: Sealed) -> None:
+        self.line = line
+        self.confirmed = 0
+        self.due = 0
+        self.heard = time.monotonic()
+        self.reason = ""  # why it has ended
+        self._queue: list[bytes] = []
+        self._queued = 0
+        self._some = threading.Condition()
+        self._finishing = False
+        self._finished = threading.Event()
+
+    def put(self, buffers: list[Buffer]) -> None:
+        """Queues a record; the journal's lock is held."""
+        data = [bytes(buffer) for buffer in buffers]
+        with self._some:
+            self._queue += data
+            self._queued += sum(map(len, data))
+            if self._queued > _MOST_QUEUED and not self.reason:
+                self.reason = f"it is {self._queued >> 20} MiB behind"
+            if len(self._queue) == len(data):
+                self._some.notify()
+
+    def send_queued(self) -> None:
+        """Sends what waits, or a sign of life; waits for records at most BEAT_S."""
+        with self._some:
+            if not self._queue and not self._finishing:
+                self._some.wait(BEAT_S)
+        if self._queue and not self._finishing:
+            time.sleep(_LINGER_S)
+        with self._some:
+            waiting, self._queue, self._queued = self._queue, [], 0
+        kind = Carried.RECORDS if waiting else Carried.BEAT
+        for batch in _batches(waiting) if waiting else [[]]:
+            send_piece(self.line, kind, batch, timeout_s=10 * LINE_S)
+        if self._finishing and not self._queue:
+            send_piece(self.line, Carried.END)
+            self._finished.set()
+            self.close("the job is over")
+
+    def send_snapshot(self, path: Path) -> None:
+        """Sends the files of a snapshot; removing them meanwhile does no harm."""
+        files = [(file.name, file.open("rb")) for file in sorted(path.iterdir())]
+        for name, file in files:
+            head = len(name.encode()).to_bytes(2, "big") + name.encode()
+            with file:
+                while piece := file.read(_PIECE_BYTES):
+                    send_piece(self.line, Carried.FILE, [head, piece], timeout_s=10 * LINE_S)
+                    self.heard = time.monotonic()
+        send_piece(self.line, Carried.SNAPSHOT, [path.name.encode()])
+
+    def finish(self) -> None:
+        """Sends what waits and the end of the job."""
+        with self._some:
+            self._finishing = True
+            self._some.notify()
+        self._finished.wait(LINE_S)
+
+    def close(self, reason: str) -> None:
+        """Ends the line."""
+        with self._some:
+            self.reason = self.reason or reason
+            self._some.notify()
+        with suppress(PSError):
+            self.line.close()
+
+
+def _batches(data: list[bytes]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for item in data:
+        batch.append(item)
+        size += len(item)
+        if size > _PIECE_BYTES and len(batch) % 2 == 0:  # head and body stay together
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,206 @@
+"""Pair: what a server with a standby, or a standby, adds to a server that has none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fleet.errors import PSError
+from fleet.ps.server.job_state import Refused
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_state import ServerState
+from fleet.ps.server.snapshot import has_snapshot
+from fleet.ps.standby.carried import Carried, send_piece
+from fleet.ps.standby.epoch_file import EpochFile
+from fleet.ps.standby.follower import Follower, ask_standing
+from fleet.ps.standby.leader import Leader
+from fleet.ps.wire.messages import Header, Op, control_body, decode_control
+from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.transport import Transport
+
+__all__ = ["Pair"]
+
+_FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.PING, Op.STAT, Op.HELLO)  # wait for no standby
+_PATIENCE_S = 5.0  # a server that has its rows waits this long for its standby's word on who leads
+_POLL_S = 0.2
+
+
+class Pair:
+    """One of the two servers that have the same number.
+
+    Args:
+        config: of this server, with the other one as ``peer``.
+        transport: how connections are made.
+        make_state: makes an empty state.
+        hang_up: ends the connections of all workers.
+        notify: receives each line meant for the user.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        transport: Transport,
+        make_state: Callable[[], ServerState],
+        hang_up: Callable[[], None],
+        notify: Callable[[str], None],
+    ) -> None:
+        assert config.folder is not None
+        self._config, self._transport, self._make_state = config, transport, make_state
+        self._hang_up, self._notify = hang_up, notify
+        self._epoch = EpochFile(config.folder)
+        self._stopping = threading.Event()
+        self._serves = threading.Event()
+        self._away_since: float | None = None
+        self.leader: Leader | None = None
+        self.follower: Follower | None = None
+        self.superseded = False
+
+    # -- the start -----------------------------------------------------------------------------------------------
+
+    def settle_role(self) -> bool:
+        """Returns whether this server serves the workers from its start; waits until that is certain.
+
+        Otherwise it is the standby, or it is :attr:`superseded`: the other one has taken over.
+        """
+        config = self._config
+        assert config.folder is not None
+        self._epoch = EpochFile.read(config.folder)
+        if config.standby:
+            return self._epoch.leads
+        fresh = not has_snapshot(config.folder) and not any((config.folder / "journal").glob("journal-*.log"))
+        began = said = time.monotonic()
+        while not self._stopping.is_set():
+            other = ask_standing(config, self._transport)
+            now = time.monotonic()
+            if other is not None and other["leads"]:
+                self.superseded = True
+                self._say(f"the standby at {config.peer} has taken over; this server only waits for the end of the job")
+                return False
+            if other is not None and not (fresh and other["joined"]):
+                break
+            if other is None and not fresh and now - began > _PATIENCE_S:
+                break
+            if now - said >= 3.0:
+                said = now
+                missing = "is not there yet" if other is None else "has the rows, which this server has lost"
+                self._say(f"waits for its standby at {config.peer}, which {missing} ({now - began:.0f} s)")
+            self._stopping.wait(_POLL_S)
+        self._epoch.write(max(self._epoch.epoch, 1), leads=True)
+        return True
+
+    def lead(self, state: ServerState, *, has_standby: bool) -> None:
+        """Takes the workers' requests from now on."""
+        leader = Leader(self._config, state, self._epoch, self._hang_up, self._notify, has_standby=has_standby)
+        state.on_unrecorded = leader.renew
+        self.leader = leader
+        self._serves.set()
+
+    def follow(self, take_over: Callable[[ServerState], None]) -> None:
+        """Follows the other server; ``take_over`` is called with the state once this standby is promoted."""
+        follower = Follower(self._config, self._transport, self._epoch, self._make_state, self._notify)
+        self.follower = follower
+
+        def wait() -> None:
+            if follower.wait():
+                assert follower.state is not None
+                self._say(f"takes over from {self._config.peer} (epoch {self._epoch.epoch}), without a standby")
+                take_over(follower.state)
+                self.lead(follower.state, has_standby=False)
+            self._serves.set()
+
+        follower.start()
+        threading.Thread(target=wait, name="standby turn", daemon=True).start()
+
+    def wait_for_turn(self) -> bool:
+        """Waits until this server serves the workers; returns False when the job is over before."""
+        if self.superseded:
+            while not self._stopping.wait(_POLL_S) and not self._peer_is_gone():
+                pass
+            return False
+        self._serves.wait()
+        return self.leader is not None
+
+    def _peer_is_gone(self) -> bool:
+        if ask_standing(self._config, self._transport) is not None:
+            self._away_since = None
+            return False
+        self._away_since = self._away_since or time.monotonic()
+        return time.monotonic() - self._away_since > _PATIENCE_S
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def greet(self, header: Header, body: memoryview) -> dict[str, Any] | None:
+        """Returns what a worker is told instead of a welcome; None: this server welcomes it.
+
+        Raises:
+            Refused: the HELLO is not that of a worker of this job.
+        """
+        fields = decode_control(body)
+        rank, known = fields.get("rank"), fields.get("epoch")
+        if not isinstance(rank, int) or not 0 <= rank < self._config.num_workers or not isinstance(known, int):
+            raise Refused(
+                f"a worker of rank {rank!r} that knows of no standby (epoch {known!r}): set FLEET_PS_STANDBY_ENDPOINTS "
+                "alike for every server and worker."
+            )
+        if self.leader is None and self.follower is not None:
+            reason = self.follower.ask(rank, known)
+            if reason is not None:
+                return reason
+            self._serves.wait(60.0)
+        leader = self.leader
+        return {"standby": "another server leads"} if leader is None else leader.greet(rank, header.client_id, known)
+
+    def settle(self, header: Header) -> None:
+        """Waits until the standby has what an answer to this request says, where the worker does not send it again."""
+        if self.leader is not None and header.op not in _FREE:
+            self.leader.settle()
+
+    def serve(self, line: Sealed, body: memoryview) -> None:
+        """Serves the other server of the pair, or tells it where this one stands."""
+        asked = decode_control(body)
+        config = self._config
+        own = {"index": config.index, "num_workers": config.num_workers, "job": config.job}
+        given = {name: asked.get(name) for name in own}
+        if given != own:
+            text = f"server and standby belong to different jobs: {given} asks, this is {own}."
+            send_piece(line, Carried.REFUSED, [control_body({"error": text})])
+        elif self.leader is not None:
+            self.leader.serve(line, asked)
+        elif self.follower is not None:
+            send_piece(line, Carried.STANDING, [control_body(self.follower.standing())])
+
+    def watch(self) -> bool:
+        """Looks after the standby; returns whether the job is over for a server that was replaced."""
+        leader = self.leader
+        if leader is None or self._config.standby:
+            return False
+        if leader.deposed:
+            return self._peer_is_gone()
+        if leader.lacks_standby:
+            other = ask_standing(self._config, self._transport)
+            if other is not None and other["leads"] and other["epoch"] > leader.epoch:
+                leader.step_down(other["epoch"])
+        try:
+            leader.watch()
+        except (OSError, PSError) as error:
+            self._say(f"cannot go on without its standby: {error}")
+        return False
+
+    def end(self) -> None:
+        """Tells the standby that the job is over."""
+        if self.leader is not None:
+            self.leader.end()
+
+    def stop(self) -> None:
+        """Ends what waits here."""
+        self._stopping.set()
+        if self.follower is not None:
+            self.follower.close()
+        if self.leader is not None:
+            self.leader.close()
+        self._serves.set()
+
+    def _say(self, line: str) -> None:
+        self._notify(f"parameter server {self._config.index}: {line}")

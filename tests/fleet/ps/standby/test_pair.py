@@ -1,0 +1,322 @@
+"""A server and its standby, at message level: what is promised, who serves, what a failover loses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigError, PSError
+from fleet.ps.client.client import Client
+from fleet.ps.client.fence import Fences
+from fleet.ps.client.link import ClientConfig
+from fleet.ps.server.server import Server
+from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.standby.follower import Follower
+from fleet.ps.standby.leader import Leader
+from fleet.ps.standby.pair import Pair
+from tests.fleet.ps.local_transport import LocalTransport
+from tests.fleet.ps.service import DENSE, SECRET, SPARSE, gradient, in_threads, make_table, rows, silent, until
+
+FIRST, SECOND = "127.0.0.1:9000", "127.0.0.1:9500"
+
+
+class Duo:
+    """One server and its standby on one transport."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.transport = LocalTransport()
+        self.lines: list[str] = []
+        common: dict[str, Any] = {"secret": SECRET, "level": 1, **config}
+        self.configs = [
+            ServerConfig(endpoint=FIRST, peer=SECOND, folder=folder / "first", **common),
+            ServerConfig(endpoint=SECOND, peer=FIRST, folder=folder / "second", standby=True, **common),
+        ]
+        self.servers: list[Server | None] = [None, None]
+        self.clients: list[Client] = []
+
+    def start(self, place: int) -> Server:
+        """Starts the server (0) or its standby (1)."""
+        server = Server(self.configs[place], transport=self.transport, notify=self.lines.append, make_table=make_table)
+        self.servers[place] = server
+        server.start()
+        return server
+
+    def kill(self, place: int) -> None:
+        """Ends one as kill -9 would: it says nothing to anybody, and its files stay as they are."""
+        server = self.servers[place]
+        assert server is not None
+        self.servers[place] = None
+        server.state.journal.tap = None
+        self.transport.forget(self.configs[place].endpoint)
+        server.stop()
+
+    def client(self, rank: int = 0, **config: Any) -> Client:
+        """Returns an open client with tables 0 and 1."""
+        settings = {
+            "deadline_s": 20.0,
+            "answer_timeout_s": 10.0,
+            "heartbeat": False,
+            "retry_interval_s": 0.5,
+            "start_timeout_s": 5.0,
+            "secret": SECRET,
+            "num_workers": self.configs[0].num_workers,
+            **config,
+        }
+        client = Client(
+            ClientConfig(endpoints=[FIRST], standbys=[SECOND], rank=rank, fences=Fences(), **settings),
+            transport=self.transport,
+            notify=silent,
+        )
+        self.clients.append(client)
+        client.open()
+        client.create_tables({0: SPARSE, 1: DENSE})
+        return client
+
+    def cut(self) -> None:
+        """Breaks the line between the two for good."""
+
+        def refuse(*_: Any) -> None:
+            raise PSError("cut by the test.")
+
+        leader = self.leader
+        leader.serve = refuse  # type: ignore[method-assign]
+        if leader._feed is not None:
+            leader._feed.close("cut by the test")
+        until(lambda: leader.lacks_standby)
+
+    def epoch(self, place: int) -> int:
+        """The epoch of one of the two."""
+        return self.pair(place)._epoch.epoch
+
+    def pair(self, place: int) -> Pair:
+        """What one of the two has beside a server alone."""
+        server = self.servers[place]
+        assert server is not None
+        assert server._pair is not None
+        return server._pair
+
+    @property
+    def leader(self) -> Leader:
+        """Of the first."""
+        leader = self.pair(0).leader
+        assert leader is not None
+        return leader
+
+    @property
+    def follower(self) -> Follower:
+        """Of the second."""
+        follower = self.pair(1).follower
+        assert follower is not None
+        return follower
+
+    def joined(self) -> bool:
+        """Whether the standby can be promoted."""
+        return self.follower.joined
+
+    def close(self) -> None:
+        """Closes everything."""
+        for client in self.clients:
+            client.close()
+        for server in self.servers:
+            if server is not None:
+                server.stop()
+
+
+@contextmanager
+def duo(folder: Path, **config: Any) -> Iterator[Duo]:
+    """Yields a server whose standby has joined."""
+    pair = Duo(folder, **config)
+    try:
+        pair.start(1)
+        pair.start(0)
+        until(pair.joined)
+        yield pair
+    finally:
+        pair.close()
+
+
+def test_failover(tmp_path: Path) -> None:
+    """A standby takes over what its server promised, and gets what it had not promised from the worker."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        for _ in range(5):
+            client.wait(client.push({0: gradient([1, 2])}))
+        client.flush()
+        before = rows(client, [1, 2])
+        pair.kill(0)
+        began = time.monotonic()
+        client.wait(client.push({0: gradient([2, 3])}))
+        took = time.monotonic() - began
+        after = rows(client, [1, 2, 3])
+        np.testing.assert_array_equal(after, np.stack([before[0], before[1] - 1, -np.ones(2, np.float32)]))
+        assert took < 3, pair.lines
+        assert client.welcomes()[0]["level"] == 3
+
+
+def test_what_the_standby_lacks_is_not_promised(tmp_path: Path) -> None:
+    """Changes that a standby has not confirmed stay with the worker, which sends them to the standby after all."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        pair.cut()
+        for _ in range(3):
+            client.wait(client.push({0: gradient([1, 4])}))
+        link = client._links[0]
+        assert len(link._replay) == 3  # unconfirmed
+        pair.kill(0)
+        np.testing.assert_array_equal(rows(client, [1, 4])[:, 0], [-4, -3])
+        assert pair.epoch(1) == 3
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        assert not link._replay
+
+
+def test_a_server_that_lost_its_standby_goes_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It promises again once the workers know its new epoch; a standby that comes back follows from there."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client()
+        pair.kill(1)
+        client.wait(client.push({0: gradient([1])}))
+        until(lambda: pair.epoch(0) == 2)
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        assert any("goes on alone (epoch 2)" in line for line in pair.lines)
+        pair.start(1)
+        until(pair.joined)
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-3])
+        assert pair.epoch(1) == 4
+
+
+def test_a_standby_that_was_given_up_is_not_promoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split brain: the workers know that the server went on without the standby, and the standby learns it."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client(deadline_s=2.0)
+        pair.cut()
+        until(lambda: pair.epoch(0) == 2)
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()  # promised by the server alone
+        pair.kill(0)
+        with pytest.raises(PSError, match="did not answer.*(went on without it|nobody listens|given up)"):
+            rows(client, [1])
+        assert pair.epoch(1) == 1
+
+
+def test_a_server_that_was_replaced_steps_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split brain: a server that no worker reached for a while hears that its standby leads, and serves nobody."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client()
+        listener = pair.transport._listeners[FIRST]
+        pair.transport.forget(FIRST)
+        pair.cut()
+        leader = pair.leader
+        leader._hang_up()
+        client.wait(client.push({0: gradient([1])}))
+        assert pair.epoch(1) == 3
+        until(lambda: leader.deposed)
+        pair.transport._listeners[FIRST] = listener
+        stranger = Fences()  # of a worker process that was started again
+        link = client._links[0]
+        link.endpoint, link._connection = FIRST, None
+        object.__setattr__(link._config, "fences", stranger)
+        with pytest.raises(PSError, match="has taken over"):
+            link._connect()
+
+
+def test_every_worker_must_ask(tmp_path: Path) -> None:
+    """One worker that lost the server promotes nothing while another may still use it."""
+    with duo(tmp_path, num_workers=2) as pair:
+        first, second = pair.client(0), pair.client(1)
+        pair.kill(0)
+        until(lambda: not pair.follower._line)
+        reason = pair.follower.ask(0, 1)
+        assert reason == {"standby": "workers [1] have not asked for it"}
+        in_threads(
+            lambda: first.wait(first.push({0: gradient([1])})), lambda: second.wait(second.push({0: gradient([1])}))
+        )
+        np.testing.assert_array_equal(rows(first, [1])[:, 0], [-2])
+
+
+def test_workers_that_were_all_started_again_promote_nothing(tmp_path: Path) -> None:
+    """None of them knows whether the server went on without its standby."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        client.close()
+        pair.kill(0)
+        with pytest.raises(PSError, match="did not answer for 1.5 s"):
+            pair.client(deadline_s=1.5)
+        assert pair.epoch(1) == 1
+
+
+def test_a_load_reaches_the_standby(tmp_path: Path) -> None:
+    """Rows that change without a record are with the standby before the worker has its answer."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        client.save(str(tmp_path / "saved"))
+        client.wait(client.push({0: gradient([1])}))
+        client.load(str(tmp_path / "saved"))
+        pair.kill(0)
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+
+
+def test_a_lost_server_that_comes_back_waits(tmp_path: Path) -> None:
+    """Started again without its folder, it finds that its standby leads, and serves nobody."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+        pair.start(0)
+        assert pair.pair(0).superseded
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+
+
+def test_a_promoted_standby_restarts_from_its_folder(tmp_path: Path) -> None:
+    """What it took over is in its own folder."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(1)
+        pair.start(1)
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+
+
+def test_a_worker_without_the_list_is_refused(tmp_path: Path) -> None:
+    """It would not find the standby."""
+    with duo(tmp_path) as pair:
+        client = Client(
+            ClientConfig(endpoints=[FIRST], secret=SECRET, heartbeat=False), transport=pair.transport, notify=silent
+        )
+        pair.clients.append(client)
+        with pytest.raises(PSError, match="knows of no standby.*FLEET_PS_STANDBY_ENDPOINTS"):
+            client.open()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"peer": FIRST}, "they are two"),
+        ({"peer": SECOND, "folder": None, "level": None}, "FLEET_PS_FOLDER"),
+        ({"peer": SECOND, "level": 2}, "journal of level 1"),
+        ({"standby": True}, "they are two"),
+    ],
+)
+def test_wrong_pairs(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+    """A pair needs a folder, level 1 and two endpoints."""
+    with pytest.raises(ConfigError, match=text):
+        ServerConfig(**{"endpoint": FIRST, "folder": tmp_path, "level": 1, **fields})
