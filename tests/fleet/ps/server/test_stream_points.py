@@ -8,6 +8,7 @@ import pytest
 from fleet.errors import PSError
 from fleet.ps.server.stream_points import CLOCK, Points
 from fleet.ps.wire.messages import Op
+from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from tests.fleet.ps.service import gradient, rows, serving
 
 
@@ -39,15 +40,35 @@ def test_points_survive_a_restart_of_the_server(mode, snapshot, tmp_path) -> Non
     with serving(mode=mode, folder=tmp_path) as service:
         client = service.client()
         client.wait(client.push({0: gradient([1])}, positions=at(10)))
+        client.wait(client.push({0: gradient([1])}, positions=at(20)))
         if snapshot:
             service.servers[0].snapshot()
-        client.wait(client.push({0: gradient([1])}, positions=at(20)))
         service.servers[0].stop()
         service.start(0)
         again = service.client()
         assert point(again) == [2, {"clicks": {"0": 20}}]
         assert rows(again, [1])[0, 0] == -2
         assert again.step == 2
+
+
+def test_gradients_in_the_background_carry_positions_and_the_end_of_a_step_carries_them_too() -> None:
+    with serving() as service:
+        sender = AsyncSender([service.client()], SenderConfig())
+        for step in (1, 2, 3):
+            sender.put({0: gradient([step])} if step < 3 else {}, step=step, positions=at(10 * step))
+        sender.flush()
+        again = service.client()
+        assert point(again) == [3, {"clicks": {"0": 30}}]
+        assert point(again, 0) == [2, {"clicks": {"0": 20}}]
+        sender.stop()
+
+
+def test_a_sum_of_batches_carries_the_positions_of_the_last() -> None:
+    with serving() as service:
+        sender = HalfAsyncSender(service.client(), 2)
+        for step in (1, 2, 3):
+            sender.put({0: gradient([step])}, at(10 * step))
+        assert point(service.client()) == [1, {"clicks": {"0": 20}}]
 
 
 def test_a_push_that_is_not_the_last_of_its_step_moves_no_clock() -> None:
