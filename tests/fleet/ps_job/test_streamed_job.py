@@ -1,4 +1,4 @@
-"""A worker that reads a stream: its steps carry the positions, what a step repeats is flushed, what cannot is refused."""
+"""A worker that reads a stream: steps carry the positions, repeated ones are flushed, other modes are refused."""
 
 from __future__ import annotations
 
