@@ -200,7 +200,7 @@ def test_a_history_does_not_survive_a_reboot_at_level_1(tmp_path: Path, monkeypa
         client = service.client()
         service.push(client, 1)
         service.publish()
-        monkeypatch.setattr("fleet.ps.publishing.publisher._boot", lambda: "another")
+        monkeypatch.setattr("fleet.ps.publishing.publisher.boot_id", lambda: "another")
         service.restart()
         service.push(client, 2)
         service.publish()
