@@ -717,7 +717,8 @@ class Fleet:
         """Ends the process group at exit.
 
         The holders of the group go first: destroying it joins gloo's threads, and a thread that releases its last
-        piece of work while Python is already exiting crashes the process.
+        piece of work while Python is already exiting crashes the process. A reducer that is the last holder would
+        destroy the group without giving up the GIL, for which such a thread may wait: both would wait forever.
         """
         import torch.distributed as dist
 
@@ -729,10 +730,10 @@ class Fleet:
             self._session.close()
             self._session.release_groups()
             self._session = None
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
         if had_group:  # with a large heap this takes a while, and without a group it is useless
             gc.collect()
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _need(self, call: str) -> Session:
         if self._session is None:

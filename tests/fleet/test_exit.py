@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from fleet.facade import Fleet
+from tests.helpers.workers import run_workers
+
 SCRIPT = """
 import sys
 import torch
@@ -82,3 +85,37 @@ def test_no_thread_of_the_group_is_left_when_python_ends(options: dict[str, Any]
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
         assert (tmp_path / f"log/workerlog.{rank}").read_text().splitlines()[-1] == "left: []"
+
+
+def _reducers_when_the_group_goes(rank: int, world_size: int) -> list[int]:
+    """Returns, for each destroyed group, how many reducers were left that could have destroyed it first."""
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    own = Fleet()
+    own.init(is_collective=True, log_level="ERROR")
+    net = torch.nn.Linear(4, 4)
+    model: Any = own.distributed_model(net)
+    model(torch.ones(1, 4)).sum().backward()
+    model.itself = model
+    del model, net
+    left = []
+    destroy = dist.destroy_process_group
+
+    def counted(*args: Any, **settings: Any) -> None:
+        left.append(sum(isinstance(thing, dist.Reducer) for thing in gc.get_objects()))
+        destroy(*args, **settings)
+
+    dist.destroy_process_group = counted
+    try:
+        own._close()
+    finally:
+        dist.destroy_process_group = destroy
+    return left
+
+
+def test_reducers_go_before_the_group_they_hold() -> None:
+    """A reducer that destroys the group holds the GIL, for which gloo's thread may wait with the group's lock."""
+    assert run_workers(_reducers_when_the_group_goes, 2, backend=None) == [[0], [0]]
