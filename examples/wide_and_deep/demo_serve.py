@@ -68,7 +68,7 @@ def main() -> None:
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
     rows, export = args.folder / "rows", args.folder / "export"
-    command = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=1", "--log_dir"]
+    command: list[str | Path] = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=1", "--log_dir"]
     command += [args.folder / "log", HERE / "train_published.py", "--layers", "128", "64", "--data", args.data]
     command += ["--epochs", args.epochs, "--max-batches", args.max_batches, "--publish", rows, "--export", export]
     environment = {**os.environ, "FLEET_PS_FOLDER": str(args.folder / "journal")}
