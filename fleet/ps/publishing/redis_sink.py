@@ -180,9 +180,11 @@ class _Words:
 
 def _packer() -> Any:
     """Returns what makes bytes of commands; :class:`_Words` are bytes already."""
-    from redis.connection import Encoder, PythonRespSerializer
+    from redis import connection
 
-    class Packer(PythonRespSerializer):
+    plain: Any = connection  # it has no types
+
+    class Packer(plain.PythonRespSerializer):  # type: ignore[misc]
         def pack(self, *args: Any) -> list[Any]:
             if not isinstance(args[-1], _Words):
                 return list(super().pack(*args))
@@ -190,7 +192,7 @@ def _packer() -> Any:
             head = b"*%d\r\n$%d\r\n%b\r\n" % (1 + words.count, len(name), name.encode())
             return [head, words.data.data]
 
-    return Packer(6000, Encoder("utf-8", "strict", decode_responses=False).encode)
+    return Packer(6000, plain.Encoder("utf-8", "strict", decode_responses=False).encode)
 
 
 def _position(text: bytes | None) -> tuple[str, int] | None:
