@@ -48,6 +48,8 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport,
 
 __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
 
+_LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -467,14 +469,20 @@ class Client:
         return answers
 
     def _beat(self, every_s: float) -> None:
+        """Keeps the leases; where servers have standbys, it also answers at once when one is lost.
+
+        A standby takes over once all workers ask for it, also those that wait for another server just now.
+        """
+        away: list[Link] = []
         for turn in itertools.count():
-            if self._closing.wait(every_s / 2):
+            pause_s = every_s / 2 if not self.config.standbys else _ASK_S if away else _LOOK_S
+            if self._closing.wait(min(pause_s, every_s / 2)):
                 return
             away = [link for link in self._links if link.is_away]  # one of them per turn, because each may take seconds
             tried = away[turn % len(away)] if away else None
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
-                    link.beat(every_s)
+                    link.beat(0.0 if self.config.standbys and link.is_cut else every_s)
 
 
 _POLL_S = 0.2

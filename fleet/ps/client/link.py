@@ -272,6 +272,12 @@ class Link:
             self.lock.release()
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the server has ended the connection, which nobody has noticed yet."""
+        connection = self._connection
+        return connection is not None and connection.is_cut()
+
+    @property
     def is_away(self) -> bool:
         """Whether there is no connection now."""
         return self._connection is None

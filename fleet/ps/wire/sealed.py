@@ -57,6 +57,10 @@ class Sealed:
         if not same(self._seal, self._seals.received(self._header, *self._covered([body], len(body)))):
             raise MessageError(f"{self.peer}: a message does not carry the seal of this connection.")
 
+    def is_cut(self) -> bool:
+        """Returns whether the stream has ended."""
+        return self._connection.is_cut()
+
     def close(self) -> None:
         """Ends the stream."""
         self._connection.close()

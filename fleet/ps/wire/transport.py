@@ -68,6 +68,9 @@ class Connection(Protocol):
             TransferTimeout: a limit has passed.
         """
 
+    def is_cut(self) -> bool:
+        """Returns whether the peer has ended the stream, or the network has; bytes may still be there to be read."""
+
     def close(self) -> None:
         """Ends the stream; a call that blocks in another thread returns with :class:`ConnectionLost`."""
 
@@ -303,7 +306,7 @@ class SocketConnection:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``."""
-        if idle_s is not None and idle_s < _TICK_S and not self._has_byte(idle_s):
+        if idle_s is not None and idle_s < _TICK_S and not _has_byte(self._sock, idle_s):
             raise TransferTimeout(f"{self.peer}: no byte came within {idle_s} s.")
         began = time.monotonic()
         limit = idle_s
@@ -326,19 +329,33 @@ class SocketConnection:
             if filled < size and limit is not None and time.monotonic() - began > limit:
                 raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
 
-    def _has_byte(self, limit_s: float) -> bool:
-        poll = select.poll()
-        try:
-            poll.register(self._sock, select.POLLIN)
-            return bool(poll.poll(1000 * limit_s))
-        except (OSError, ValueError):
-            return True  # closed meanwhile: the read reports it
+    def is_cut(self) -> bool:
+        """Returns whether the stream has ended."""
+        return _is_cut(self._sock)
 
     def close(self) -> None:
         """Ends the stream."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+
+def _has_byte(sock: socket.socket, limit_s: float) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(sock, select.POLLIN)
+        return bool(poll.poll(1000 * limit_s))
+    except (OSError, ValueError):
+        return True  # closed meanwhile: the read reports it
+
+
+def _is_cut(sock: socket.socket) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(sock, getattr(select, "POLLRDHUP", 0))  # where it is missing: only what is reported in any case
+        return bool(poll.poll(0))
+    except (OSError, ValueError):
+        return True
 
 
 class TlsConnection:
@@ -378,6 +395,10 @@ class TlsConnection:
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
             filled += count
 
+    def is_cut(self) -> bool:
+        """Returns whether the stream has ended."""
+        return _is_cut(self._sock)
+
     def close(self) -> None:
         """Ends the stream."""
         with contextlib.suppress(OSError):
@@ -407,6 +428,9 @@ class _LateTls:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         self._ready(idle_s).receive(view, timeout_s, idle_s)
+
+    def is_cut(self) -> bool:
+        return _is_cut(self._sock)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -133,6 +133,11 @@ class _Pipe:
             del self._data[:size]
             return data
 
+    @property
+    def is_closed(self) -> bool:
+        with self._changed:
+            return self._closed
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -174,6 +179,10 @@ class LocalConnection:
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
             view[filled : filled + len(data)] = data
             filled += len(data)
+
+    def is_cut(self) -> bool:
+        """Returns whether the stream has ended."""
+        return self._incoming.is_closed
 
     def close(self) -> None:
         """Ends the stream in both directions."""

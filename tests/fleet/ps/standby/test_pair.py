@@ -205,6 +205,17 @@ def test_failover(tmp_path: Path) -> None:
         assert client.welcomes()[0]["level"] == 3
 
 
+def test_a_worker_that_asks_for_nothing_votes_at_once(tmp_path: Path) -> None:
+    """It may be waiting for another server; the others' steps would wait for its next sign of life."""
+    with duo(tmp_path, num_workers=2) as pair:
+        idle, busy = pair.client(0, heartbeat=True), pair.client(1)
+        pair.kill(0)
+        began = time.monotonic()
+        busy.wait(busy.push({0: gradient([1])}))
+        assert time.monotonic() - began < 5  # a quarter of the lease is 15 s
+        np.testing.assert_array_equal(rows(idle, [1])[:, 0], [-1])
+
+
 def test_what_the_standby_lacks_is_not_promised(tmp_path: Path) -> None:
     """Changes that a standby has not confirmed stay with the worker, which sends them to the standby after all."""
     with duo(tmp_path) as pair:
