@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from fleet.ps.client.fence import Fences
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
-from fleet.ps.standby.follower import Follower
+from fleet.ps.standby.follower import QUIET_S, Follower
 from fleet.ps.standby.leader import Leader
 from fleet.ps.standby.pair import Pair
 from tests.fleet.ps.local_transport import LocalTransport
@@ -246,6 +247,57 @@ def test_every_worker_must_ask(tmp_path: Path) -> None:
             lambda: first.wait(first.push({0: gradient([1])})), lambda: second.wait(second.push({0: gradient([1])}))
         )
         np.testing.assert_array_equal(rows(first, [1])[:, 0], [-2])
+
+
+def test_one_worker_that_knows_more_stops_the_promotion(tmp_path: Path) -> None:
+    """The server went on alone and only one of two workers has heard of it: the other one's voice promotes nothing."""
+    with duo(tmp_path, num_workers=2) as pair:
+        pair.client(0)
+        pair.client(1)
+        pair.kill(0)
+        follower = pair.follower
+        until(lambda: not follower._line)
+        until(lambda: time.monotonic() - follower._broken_since > QUIET_S)
+        answers: list[Any] = [None, None]
+
+        def ask(rank: int, known: int) -> None:
+            answers[rank] = follower.ask(rank, known)
+
+        in_threads(lambda: ask(0, 1), lambda: ask(1, 2))
+        assert {"standby": "the server went on without it"} in answers
+        assert None not in answers
+        in_threads(lambda: ask(0, 1), lambda: ask(1, 1))  # it stays given up
+        assert not follower.promoted
+        assert pair.epoch(1) == 1
+
+
+def test_rows_that_neither_has_are_said_to_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was alone and lost its folder comes back empty: the workers learn it without waiting."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client(deadline_s=60.0)
+        pair.kill(1)
+        until(lambda: pair.epoch(0) == 2)
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        shutil.rmtree(tmp_path / "first")
+        shutil.rmtree(tmp_path / "second")
+        pair.start(1)
+        pair.start(0)
+        with pytest.raises(
+            PSError, match="workers have used rows of epoch 2; this server has epoch 1.*last saved model"
+        ):
+            rows(client, [1])
+
+
+def test_a_silent_standby_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen standby keeps its line; the server says for whom its workers wait."""
+    monkeypatch.setattr("fleet.ps.standby.leader.LINE_S", 0.2)
+    with duo(tmp_path) as pair:
+        pair.client()
+        feed = pair.leader._feed
+        assert feed is not None
+        until(lambda: any(f"its standby at {SECOND} is silent for 0.2 s" in line for line in pair.lines))
 
 
 def test_workers_that_were_all_started_again_promote_nothing(tmp_path: Path) -> None:
