@@ -115,6 +115,7 @@ class StatGauc:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads samples; raises CheckpointError when they were made with a different number of bins."""
+        _check_state(self, state_dict, "bins", "cells")
         cells = np.array(host_array(state_dict["cells"]), np.int64)
         if state_dict["bins"] != self.bins or cells.ndim != 2 or len(cells) != _CELL_ROWS:
             raise CheckpointError(
@@ -124,6 +125,11 @@ class StatGauc:
         self._cells = cells
 
     set_state_dict = load_state_dict
+
+
+def _check_state(stat: object, state: Mapping[str, Any], *names: str) -> None:
+    if not set(names) <= set(state):
+        raise CheckpointError(f"{type(stat).__name__} loads its own state_dict(), got the keys {sorted(state)}.")
 
 
 def _merged(parts: list[Array]) -> Array:
@@ -165,14 +171,15 @@ class _Sums:
         self.sums[:] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this worker's sums as a tensor, for ``fleet.save`` and ``fleet.checkpoint``."""
-        return {"sums": torch.from_numpy(self.sums.copy())}
+        """Returns this worker's sums as a tensor and whose they are, for ``fleet.save`` and ``fleet.checkpoint``."""
+        return {"metric": type(self).__name__, "sums": torch.from_numpy(self.sums.copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads sums; raises CheckpointError when they are those of something else."""
-        sums = np.array(host_array(state_dict["sums"]), np.float64)
-        if sums.shape != (3,):
-            raise CheckpointError(f"{type(self).__name__} cannot load sums of shape {sums.shape}.")
+        _check_state(self, state_dict, "metric", "sums")
+        sums, own = np.array(host_array(state_dict["sums"]), np.float64), type(self).__name__
+        if state_dict["metric"] != own or sums.shape != (3,):
+            raise CheckpointError(f"{own} cannot load sums of {state_dict['metric']} and shape {sums.shape}.")
         self.sums = sums
 
     set_state_dict = load_state_dict
@@ -299,6 +306,7 @@ class StatWindowedAuc:
 
         Raises CheckpointError when they were made with a different number of bins.
         """
+        _check_state(self, state_dict, "bins", "sizes", "codes")
         sizes, codes = (np.array(host_array(state_dict[name]), np.int64) for name in ("sizes", "codes"))
         fits = sizes.ndim == codes.ndim == 1 and int(sizes.sum()) == codes.size and bool((sizes >= 0).all())
         if state_dict["bins"] != self.bins or not fits or bool(((codes < 0) | (codes >= 2 * self.bins)).any()):

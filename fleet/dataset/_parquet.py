@@ -3,8 +3,10 @@
 [Note: The order of an epoch]
 An epoch has one order of all rows: row groups in an order made from the seed and the epoch, and in each group its rows
 in an order made from the seed, the epoch and the group. What remains of it is a list of spans, which is the state.
-Every worker reads one run of rows of what remains, so that it opens few row groups that another one reads too. All
-workers take equally many batches between checkpoints, so each of them knows what all have read.
+Every worker reads one run of rows of what remains, so that it opens few row groups that another one reads too.
+Workers of a collective job take equally many batches between checkpoints, so each of them knows what all have read. In
+a job with parameter servers they do not, and each knows of itself only: its state says whose it is and what is left of
+its own share, and only all of them together say what is left.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
 
     A column of numbers is a tensor [batch]. A list column (a bag of ids) is two: its flat values under its name and
     where each sample begins under ``NAME.offsets``, int64 [batch], as ``fleet.SparseEmbedding`` and
-    ``nn.EmbeddingBag`` take them. Unsigned integers become int64. Every worker needs the same files.
+    ``nn.EmbeddingBag`` take them. Unsigned integers become int64; those from 2^63 up, as hashes are, keep their 64 bits
+    and so their row. Every worker needs the same files.
 
-    :meth:`state_dict` is the same on all workers that have taken as many batches, and any number of workers goes on
-    from it: give the dataset to ``fleet.elastic.Checkpoint(data=...)``.
+    Any number of workers goes on where others stopped: give the dataset to ``fleet.elastic.Checkpoint(data=...)``. In
+    collective jobs :meth:`state_dict` is the same on all workers that have taken as many batches; in a job with
+    parameter servers each worker has its own, and :meth:`joined_states` makes one of all.
 
     Args:
-        paths: a file, a glob, a folder (its ``*.parquet`` at any depth), or a list of them, on local disks.
+        paths: a file, a glob, a folder (its ``*.parquet`` at any depth, but not below names that begin with ``_`` or
+            ``.``, where other programs keep unfinished files), or a list of them, on local disks.
         columns: which; all if not given.
         batch_size: rows of a batch of this worker.
         shuffle_seed: shuffles row groups, and rows within a group, by :meth:`set_epoch` otherwise in
@@ -81,6 +86,8 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         _check_integers(batch_size=(batch_size, 1), threads=(threads, 1))
         if shuffle_seed is not None:
             _check_integers(shuffle_seed=(shuffle_seed, 0))
+        if not isinstance(drop_last, bool):
+            raise ConfigError(f"ParquetDataset(drop_last={drop_last!r}): it is True or False.")
         if rest is not None and rest not in _RESTS:
             raise ConfigError(f"ParquetDataset(rest={rest!r}): it is one of {', '.join(_RESTS)}, or None.")
         if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
@@ -94,6 +101,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         self._division: RowDivision | None = None  # of the iteration under way
         self._is_over = False  # the next iteration begins the epoch anew
         self._read = 0  # rows that each worker has been given in it
+        self._turn = 0  # iterations so far
 
     def _whole(self) -> tuple[Span, ...]:
         return ((0, sum(self._sizes)),) if sum(self._sizes) else ()
@@ -113,61 +121,106 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and what remains of it after the batches that the loop was given."""
         left = [list(span) for span in self._left()]
-        return {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": left}
+        state = {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": left}
+        session, (rank, size) = running_session(), _place()
+        if session is None or session.server_job is None or size == 1:
+            return state
+        division = self._division or RowDivision(self._remaining, size, self._rest or "uneven")
+        own = division.left(rank, 0 if self._division is None else self._read)
+        own = own if rows_of(own) >= self._least() else []
+        return {**state, "worker": [rank, size], "own": [list(span) for span in own]}
 
     def _left(self) -> tuple[Span, ...]:
-        least = self._batch_size if self._drop_last else 1
-        return self._remaining if self._division is None else self._division.after(self._read, least)
+        return self._remaining if self._division is None else self._division.after(self._read, self._least())
+
+    def _least(self) -> int:
+        return self._batch_size if self._drop_last else 1
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was taken, on any number of workers.
 
         Raises:
-            CheckpointError: the state is of other files or another seed.
+            CheckpointError: the state is of other files or another seed, or it is that of another worker of a job with
+                parameter servers.
         """
+        if not {"epoch", "seed", "rows", "remaining"} <= set(state):
+            raise CheckpointError(f"ParquetDataset: a state of state_dict() is needed, got the keys {sorted(state)}.")
         if list(state["rows"]) != self._sizes or state["seed"] != self._seed:
             raise CheckpointError(
                 f"ParquetDataset: the state is of {len(state['rows'])} row groups with {sum(state['rows'])} rows and "
                 f"shuffle_seed={state['seed']}, this one has {len(self._sizes)} with {sum(self._sizes)} and "
                 f"{self._seed}. Give the same files in the same order and the same seed."
             )
+        place = _place()
+        if tuple(state.get("worker", place)) != place:
+            raise CheckpointError(
+                "ParquetDataset: the state is that of worker {} of {}, and this is worker {} of {}. Workers of a job "
+                "with parameter servers take batches at their own pace: load the state of this worker, or what "
+                "ParquetDataset.joined_states() makes of all states, which any number of workers can load. "
+                "fleet.elastic.Checkpoint(data=...) does both.".format(*state["worker"], *place)
+            )
         self.epoch, self._division, self._is_over = state["epoch"], None, False
         self._remaining = tuple((start, stop) for start, stop in state["remaining"])
+
+    @staticmethod
+    def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the states of all workers of a job with parameter servers as one, for any number of workers.
+
+        Raises:
+            CheckpointError: a worker's state is missing, or they are of different epochs.
+        """
+        first = {name: value for name, value in states[0].items() if name not in ("worker", "own")}
+        if len(states) == 1 or all(state == states[0] for state in states):
+            return first
+        places = sorted(tuple(state.get("worker", ())) for state in states)
+        epochs = sorted({state["epoch"] for state in states})
+        if places != [(rank, len(states)) for rank in range(len(states))] or len(epochs) > 1:
+            raise CheckpointError(
+                f"ParquetDataset.joined_states(): one state of each worker, all of one epoch, make one; these are of "
+                f"workers (rank, number) {places} and epochs {epochs}. With as many workers as before, each can load "
+                "its own."
+            )
+        own = [span for state in sorted(states, key=lambda state: state["worker"][0]) for span in state["own"]]
+        return {**first, "remaining": own}
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if get_worker_info() is not None:
             raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
-        session = running_session()
-        rank, size = (0, 1) if session is None else (session.data_rank, session.data_replicas)
+        session, (rank, size) = running_session(), _place()
         is_even = session is not None and session.server_job is None and size > 1
         self._remaining = self._whole() if self._is_over else self._left()  # a loop that was left goes on
         self._is_over = False
         division = RowDivision(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
         self._division, self._read = division, 0
+        self._turn += 1
+        turn = self._turn
         mine = division.share(rank)
         left = rows_of(mine) // self._batch_size * self._batch_size if self._drop_last else rows_of(mine)
         parts = self._parts(mine)
         held: deque[dict[str, Tensor]] = deque()
         while left:
+            if turn != self._turn:
+                raise ConfigError("ParquetDataset: another loop over it has begun; this one cannot go on beside it.")
             count = min(self._batch_size, left)
             while sum(_rows(part, self._files.columns) for part in held) < count:
                 held.append(next(parts))
             left -= count
             self._read += self._batch_size
             yield _taken(held, count, self._files.columns)
-        self._is_over = True
+        self._is_over = turn == self._turn
 
     def _parts(self, spans: Sequence[Span]) -> Iterator[dict[str, Tensor]]:
         """Yields the rows of the spans, at most one row group at a time, read in advance."""
-        pieces = iter(list(self._pieces(spans)))
+        epoch = self.epoch  # set_epoch() may begin the next one meanwhile
+        pieces = iter(list(self._pieces(spans, epoch)))
         waiting: deque[Future[dict[str, Tensor]]] = deque()
         with ThreadPoolExecutor(self._threads, "fleet-parquet") as pool:
             try:
                 while True:
                     while len(waiting) < self._threads + 1 and (piece := next(pieces, None)) is not None:
-                        waiting.append(pool.submit(self._read_piece, *piece))
+                        waiting.append(pool.submit(self._read_piece, *piece, epoch))
                     if not waiting:
                         return
                     yield waiting.popleft().result()
@@ -175,11 +228,11 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
                 for future in waiting:
                     future.cancel()
 
-    def _pieces(self, spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, spans: Sequence[Span], epoch: int) -> Iterator[tuple[int, int, int]]:
         """Yields the row group of each piece of the spans, and which places in the order of the group."""
         order = np.arange(len(self._sizes))
         if self._seed is not None:
-            order = np.random.default_rng([self._seed, self.epoch]).permutation(order)
+            order = np.random.default_rng([self._seed, epoch]).permutation(order)
         starts = np.concatenate([[0], np.cumsum(np.asarray(self._sizes, np.int64)[order])])
         for start, stop in spans:
             at = int(np.searchsorted(starts, start, "right")) - 1
@@ -189,11 +242,17 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
                     yield int(order[at]), low, high
                 at += 1
 
-    def _read_piece(self, group: int, low: int, high: int) -> dict[str, Tensor]:
+    def _read_piece(self, group: int, low: int, high: int, epoch: int) -> dict[str, Tensor]:
         if self._seed is None:
             return self._files.read(group, slice(low, high))
-        order = np.random.default_rng([self._seed, self.epoch, group]).permutation(self._sizes[group])
+        order = np.random.default_rng([self._seed, epoch, group]).permutation(self._sizes[group])
         return self._files.read(group, order[low:high])
+
+
+def _place() -> tuple[int, int]:
+    """Returns this worker's number among those with rows of their own, and how many there are."""
+    session = running_session()
+    return (0, 1) if session is None else (session.data_rank, session.data_replicas)
 
 
 def _rows(part: Mapping[str, Tensor], columns: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,16 +48,21 @@ def found_files(paths: Any) -> list[str]:
     for path in given:
         text = str(path)
         is_folder = Path(text).is_dir()
-        named = [str(f) for f in Path(text).rglob("*.parquet")] if is_folder else glob.glob(text, recursive=True)
+        named = _files_below(Path(text)) if is_folder else glob.glob(text, recursive=True)
         if not named and Path(text).is_file():
             named = [text]
         if not named:
             what = "a folder without *.parquet files" if is_folder else "no file"
             raise ConfigError(f"ParquetDataset({text!r}): {what}. Give files, globs or folders that this worker has.")
         files += sorted(named)
-    if not files or len(set(files)) < len(files):
+    if not files or len({os.path.realpath(file) for file in files}) < len(files):
         raise ConfigError(f"ParquetDataset(paths={paths!r}): no file, or a file twice. Name each file once.")
     return files
+
+
+def _files_below(folder: Path) -> list[str]:
+    found = ((file, file.relative_to(folder).parts) for file in folder.rglob("*.parquet"))
+    return [str(file) for file, parts in found if not any(part.startswith(("_", ".")) for part in parts)]
 
 
 class ParquetFiles:
@@ -86,6 +92,11 @@ class ParquetFiles:
         if self._schema is None:
             for field in chosen:
                 _check_type(self._pa, field, self._fill)
+                if field.name + OFFSETS in wanted:
+                    raise ConfigError(
+                        f"ParquetDataset: a batch names the starts of the bags of {field.name!r} "
+                        f"{field.name + OFFSETS!r}, and so is a column. Leave one of the two out with columns=[...]."
+                    )
         elif not chosen.equals(self._schema):
             raise ConfigError(f"ParquetDataset: {file} has columns {chosen}, the first file {self._schema}.")
         self._metadata[file] = metadata
@@ -121,11 +132,12 @@ class ParquetFiles:
                 f"ParquetDataset: column {name!r} of {file} holds nulls. Give fill=VALUE (a list that is null is then "
                 "an empty one), or leave the column out."
             )
-        return column if is_list else column.fill_null(self._pa.scalar(self._fill, column.type))
+        return column if is_list else column.fill_null(self._pa.array([self._fill]).cast(column.type)[0])
 
     def _tensor(self, column: pa.Array) -> Tensor:
         if self._pa.types.is_unsigned_integer(column.type):
-            column = column.cast(self._pa.int64())
+            wide = self._pa.types.is_uint64(column.type)  # the same 64 bits: a hash may be above the largest int64
+            column = column.view(self._pa.int64()) if wide else column.cast(self._pa.int64())
         if self._pa.types.is_boolean(column.type) or not len(column):
             return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
         return torch.from_dlpack(column)  # shares memory; a batch is a copy
@@ -140,6 +152,8 @@ def _check_type(pa: Any, field: Any, fill: Any) -> None:
             f"ParquetDataset: column {field.name!r} is {field.type}; numbers, booleans and lists of them become "
             "tensors. Leave the column out with columns=[...], or write it as numbers."
         )
+    if pa.types.is_boolean(kind) and fill not in (None, 0, 1):
+        raise ConfigError(f"ParquetDataset(fill={fill!r}): column {field.name!r} is {field.type}, and takes 0 or 1.")
     try:
         pa.array([fill]).cast(kind)  # refuses what would be cut, which pa.scalar does not
     except (pa.ArrowException, TypeError, ValueError) as error:

@@ -60,12 +60,16 @@ class RowDivision:
 
     def after(self, rows: int, least: int) -> tuple[Span, ...]:
         """Returns what remains when every worker has read ``rows`` rows; nothing when none has ``least`` more."""
-        total = rows_of(self.spans)
         bounds = [self.bounds(rank) for rank in range(self.size)]
         if all(stop - start - rows < least for start, stop in bounds):
             return ()
-        left: list[Span] = []
-        for start, stop in bounds:
-            left += _part(self.spans, start + rows, min(stop, total))
-        left += _part(self.spans, bounds[-1][1], total)  # what "drop" leaves out here; another number can divide it
-        return tuple(left)
+        return tuple(span for rank in range(self.size) for span in self.left(rank, rows))
+
+    def left(self, rank: int, rows: int) -> list[Span]:
+        """Returns what a worker that has read ``rows`` rows has left, each row of all workers once.
+
+        The last worker's holds what "drop" leaves out here, which another number can divide.
+        """
+        total, (start, stop) = rows_of(self.spans), self.bounds(rank)
+        left = list(_part(self.spans, start + rows, min(stop, total)))
+        return left + list(_part(self.spans, stop, total)) if rank == self.size - 1 else left

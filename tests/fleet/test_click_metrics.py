@@ -156,8 +156,16 @@ def test_states_of_other_settings_are_refused() -> None:
         metrics.StatGauc(bins=8).load_state_dict(metrics.StatGauc().state_dict())
     with pytest.raises(CheckpointError, match="cannot load batches of 8 bins"):
         metrics.StatWindowedAuc(2).load_state_dict(metrics.StatWindowedAuc(2, bins=8).state_dict())
-    with pytest.raises(CheckpointError, match="StatCalibration cannot load sums"):
-        metrics.StatCalibration().load_state_dict({"sums": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"StatCalibration cannot load sums of StatCalibration and shape \(2,\)"):
+        metrics.StatCalibration().load_state_dict({"metric": "StatCalibration", "sums": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="StatCalibration cannot load sums of StatNormalizedEntropy"):
+        metrics.StatCalibration().load_state_dict(metrics.StatNormalizedEntropy().state_dict())
+
+
+@pytest.mark.parametrize("make", [metrics.StatGauc, metrics.StatCalibration, lambda: metrics.StatWindowedAuc(2)])
+def test_states_of_something_else_are_refused(make: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"loads its own state_dict\(\), got the keys \['stat_neg', 'stat_pos'\]"):
+        make().load_state_dict(metrics.StatAuc().state_dict())
 
 
 def test_refusals() -> None:

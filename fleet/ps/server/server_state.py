@@ -97,7 +97,8 @@ class ServerState:
                 elif known != spec:
                     raise Refused(
                         f"table {table_id} exists with another specification: {difference_of_specs(known, spec)}. All "
-                        "workers must build the same model; restart the servers to change it."
+                        "workers must build the same model. To change it, restart the servers; with "
+                        "FLEET_PS_FOLDER, save, start them with an empty folder, and load the save."
                     )
             if not made:
                 return

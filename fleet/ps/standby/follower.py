@@ -272,11 +272,11 @@ class Follower:
         epoch, known = self._epoch.epoch, {known for _, known in self._votes.values()}
         if self._line is not None:
             return f"the server at {self._config.peer} still feeds it"
-        if self.state is None or not self.joined:
-            return "it has not got everything from the server yet, or was given up by it"
         if max(known, default=0) > epoch:
             self.joined = False
             return "the server went on without it"
+        if self.state is None or not self.joined:
+            return "it has not got everything from the server yet, or was given up by it"
         if time.monotonic() - self._broken_since < QUIET_S:
             return "the line to the server broke a moment ago"
         asking = {rank for rank, _ in self._votes.values()}

@@ -113,7 +113,7 @@ class Leader:
     def greet(self, rank: int, client_id: int, known: int) -> dict[str, Any] | None:
         """Returns what to answer to a HELLO instead of a welcome; None: the worker knows the epoch."""
         if known > self.epoch:
-            self.step_down(known)
+            self.step_down(f"the standby at {self._config.peer} has taken over (epoch {known})")
         if self.deposed:
             return {"standby": "another server has taken over"}
         if self._leaves:
@@ -127,15 +127,15 @@ class Leader:
         self.settle()
         return None
 
-    def step_down(self, known: int) -> None:
-        """Serves nobody any longer: the other server has epoch ``known``."""
+    def step_down(self, reason: str) -> None:
+        """Serves nobody any longer: the rows that count are elsewhere."""
         with self._journal.lock:
             first, self.deposed = not self.deposed, True
             self._journal.confirmed = 0  # nothing more is promised
             if self._feed is not None:
                 self._feed.close("this server has stepped down")
         if first:
-            self._say(f"the standby at {self._config.peer} has taken over (epoch {known}); this server steps down")
+            self._say(f"{reason}; this server steps down")
             self._hang_up()
 
     def hand_over(self, ask: Callable[[bool], dict[str, Any] | None]) -> None:
@@ -164,7 +164,7 @@ class Leader:
                 f"parameter server {self._config.index}: {self._config.peer} was lost before it took over; this server "
                 "goes on."
             )
-        self.step_down(self.epoch + 2)
+        self.step_down(f"the standby at {self._config.peer} has taken over (epoch {self.epoch + 2})")
 
     def _has_left(self, ask: Callable[[bool], dict[str, Any] | None]) -> bool:
         """Returns whether the standby leads; waits until that is certain."""
@@ -300,8 +300,14 @@ class Leader:
             away = self._feed is None and not self.alone and not self.deposed and not self._leaves
             due = away and time.monotonic() - self._since > GRACE_S
             self._promise()
+            feed, joined = self._feed, self.joined
         if due:
             self.go_alone()
+        if feed is not None and joined and feed.is_newly_silent():
+            self._say(
+                f"its standby at {self._config.peer} is silent for {LINE_S:g} s; what workers wait for waits for it, "
+                f"{_STUCK_S + GRACE_S:g} s at most"
+            )
 
     def go_alone(self) -> None:
         """Takes the next epoch, without a standby."""
@@ -345,11 +351,17 @@ class _Feed:
         self.due = 0
         self.heard = time.monotonic()
         self.reason = ""  # why it has ended
+        self._was_silent = False
         self._queue: list[bytes] = []
         self._queued = 0
         self._some = threading.Condition()
         self._finishing = self._leaving = False
         self._finished = threading.Event()
+
+    def is_newly_silent(self) -> bool:
+        """Returns True once when nothing has come from the standby for LINE_S, and again after it was back."""
+        before, self._was_silent = self._was_silent, time.monotonic() - self.heard > LINE_S
+        return self._was_silent and not before
 
     def put(self, buffers: list[Buffer]) -> None:
         """Queues a record; the journal's lock is held."""

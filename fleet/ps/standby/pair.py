@@ -164,7 +164,24 @@ class Pair:
                 return reason
             self._serves.wait(60.0)
         leader = self.leader
-        return {"standby": "another server leads"} if leader is None else leader.greet(rank, header.client_id, known)
+        if leader is None:
+            return {"standby": "another server leads"}
+        if known > leader.epoch:
+            self._refuse_if_lost(leader, known)
+        return leader.greet(rank, header.client_id, known)
+
+    def _refuse_if_lost(self, leader: Leader, known: int) -> None:
+        """Raises Refused where a worker has used rows that neither of the two has, so that waiting brings nothing."""
+        other = ask_standing(self._config, self._transport)
+        if other is None or other["leads"] or other["epoch"] >= known:
+            return
+        text = (
+            f"workers have used rows of epoch {known}; this server has epoch {leader.epoch}, the other one at "
+            f"{self._config.peer} epoch {other['epoch']}, so those rows were lost with the folder of the server that "
+            "served last. Restart the job from its last saved model, or that server with its folder."
+        )
+        leader.step_down(f"workers have used rows of epoch {known}, which are lost")
+        raise Refused(text)
 
     def settle(self, header: Header) -> None:
         """Waits until the standby has what an answer to this request says, where the worker does not send it again."""
@@ -209,7 +226,7 @@ class Pair:
         if leader.lacks_standby:
             other = ask_standing(self._config, self._transport)
             if other is not None and other["leads"] and other["epoch"] > leader.epoch:
-                leader.step_down(other["epoch"])
+                leader.step_down(f"the standby at {self._config.peer} has taken over (epoch {other['epoch']})")
         try:
             leader.watch()
         except (OSError, PSError) as error:

@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def _on(monkeypatch, rank, size):
-    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=None)
+def _on(monkeypatch, rank, size, server_job=None):
+    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=server_job)
     monkeypatch.setattr(_parquet, "running_session", lambda: session)
 
 
@@ -132,11 +132,75 @@ def test_a_state_of_other_files_is_refused(folder):
         ({"rest": "pad"}, "rest='pad'"),
         ({"fill": 0.5}, "fill=0.5"),
         ({"shuffle_seed": -1}, "shuffle_seed=-1"),
+        ({"drop_last": 1}, "drop_last=1"),
     ],
 )
 def test_wrong_arguments_are_refused(folder, arguments, said):
     with pytest.raises(ConfigError, match=said):
         fleet.ParquetDataset(folder, **{"batch_size": 4, **arguments})
+
+
+def _own_states(patch, folder, counts, rest):
+    """Returns the ids and the state of each worker of a job with servers that has taken ``counts`` batches of 4."""
+    found = []
+    for rank, count in enumerate(counts):
+        _on(patch, rank, len(counts), server_job=object())
+        dataset = fleet.ParquetDataset(folder, columns=["id"], batch_size=4, shuffle_seed=5, rest=rest)
+        found.append((_ids(batch for _, batch in zip(range(count), dataset, strict=False)), dataset.state_dict()))
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=5), st.integers(1, 5), st.sampled_from(["uneven", None]))
+def test_workers_of_different_pace_go_on(folder, counts, after, rest):
+    with pytest.MonkeyPatch.context() as patch:
+        before = _own_states(patch, folder, counts, rest)
+        states = [state for _, state in before]
+        seen = [i for ids, _ in before for i in ids]
+        if after != len(counts):
+            states = [fleet.ParquetDataset.joined_states(states)] * after
+        for rank, state in enumerate(states):
+            _on(patch, rank, after, server_job=object())
+            dataset = fleet.ParquetDataset(folder, columns=["id"], batch_size=3, shuffle_seed=5, rest=rest)
+            dataset.load_state_dict(state)
+            seen += _ids(dataset)
+    assert sorted(seen) == list(range(80))
+
+
+def test_the_state_of_another_worker_is_refused(folder, monkeypatch):
+    states = [state for _, state in _own_states(monkeypatch, folder, [1, 3], None)]
+    dataset = fleet.ParquetDataset(folder, columns=["id"], batch_size=4, shuffle_seed=5)
+    with pytest.raises(CheckpointError, match="that of worker 0 of 2, and this is worker 1 of 2.*at their own pace"):
+        dataset.load_state_dict(states[0])
+    dataset.load_state_dict(states[1])
+    with pytest.raises(
+        CheckpointError, match=r"one state of each worker.*workers \(rank, number\) \[\(0, 2\), \(0, 2\)\]"
+    ):
+        fleet.ParquetDataset.joined_states([states[0], {**states[1], "worker": [0, 2]}])
+    with pytest.raises(CheckpointError, match=r"epochs \[0, 1\]"):
+        fleet.ParquetDataset.joined_states([states[0], {**states[1], "epoch": 1}])
+    with pytest.raises(CheckpointError, match=r"got the keys \['done'\]"):
+        dataset.load_state_dict({"done": 3})
+
+
+def test_the_next_epoch_begins_beside_the_present_one(folder):
+    dataset = fleet.ParquetDataset(folder, columns=["id"], batch_size=3, shuffle_seed=5, threads=1)
+    batches = iter(dataset)
+    ids = next(batches)["id"].tolist()
+    dataset.set_epoch(1)
+    ids += _ids(batches)
+    assert sorted(ids) == list(range(80))
+    whole = fleet.ParquetDataset(folder, columns=["id"], batch_size=80, shuffle_seed=5)
+    assert ids == _ids(whole)
+
+
+def test_a_second_loop_ends_the_first(folder):
+    dataset = fleet.ParquetDataset(folder, columns=["id"], batch_size=40)
+    first, second = iter(dataset), iter(dataset)
+    assert _ids([next(first), next(second)]) == list(range(80))
+    with pytest.raises(ConfigError, match="another loop over it has begun"):
+        next(first)
+    assert list(second) == []
 
 
 def _train(rank, size, rows, saves, steps):

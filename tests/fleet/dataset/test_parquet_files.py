@@ -26,3 +26,40 @@ def test_strings_and_missing_files_are_refused(tmp_path):
         fleet.ParquetDataset(tmp_path, batch_size=1)
     with pytest.raises(ConfigError, match="no file"):
         fleet.ParquetDataset(tmp_path / "none*", batch_size=1)
+
+
+def test_hashes_keep_their_bits(tmp_path):
+    ids = [0, 5, 2**63 + 5, 2**64 - 1]
+    pq.write_table(
+        pa.table({"id": pa.array(ids, pa.uint64()), "bag": pa.array([ids] * 4, pa.list_(pa.uint64()))}),
+        tmp_path / "u.parquet",
+    )
+    (batch,) = fleet.ParquetDataset(tmp_path, batch_size=4)
+    assert batch["id"].tolist() == [0, 5, 5 - 2**63, -1]
+    assert batch["bag"].tolist() == [0, 5, 5 - 2**63, -1] * 4
+
+
+def test_fill_of_each_type(tmp_path):
+    columns = {"flag": pa.array([True, None]), "half": pa.array([0.5, None]), "wide": pa.array([1, None], pa.uint64())}
+    pq.write_table(pa.table(columns), tmp_path / "n.parquet")
+    (batch,) = fleet.ParquetDataset(tmp_path, batch_size=2, fill=0)
+    assert [batch[name].tolist() for name in columns] == [[True, False], [0.5, 0.0], [1, 0]]
+    with pytest.raises(ConfigError, match=r"fill=7\): column 'flag' is bool, and takes 0 or 1"):
+        fleet.ParquetDataset(tmp_path, batch_size=2, fill=7)
+
+
+def test_a_column_of_the_name_of_offsets_is_refused(tmp_path):
+    pq.write_table(pa.table({"bag": [[1]], "bag.offsets": [5]}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match=r"the starts of the bags of 'bag' 'bag.offsets', and so is a column"):
+        fleet.ParquetDataset(tmp_path, batch_size=1)
+    assert len(list(fleet.ParquetDataset(tmp_path, columns=["bag"], batch_size=1))) == 1
+
+
+def test_files_of_a_folder(tmp_path, monkeypatch):
+    for name in ("day=1/a", "_temporary/a", ".hidden", "_unfinished"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"id": [len(name)]}), tmp_path / f"{name}.parquet")
+    assert [batch["id"].tolist() for batch in fleet.ParquetDataset(tmp_path, batch_size=4)] == [[7]]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="a file twice"):
+        fleet.ParquetDataset(["day=1/a.parquet", "./day=1/a.parquet"], batch_size=1)

@@ -306,6 +306,25 @@ def test_every_worker_must_ask(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rows(first, [1])[:, 0], [-2])
 
 
+def test_rows_that_neither_has_are_said_to_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was alone and lost its folder comes back empty: the workers learn it without waiting."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client(deadline_s=60.0)
+        pair.kill(1)
+        until(lambda: pair.epoch(0) == 2)
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        shutil.rmtree(tmp_path / "first")
+        shutil.rmtree(tmp_path / "second")
+        pair.start(1)
+        pair.start(0)
+        with pytest.raises(
+            PSError, match="workers have used rows of epoch 2; this server has epoch 1.*last saved model"
+        ):
+            rows(client, [1])
+
+
 def test_workers_that_were_all_started_again_promote_nothing(tmp_path: Path) -> None:
     """None of them knows whether the server went on without its standby."""
     with duo(tmp_path) as pair:
