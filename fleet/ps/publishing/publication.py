@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from fleet.errors import ConfigError
 from fleet.ps.publishing.delta import Delta, Sink, check_encoding, check_position
+from fleet.ps.publishing.redis_address import check_database
 
 __all__ = ["Publication", "open_sink", "publish", "take_asked"]
 
@@ -85,6 +86,8 @@ def _check_address(origin: str, address: str) -> None:
         )
     elif colon and not rest:
         raise ConfigError(f"{origin}: the sink is {address!r}; write the host, such as redis://localhost:6379/0.")
+    elif colon:
+        check_database(origin, address)
 
 
 def publish(

@@ -45,11 +45,16 @@ class RedisSink:
         values: how rows are stored.
 
     Raises:
-        ConfigError: the extra is absent, or Redis cannot read the address.
+        ConfigError: the extra is absent, Redis cannot read the address, or the job's name cannot be part of a key.
     """
 
     def __init__(self, address: str, job: str, values: str) -> None:
         check_installed(address)
+        if ":" in job:
+            raise ConfigError(
+                f"PADDLE_JOB_ID is {job!r}, and the job publishes to Redis: ':' divides the parts of a key there, so "
+                "its rows could be taken for those of another job. Use a name without ':'."
+            )
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry

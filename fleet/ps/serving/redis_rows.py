@@ -11,6 +11,7 @@ import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import ENCODINGS, row_bytes, unpack_rows
+from fleet.ps.publishing.redis_address import check_database
 from fleet.ps.serving.local_rows import Found, Position, check_table
 from fleet.ps.table.layout import Int64s
 
@@ -35,6 +36,7 @@ class RedisRows:
         try:
             import redis
             from redis.backoff import ExponentialBackoff
+            from redis.exceptions import NoPermissionError
             from redis.retry import Retry
         except ImportError:
             raise ConfigError(
@@ -42,6 +44,8 @@ class RedisRows:
                 "pip install 'torch-fleet[redis]'."
             ) from None
         self._label = _without_password(url)
+        check_database(f"fleet.ps.Reader({self._label!r})", url)
+        self._refused: tuple[type[Exception], ...] = (redis.AuthenticationError, NoPermissionError)
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
         try:
             self._redis: Any = redis.Redis.from_url(
@@ -115,7 +119,8 @@ class RedisRows:
 
     def _find_job(self) -> str:
         keys = self._hashes("fleet:*:position")
-        jobs: list[str] = sorted(key.decode().removeprefix("fleet:").removesuffix(":position") for key in keys)
+        names = [key.decode().removeprefix("fleet:").removesuffix(":position") for key in keys]
+        jobs = sorted(name for name in names if ":" not in name)  # the others are tables like "ads:position"
         if len(jobs) != 1:
             what = f"has the rows of {jobs}; choose one" if jobs else "has no rows of a job yet; name the job"
             raise ConfigError(f"fleet.ps.Reader({self._label!r}): Redis {what} with job=.")
@@ -136,6 +141,10 @@ class RedisRows:
     def _ask(self, request: Callable[[], _T]) -> _T:
         try:
             return request()
+        except self._refused as error:
+            raise PSError(
+                f"{self._label}: Redis refuses this client: {error}. The address takes redis://user:password@host:port/0."
+            ) from None
         except self._errors as error:
             raise PSError(f"{self._label}: Redis does not answer: {error}. Lookups work again once it does.") from None
 

@@ -6,7 +6,6 @@ The tests hold it against a store in plain numpy. Memory is the kernels' own and
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from pathlib import Path
@@ -51,7 +50,6 @@ class KernelStore:
         self._subs = np.zeros(NUM_SUB_SHARDS * k.SUB_WORDS + 8, np.int64)
         self._floats = np.zeros(k.NUM_FLOATS)
         self._params = [rule_kernels.rule_parameters(block.rule) for block in self.layout.blocks]
-        self._nonces = itertools.count(1)
         limit = limit_of(config)
         self._shares = None if limit is None else plan_shares(limit)
         self._listing = threading.Lock()
@@ -251,7 +249,7 @@ class KernelStore:
                 address_of(shows),
                 address_of(clicks),
                 address_of(slots),
-                next(self._nonces),
+                self.tick,
                 address_of(scratch),
             )
         )
@@ -261,7 +259,7 @@ class KernelStore:
         scratch = _scratch(len(keys))
         self._check(
             row_requests.add(
-                self._table, address_of(keys), len(keys), address_of(deltas), next(self._nonces), address_of(scratch)
+                self._table, address_of(keys), len(keys), address_of(deltas), self.tick, address_of(scratch)
             )
         )
 

@@ -37,7 +37,6 @@ class ReferenceStore:
         self._accessor = config.accessor or _NEVER_SCORED
         self._admission, self._admission_argument = admission_of(config.entry)
         self._lock = threading.RLock()
-        self._pushes = 0
         self._bounded = config.bounds is not None
         self._counted = config.bounds is not None and config.bounds.evict == "lfu"
         self._limit = limit_of(config)
@@ -122,7 +121,6 @@ class ReferenceStore:
     ) -> None:
         """Applies one gradient row per key."""
         with self._lock:
-            self._pushes += 1
             for i, key in enumerate(keys.tolist()):
                 score = accessor_score(
                     self._accessor,
@@ -176,7 +174,6 @@ class ReferenceStore:
     def add(self, keys: Int64s, deltas: Float32s) -> None:
         """Adds one row of deltas per key to the weights; state and statistics stay."""
         with self._lock:
-            self._pushes += 1
             for key in keys.tolist():
                 self._count(key, 1.0)
             lines, found = self._lines(keys)
@@ -230,7 +227,7 @@ class ReferenceStore:
             return False
         if not self._accessor.create_by_score or score >= 1.0:
             return True
-        return bool(score > uniform_bits(self.config.seed, np.array([key], np.int64), -3, self._pushes)[0])
+        return bool(score > uniform_bits(self.config.seed, np.array([key], np.int64), -3, self.tick)[0])
 
     def _new_row(self, key: int) -> int:
         if not self._free and self._used == len(self._values):

@@ -132,6 +132,26 @@ def test_the_state_after_a_kill_is_bit_equal(tmp_path, snapshots, level):
         assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
 
 
+def test_rows_admitted_by_their_score_are_drawn_alike_after_a_kill(tmp_path):
+    """The journal after a snapshot does not begin with the first push."""
+    accessor = Accessor("SparseAccessor", create_by_score=True, zero_init=False)
+    config = SparseTableConfig("scored", 3, Rule("adam"), create_on="push", accessor=accessor)
+    rng = np.random.default_rng(0)
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(tables={0: config})
+        for round_ in range(2):
+            if round_:
+                client.snapshot()
+            for _ in range(5):
+                keys = np.unique(rng.integers(0, 4000, 60))
+                shows = np.full(len(keys), 0.5, np.float32)
+                gradients = rng.standard_normal((len(keys), 3)).astype(np.float32)
+                client.wait(client.push({0: Gradient(keys, gradients, shows, shows / 2)}))
+        now = state_of(service.servers[0])
+        assert 0 < len(now[0]) < 500
+        assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
+
+
 def test_sync_gradients_that_wait_for_others_survive(tmp_path):
     with serving(mode="sync", num_workers=2, folder=tmp_path / "s") as service:
         a, b = service.client(0, tables=TABLES), service.client(1, tables=TABLES)

@@ -179,3 +179,9 @@ def test_redis_killed_between_deltas_loses_nothing(tmp_path: Path) -> None:
             assert found == service.served()["ads"]
         finally:
             service.close()
+
+
+def test_a_job_whose_keys_could_be_those_of_another_is_refused(redis: RedisServer) -> None:
+    """Row 7 of table "ads:us" of "shop" and of table "us" of "shop:ads" would be one key."""
+    with pytest.raises(ConfigError, match=r"'shop:ads'.*name without ':'"):
+        RedisSink(redis.url, "shop:ads", "float32")

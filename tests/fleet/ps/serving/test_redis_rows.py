@@ -104,3 +104,25 @@ def test_addresses_and_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match=r"Reader\('redis://host'\) needs.*pip install 'torch-fleet\[redis\]'"):
         RedisRows("redis://user:secret@host", "shop")
+
+
+def test_a_wrong_password_is_named(redis: RedisServer) -> None:
+    with redis.client() as client:
+        client.config_set("requirepass", "right")
+        try:
+            with pytest.raises(PSError, match=r"refuses this client: .*redis://user:password@") as caught:
+                RedisRows(redis.url.replace("://", "://:wrong@"), "shop").refresh()
+            assert "wrong@" not in str(caught.value)
+        finally:
+            client.config_set("requirepass", "")
+
+
+def test_a_table_whose_key_looks_like_a_jobs_positions(redis: RedisServer) -> None:
+    sink = RedisSink(redis.url, "shop", "float32")
+    Chain(sink).write()
+    with redis.client() as client:
+        client.hset("fleet:shop:ads:position", mapping={"values": "float32", "dim": 4})
+    rows = RedisRows(redis.url, None)
+    assert rows.positions.keys() == {0}
+    rows.close()
+    sink.close()
