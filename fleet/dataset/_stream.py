@@ -167,7 +167,7 @@ class StreamDataset(IterableDataset[Any]):
             starts.update({p: known[p] for p in mine if p in known})
             reached = [_whole(offsets.get(self.name, {})) for _, offsets in progress.resumption.again]
             self._again.extend({p: offset for p, offset in step.items() if p in mine} for step in reached)
-            progress.begin(self.name, {p: start or 0 for p, start in starts.items()}, self._ahead)
+            progress.begin(self.name, {p: start or 0 for p, start in starts.items()}, self._ahead, self.lags)
             self._progress = progress
             if progress.resumption.lost:
                 LOGGER.warning("%s.", progress.resumption.lost)
@@ -267,6 +267,12 @@ class StreamDataset(IterableDataset[Any]):
         """Returns how many events of this worker's partitions wait to be trained; ``None`` where nobody knows."""
         return None if self._reader is None else self._reader.lag(self._counted)
 
+    def lags(self) -> dict[int, int]:
+        """Returns :meth:`lag` of each partition that the source knows the end of."""
+        reader = self._reader
+        found = {} if reader is None else {p: reader.lag({p: at}) for p, at in list(self._counted.items())}
+        return {partition: lag for partition, lag in found.items() if lag is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the positions after the batches that the loop was given, for a job without servers."""
         return {"name": self.name, "positions": {str(p): offset for p, offset in self._counted.items()}}
@@ -294,6 +300,8 @@ class StreamDataset(IterableDataset[Any]):
 
     def close(self) -> None:
         """Closes the source; the dataset cannot be read afterwards."""
+        if self._progress is not None:
+            self._progress.end(self.name)
         if self._reader is not None:
             self._reader.close()
 

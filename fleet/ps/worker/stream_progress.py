@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -67,9 +67,18 @@ class StreamProgress:
         self._step = step
         self._ranges: Positions = {}
         self._ahead: dict[str, int] = {}
+        self._lags: dict[str, Callable[[], Mapping[int, int]]] = {}
 
-    def begin(self, source: str, starts: Mapping[int, int], ahead: int = 0) -> None:
+    def begin(
+        self,
+        source: str,
+        starts: Mapping[int, int],
+        ahead: int = 0,
+        lags: Callable[[], Mapping[int, int]] = dict,
+    ) -> None:
         """Notes from where the partitions of ``source`` are read, and how many batches the loop takes in advance.
+
+        ``lags`` tells for metrics how many events of each partition wait.
 
         Raises:
             ConfigError: another dataset of this worker reads a source of this name.
@@ -81,6 +90,19 @@ class StreamProgress:
             )
         self._ranges[source] = {str(partition): (start, start) for partition, start in starts.items()}
         self._ahead[source] = ahead
+        self._lags[source] = lags
+
+    def end(self, source: str) -> None:
+        """Notes that ``source`` is closed: nobody is asked how many events wait."""
+        self._lags.pop(source, None)
+
+    def lags(self) -> dict[tuple[str, ...], float]:
+        """Returns how many events wait, by source and partition, where the source knows its end."""
+        return {
+            (source, str(partition)): float(lag)
+            for source, of_source in list(self._lags.items())
+            for partition, lag in of_source().items()
+        }
 
     def note(self, source: str, partition: int, following: int) -> None:
         """Notes that the events of the partition before ``following`` belong to the next step."""

@@ -223,6 +223,10 @@ class Trainer:
         counts = exchange.waiting() if isinstance(exchange, AsyncExchange) else {}
         return {part.config.name: counts.get(part.table_id, 0) for part in self._parts()}
 
+    def stream_lags(self) -> dict[tuple[str, ...], float]:
+        """Returns how many events of the streams that this worker reads wait, by source and partition."""
+        return {} if self._streams is None else self._streams.lags()
+
     def drop_gradients(self) -> None:
         """Forgets the gradients of rows."""
         with as_plain():
