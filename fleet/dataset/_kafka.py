@@ -135,7 +135,9 @@ class KafkaReader:
         if not self._left:
             return None
         found = []
-        for message in self._consumer.consume(_MESSAGES_PER_POLL, timeout_s):
+        # With a timeout, consume() waits until it has all messages that it was asked for.
+        consume = self._consumer.consume
+        for message in consume(_MESSAGES_PER_POLL, 0) or consume(1, timeout_s):
             if message.error() is None:
                 kind, stamp = message.timestamp()
                 seconds = None if kind == self._kafka.TIMESTAMP_NOT_AVAILABLE else stamp / 1000
