@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,29 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.standby.follower import Follower
 from fleet.ps.standby.leader import Leader
 from fleet.ps.standby.pair import Pair
+from fleet.ps.wire.auth import prove_to_server
+from fleet.ps.wire.messages import Header, Op, control_body, decode_control, decode_header, encode_header
 from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.service import DENSE, SECRET, SPARSE, gradient, in_threads, make_table, rows, silent, until
 
 FIRST, SECOND = "127.0.0.1:9000", "127.0.0.1:9500"
+
+
+def push_and_flush(client: Client) -> None:
+    """Pushes -1 to row 1 and waits for the promise."""
+    client.wait(client.push({0: gradient([1])}))
+    client.flush()
+
+
+def refuse_unless_probe(serve: Any) -> Any:
+    """Returns a ``serve`` that tells where it stands and sends nothing."""
+
+    def answer(line: Any, asked: dict[str, Any]) -> None:
+        if not asked.get("probe"):
+            raise PSError("cut by the test.")
+        serve(line, asked)
+
+    return answer
 
 
 class Duo:
@@ -112,6 +135,29 @@ class Duo:
     def follower(self) -> Follower:
         """Of the second."""
         follower = self.pair(1).follower
+        assert follower is not None
+        return follower
+
+    def switch(self, place: int) -> dict[str, Any]:
+        """Asks one of the two to hand over and returns its answer."""
+        endpoint = self.configs[place].endpoint
+        line = prove_to_server(self.transport.connect(endpoint, 5.0), endpoint, SECRET, 5.0)
+        body = control_body({"switch": True})
+        line.send(encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body], 5.0)
+        header = decode_header(line.receive_header(5.0, 30.0))
+        answer = memoryview(bytearray(header.body_bytes))
+        line.receive_body(answer, 5.0)
+        line.close()
+        return dict(decode_control(answer))
+
+    def follows(self, place: int) -> bool:
+        """Whether one of the two has joined the other."""
+        follower = self.pair(place).follower
+        return follower is not None and follower.joined and not follower.promoted
+
+    def follower_at(self, place: int) -> Follower:
+        """Of one of the two."""
+        follower = self.pair(place).follower
         assert follower is not None
         return follower
 
@@ -230,8 +276,9 @@ def test_a_server_that_was_replaced_steps_down(tmp_path: Path, monkeypatch: pyte
         link = client._links[0]
         link.endpoint, link._connection = FIRST, None
         object.__setattr__(link._config, "fences", stranger)
-        with pytest.raises(PSError, match="has taken over"):
+        with pytest.raises(PSError, match="does not serve"):
             link._connect()
+        until(lambda: pair.follows(0))
 
 
 def test_every_worker_must_ask(tmp_path: Path) -> None:
@@ -272,20 +319,161 @@ def test_a_load_reaches_the_standby(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
 
 
-def test_a_lost_server_that_comes_back_waits(tmp_path: Path) -> None:
-    """Started again without its folder, it finds that its standby leads, and serves nobody."""
+@pytest.mark.parametrize("keeps_folder", [False, True])
+def test_the_two_change_places(tmp_path: Path, keeps_folder: bool) -> None:
+    """The one that was lost comes back as the standby of the other, and takes over from it in turn."""
+    with duo(tmp_path, num_workers=2) as pair:
+        clients = [pair.client(0), pair.client(1)]
+        for turn in range(4):
+            in_threads(*(partial(push_and_flush, client) for client in clients))
+            leads, lost = (turn + 1) % 2, turn % 2
+            pair.kill(lost)
+            in_threads(*(partial(push_and_flush, client) for client in clients))
+            np.testing.assert_array_equal(rows(clients[0], [1])[:, 0], [-4 * (turn + 1)])
+            assert pair.epoch(leads) == 3 + 2 * turn
+            if not keeps_folder:
+                shutil.rmtree(pair.configs[lost].folder or tmp_path)
+            pair.start(lost)
+            assert pair.pair(lost).leader is None
+            until(lambda lost=lost: pair.follower_at(lost).joined)  # type: ignore[misc]
+        changed = 4 if keeps_folder else 2  # the second of the list follows anyway where it has nothing
+        assert sum("is its standby from now on" in line for line in pair.lines) == changed
+
+
+def test_a_server_hands_over_and_follows(tmp_path: Path) -> None:
+    """Back and forth while two workers push: no push is lost or applied twice, and no step waits long."""
+    with duo(tmp_path, num_workers=2, lease_s=1.0) as pair:
+        clients = [pair.client(0), pair.client(1)]
+        stop = threading.Event()
+        steps = [0, 0]
+        longest = [0.0, 0.0]
+
+        def train(rank: int) -> None:
+            while not stop.is_set():
+                began = time.monotonic()
+                clients[rank].wait(clients[rank].push({0: gradient([1])}))
+                longest[rank] = max(longest[rank], time.monotonic() - began)
+                steps[rank] += 1
+
+        with ThreadPoolExecutor() as pool:
+            running = [pool.submit(train, rank) for rank in (0, 1)]
+            try:
+                for turn in range(4):
+                    leads, other = turn % 2, (turn + 1) % 2
+                    before = sum(steps)
+                    until(lambda before=before: sum(steps) > before + 20)  # type: ignore[misc]
+                    assert pair.switch(leads) == {"leads": pair.configs[other].endpoint}
+                    assert pair.epoch(other) == 3 + 2 * turn
+                    until(lambda leads=leads: pair.follows(leads))  # type: ignore[misc]
+                    assert pair.switch(leads)["error"].endswith(f"{pair.configs[other].endpoint} does.")
+            finally:
+                stop.set()
+            for future in running:
+                future.result()
+        np.testing.assert_array_equal(rows(clients[0], [1])[:, 0], [-sum(steps)])
+        assert max(longest) < 5
+
+
+def test_a_server_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
+    """It says so and goes on."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        pair.cut()
+        assert "has not joined it" in pair.switch(0)["error"]
+        client.wait(client.push({0: gradient([1])}))
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+
+
+@pytest.mark.parametrize("standby_dies", [False, True])
+def test_a_standby_that_does_not_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standby_dies: bool) -> None:
+    """The server serves nobody until it is certain that the standby never will, and goes on then."""
+    monkeypatch.setattr("fleet.ps.standby.leader._SWITCH_S", 0.2)
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        follower = pair.follower
+        orders = []
+
+        def ignore(line: Any) -> None:
+            orders.append(line)
+            if standby_dies:
+                pair.kill(1)
+                pair.start(1)
+
+        follower._take_over = ignore  # type: ignore[method-assign]
+        assert "was lost before it took over; this server goes on" in pair.switch(0)["error"]
+        assert orders
+        assert not follower.promoted
+        Follower._take_over(follower, orders[0])  # the order comes late
+        assert not follower.promoted
+        client.wait(client.push({0: gradient([1])}))
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+        del follower._take_over
+        until(lambda: pair.leader.joined)
+        assert pair.switch(0) == {"leads": SECOND}
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+
+
+def test_a_worker_that_was_started_again_finds_the_one_that_leads(tmp_path: Path) -> None:
+    """It asks the first of the list, which is the standby now."""
     with duo(tmp_path) as pair:
         client = pair.client()
         client.wait(client.push({0: gradient([1])}))
         pair.kill(0)
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+        client.wait(client.push({0: gradient([1])}))
         pair.start(0)
-        assert pair.pair(0).superseded
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+        until(lambda: pair.follower_at(0).joined)
+        client.close()
+        client = pair.client()
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+        pair.kill(1)
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+        assert pair.epoch(0) == 5
 
 
-def test_a_promoted_standby_restarts_from_its_folder(tmp_path: Path) -> None:
+def test_the_one_that_leads_leads_again_after_its_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked its standby meanwhile; with the standby away for good it goes on alone, and the worker follows."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    monkeypatch.setattr("fleet.ps.standby.pair._PATIENCE_S", 0.5)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client()
+        pair.kill(0)
+        client.wait(client.push({0: gradient([1])}))
+        pair.start(0)
+        until(lambda: pair.follower_at(0).joined)
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        for place in (0, 1):
+            pair.kill(place)
+        pair.start(1)
+        until(lambda: pair.epoch(1) == 4)
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-3])
+
+
+def test_a_server_that_comes_back_after_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found that its standby leads and never joined: nobody is left to follow."""
+    monkeypatch.setattr("fleet.ps.standby.pair._REJOIN_S", 0.3)
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        client.wait(client.push({0: gradient([1])}))
+        leader = pair.pair(1).leader
+        assert leader is not None
+        leader.serve = refuse_unless_probe(leader.serve)  # type: ignore[method-assign]
+        server = pair.start(0)
+        client.goodbye()
+        pair.kill(1)
+        assert not server.wait_for_turn()
+
+
+def test_a_promoted_standby_restarts_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it took over is in its own folder."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    monkeypatch.setattr("fleet.ps.standby.pair._PATIENCE_S", 0.5)
     with duo(tmp_path) as pair:
         client = pair.client()
         client.wait(client.push({0: gradient([1])}))
