@@ -1,4 +1,4 @@
-"""What reading a stream costs a job: ``fleet.StreamDataset`` beside the same batches in a list. A part of ``ps.py``.
+"""What reading a stream costs a job: ``fleet.StreamDataset`` beside the same batches in a list. beside ``ps.py``.
 
     python benchmarks/_ps_stream.py --mode async --batch 100 --blocks 5 --seconds 2
 

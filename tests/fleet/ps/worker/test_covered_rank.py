@@ -23,8 +23,9 @@ from fleet.ps.worker.stream_progress import Resumption, StreamProgress
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, rows, serving
 from tests.helpers.served import _free_endpoints
 
+EVENTS = 600  # of each partition
 TRAIN = """
-import os, random, signal, sys, time
+import os, signal, sys
 import torch
 from fleet import fleet
 
@@ -34,8 +35,10 @@ fleet.init()
 
 def events(partition, start):
     for offset in range(start, EVENTS):
+        while sys.argv[3] == "back" and partition % 3 == 1 and offset >= EVENTS // 2 and not os.path.exists("back"):
+            yield None
         yield offset, 10_000 * partition + offset
-    while True:
+    while not os.path.exists("over"):
         yield None
 
 
@@ -60,15 +63,16 @@ if fleet.is_server():
 else:
     fleet.init_worker()
     rank, steps = fleet.worker_index(), 0
-    dataset = fleet.StreamDataset(events, int, batch_size=16, partitions=PARTITIONS, name="clicks", timeout_s=12.0)
+    dataset = fleet.StreamDataset(events, int, batch_size=16, partitions=PARTITIONS, name="clicks")
+    if rank == 1 and DIES_AT < 0:
+        open("back", "w").close()
     for ids in dataset:
         (-model(ids)).backward()
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
         with open(f"steps-{rank}", "a") as file:
-            file.write(" ".join(str(p) for p in sorted({int(id) // 10_000 for id in ids})) + chr(10))
-        time.sleep(0.02)
+            file.write(" ".join(map(str, ids.tolist())) + chr(10))
         if steps == DIES_AT:
             os.kill(os.getpid(), signal.SIGKILL)
     fleet.save_persistables("model")
@@ -185,8 +189,8 @@ def test_a_loop_that_makes_one_step_of_several_batches_covers_nobody(monkeypatch
 class HandStarted:
     """Two servers and three workers that nobody restarts."""
 
-    def __init__(self, folder: Path, events: int) -> None:
-        self.folder, self.events = folder, events
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
         (folder / "train.py").write_text(TRAIN)
         self.endpoints = _free_endpoints(2)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -209,7 +213,7 @@ class HandStarted:
             own |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": number}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "train.py", str(self.events), str(dies_at)],
+                [sys.executable, "train.py", str(EVENTS), str(dies_at), self.kind],
                 cwd=self.folder,
                 env={**kept, **own},
                 stdout=log,
@@ -218,6 +222,11 @@ class HandStarted:
 
     def wait(self, name: str, limit_s: float = 240.0) -> int:
         return self.processes[name].wait(limit_s)
+
+    def trained(self, ranks: str = "012") -> set[int]:
+        """The events of the steps of these workers, from their own files."""
+        files = [self.folder / f"steps-{rank}" for rank in ranks]
+        return {int(event) for path in files if path.exists() for event in path.read_text().rpartition("\n")[0].split()}
 
     def says(self, text: str) -> list[str]:
         """The workers whose logs hold the text."""
@@ -231,8 +240,8 @@ class HandStarted:
 def job(tmp_path: Path) -> Iterator[Any]:
     made: list[HandStarted] = []
 
-    def make(events: int) -> HandStarted:
-        made.append(HandStarted(tmp_path, events))
+    def make(kind: str) -> HandStarted:
+        made.append(HandStarted(tmp_path, kind))
         return made[0]
 
     yield make
@@ -249,23 +258,25 @@ def until(found: Any, job: HandStarted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("comes_back", [False, True], ids=["lost", "back"])
-def test_each_event_of_a_lost_worker_is_trained_once(job: Any, tmp_path: Path, comes_back: bool) -> None:
+@pytest.mark.parametrize("kind", ["lost", "back"])
+def test_each_event_of_a_lost_worker_is_trained_once(job: Any, tmp_path: Path, kind: str) -> None:
     """kill -9 of a worker at a random step; a row counts its event, so that a lost or repeated one shows."""
-    ours = job(1200 if comes_back else 600)
+    ours = job(kind)
     for name in ("server-0", "server-1", "worker-0", "worker-2"):
         ours.start(name)
-    ours.start("worker-1", dies_at=3 + os.getpid() % 20)
+    ours.start("worker-1", dies_at=3 + os.getpid() % 15)
     assert ours.wait("worker-1") == -signal.SIGKILL, ours.logs()
-    if comes_back:
-        until(lambda: ours.says("worker 1 is lost: this worker reads its streams"), ours)
-        covering = ours.folder / f"steps-{ours.says('worker 1 is lost')[0][-1]}"
-        until(lambda: len({"1", "4"} & set(covering.read_text().split())) == 2, ours)
+    own = {event for event in ours.trained("1")}
+    until(lambda: any(event // 10_000 % 3 == 1 for event in ours.trained("02") - own), ours)
+    assert len(ours.says("worker 1 is lost: this worker reads its streams from where it was")) == 1
+    if kind == "back":
         ours.start("worker-1")
+    until(lambda: len(ours.trained()) == 6 * EVENTS, ours)
+    (tmp_path / "over").touch()
     for name, process in ours.processes.items():
-        if comes_back or name != "worker-1":
+        if kind == "back" or name != "worker-1":
             assert process.wait(240) == 0, ours.logs()
-    assert bool(ours.says("no longer reads the streams of worker 1")) == comes_back
+    assert (ours.trained("1") > own) == (kind == "back")
     found = torch.load(tmp_path / "after.pt")
-    assert found["rows"].flatten().tolist() == [1.0] * (6 * ours.events)
-    assert found["seen"].tolist() == [6.0 * ours.events] * 3
+    assert found["rows"].flatten().tolist() == [1.0] * (6 * EVENTS)
+    assert found["seen"].tolist() == [6.0 * EVENTS] * 3
