@@ -1,4 +1,4 @@
-"""What reading a stream costs a job: ``fleet.StreamDataset`` beside the same batches in a list. beside ``ps.py``.
+"""What reading a stream costs: ``fleet.StreamDataset`` beside the same batches in a list, in a job with servers.
 
     python benchmarks/_ps_stream.py --mode async --batch 100 --blocks 5 --seconds 2
 

@@ -202,7 +202,7 @@ class HandStarted:
             "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(self.endpoints),
             "PADDLE_TRAINERS_NUM": "3",
             "FLEET_PS_FOLDER": str(self.folder / "state"),
-            "FLEET_PS_LEASE": "3",
+            "FLEET_PS_LEASE": "10",
             "FLEET_JOB_SECRET": "ab" * 32,
             "OMP_NUM_THREADS": "1",
         }
