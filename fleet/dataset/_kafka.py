@@ -135,7 +135,9 @@ class KafkaReader:
         if not self._left:
             return None
         found = []
-        for message in self._consumer.consume(_MESSAGES_PER_POLL, timeout_s):
+        # With a timeout, consume() waits until it has all messages that it was asked for.
+        consume = self._consumer.consume
+        for message in consume(_MESSAGES_PER_POLL, 0) or consume(1, timeout_s):
             if message.error() is None:
                 kind, stamp = message.timestamp()
                 seconds = None if kind == self._kafka.TIMESTAMP_NOT_AVAILABLE else stamp / 1000
@@ -152,14 +154,15 @@ class KafkaReader:
         return found
 
     def lag(self, following: Mapping[int, int]) -> int | None:
-        """Returns how many messages the broker has behind the offsets, as far as it has said."""
-        waiting = 0
+        """Returns how many messages the broker has behind the offsets; ``None`` before it has said anything."""
+        waiting = []
         for partition, offset in following.items():
             low, high = self._consumer.get_watermark_offsets(
                 self._kafka.TopicPartition(self._topic, partition), cached=True
             )
-            waiting += max(0, high - max(offset, low)) if high >= 0 else 0
-        return waiting
+            if high >= 0:
+                waiting.append(max(0, high - max(offset, low)))
+        return sum(waiting) if waiting else None
 
     def close(self) -> None:
         """Disconnects."""

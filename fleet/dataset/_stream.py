@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
@@ -23,11 +23,13 @@ from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.runtime.running import running_session
 
 if TYPE_CHECKING:
+    from fleet.ps.worker.covered_rank import CoveredRank, LostRanks
     from fleet.ps.worker.stream_progress import StreamProgress
 
 __all__ = ["StreamDataset"]
 
 _POLL_S = 0.2
+_SHORT_POLL_S = 0.02  # where several ranks wait for events
 _SAY_EVERY_S = 30.0
 Parse = Callable[[Any], Any]
 
@@ -128,6 +130,11 @@ class StreamDataset(IterableDataset[Any]):
         self._given: deque[dict[int, int]] = deque()  # of the batches that the loop holds in advance
         self._pending: deque[Event] = deque()
         self._loaded: dict[int, int] = {}
+        self._poll_most_s = _POLL_S
+        self._size = 1  # workers among whom the partitions are divided
+        self._lost: LostRanks | None = None
+        self._covered: CoveredRank | None = None  # the rank whose partitions these are; None: this worker's own
+        self._shares: dict[CoveredRank, StreamDataset] = {}
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -136,13 +143,55 @@ class StreamDataset(IterableDataset[Any]):
                 "positions of this one would not say which of them were trained. Use num_workers=0; batches are read "
                 "while the step before them is computed on the servers."
             )
-        reader = self._begin()
-        while True:
-            samples = self._next_again(reader) if self._again else self._next_batch(reader)
-            if samples is None:
-                return
-            self._count_given()
-            yield self._collate(samples)
+        self._begin()
+        turns: dict[StreamDataset, Iterator[list[Any] | None]] = {self: self._batches()}
+        share = self
+        while turns:
+            if not share._holds_step():
+                share = self._next_turn(turns, share)
+            try:
+                samples = next(turns[share])
+            except StopIteration:
+                del turns[share]
+                share = next(iter(turns), self)
+                continue
+            if samples is not None:
+                if self._lost is not None:
+                    self._lost.current = share._covered
+                share._count_given()
+                yield self._collate(samples)
+
+    # -- partitions of workers that were lost, see fleet.ps.worker.covered_rank ------------------------------------
+
+    def _holds_step(self) -> bool:
+        """Returns whether a batch was given whose gradients are not pushed: the next must be of the same rank."""
+        return self._lost is not None and self._progress is not None and self._progress.is_open
+
+    def _next_turn(self, turns: dict[StreamDataset, Iterator[list[Any] | None]], share: StreamDataset) -> StreamDataset:
+        """Adds ranks that were lost, drops those that are back, and returns whose turn it is after ``share``."""
+        own = self._progress
+        if self._lost is None or own is None or not own.has_one_stream or own.accumulates:
+            return share
+        covered = {found: self._shares.get(found) or self._share_of(found) for found in self._lost.look()}
+        for gone in [each for found, each in self._shares.items() if found not in covered]:
+            gone.close()
+            turns.pop(gone, None)
+        for found, each in covered.items():
+            if found not in self._shares:
+                turns[each] = each._batches()
+        self._shares = covered
+        for each in turns:
+            each._poll_most_s = _POLL_S if len(turns) == 1 else _SHORT_POLL_S
+        order = list(turns)
+        return order[(order.index(share) + 1) % len(order)] if share in turns else order[0]
+
+    def _share_of(self, covered: CoveredRank) -> StreamDataset:
+        """Returns what reads the partitions of a rank that this worker covers."""
+        limits: dict[str, Any] = {"max_wait_s": self._max_wait_s, "timeout_s": self._timeout_s}
+        share = StreamDataset(self._source, self._parse, batch_size=self._batch_size, collate=self._collate, **limits)
+        share._covered, share._lost = covered, self._lost
+        share._open(range(covered.rank, self._source.partitions(), self._size), covered.progress)
+        return share
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -158,16 +207,21 @@ class StreamDataset(IterableDataset[Any]):
                 f"stream {self.name!r} has {count} partitions and the job {size} workers: worker {count} would have no "
                 f"events. Give the stream {size} partitions or more, or start fewer workers."
             )
-        mine = range(rank, count, size)
-        starts: dict[int, int | None] = {p: self._loaded.get(p) for p in mine}
+        self._size = size
         trainer = None if session is None or session.server_job is None else session.server_job.running()
-        if trainer is not None:
-            progress = trainer.read_streams()
+        progress = None if trainer is None else trainer.read_streams()
+        if trainer is not None and not self._ahead:
+            self._lost = trainer.lost_ranks
+        return self._open(range(rank, count, size), progress)
+
+    def _open(self, mine: range, progress: StreamProgress | None) -> StreamReader:
+        starts: dict[int, int | None] = {p: self._loaded.get(p) for p in mine}
+        if progress is not None:
             known = _whole(progress.resumption.offsets.get(self.name, {}))
             starts.update({p: known[p] for p in mine if p in known})
             reached = [_whole(offsets.get(self.name, {})) for _, offsets in progress.resumption.again]
             self._again.extend({p: offset for p, offset in step.items() if p in mine} for step in reached)
-            progress.begin(self.name, {p: start or 0 for p, start in starts.items()}, self._ahead)
+            progress.begin(self.name, {p: start or 0 for p, start in starts.items()}, self._ahead, self.lags)
             self._progress = progress
             if progress.resumption.lost:
                 LOGGER.warning("%s.", progress.resumption.lost)
@@ -178,7 +232,17 @@ class StreamDataset(IterableDataset[Any]):
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def _next_batch(self, reader: StreamReader) -> list[Any] | None:
+    def _batches(self) -> Iterator[list[Any] | None]:
+        """Yields the samples of each batch, and ``None`` when a poll has not filled it; ends with the stream."""
+        reader = self._begin()
+        while True:
+            samples = self._next_again(reader) if self._again else (yield from self._next_batch(reader))
+            if samples is None:
+                return
+            if samples:
+                yield samples
+
+    def _next_batch(self, reader: StreamReader) -> Generator[None, None, list[Any] | None]:
         """Returns the samples of a batch from what comes; ``None`` at the end."""
         samples: list[Any] = []
         wait = _Wait(self.name)
@@ -197,16 +261,19 @@ class StreamDataset(IterableDataset[Any]):
             self._pending.extend(events)
             if events and not samples:
                 began = wait.came
+            if len(self._pending) < self._batch_size - len(samples):
+                yield None
         return samples or None
 
     def _poll_s(self, has_begun: bool, waited_s: float) -> float:
         limit = self._max_wait_s if has_begun else self._timeout_s
-        return _POLL_S if limit is None else min(_POLL_S, max(limit - waited_s, 0.001))
+        most = self._poll_most_s
+        return most if limit is None else min(most, max(limit - waited_s, 0.001))
 
     def _is_over(self, waited_s: float) -> bool:
         return self._timeout_s is not None and waited_s >= self._timeout_s
 
-    def _next_again(self, reader: StreamReader) -> list[Any] | None:
+    def _next_again(self, reader: StreamReader) -> list[Any]:
         """Returns the samples of a batch that some servers have: exactly its events, whatever else comes."""
         upto = self._again.popleft()
         samples: list[Any] = []
@@ -231,9 +298,7 @@ class StreamDataset(IterableDataset[Any]):
                     self._read[event.partition] = max(upto[event.partition], self._read.get(event.partition, 0))
                 kept.append(event)
         self._pending.extendleft(reversed(kept))
-        if samples or not self._again:
-            return samples or self._next_batch(reader)
-        return self._next_again(reader)
+        return samples
 
     def _take(self, event: Event, samples: list[Any]) -> None:
         following = self._read.get(event.partition, 0)
@@ -258,6 +323,7 @@ class StreamDataset(IterableDataset[Any]):
         if len(self._given) > self._ahead:
             self._counted = self._given.popleft()
             if self._progress is not None:
+                self._progress.give()
                 for partition, following in self._counted.items():
                     self._progress.note(self.name, partition, following)
 
@@ -266,6 +332,12 @@ class StreamDataset(IterableDataset[Any]):
     def lag(self) -> int | None:
         """Returns how many events of this worker's partitions wait to be trained; ``None`` where nobody knows."""
         return None if self._reader is None else self._reader.lag(self._counted)
+
+    def lags(self) -> dict[int, int]:
+        """Returns :meth:`lag` of each partition that the source knows the end of."""
+        reader = self._reader
+        found = {} if reader is None else {p: reader.lag({p: at}) for p, at in list(self._counted.items())}
+        return {partition: lag for partition, lag in found.items() if lag is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the positions after the batches that the loop was given, for a job without servers."""
@@ -294,6 +366,10 @@ class StreamDataset(IterableDataset[Any]):
 
     def close(self) -> None:
         """Closes the source; the dataset cannot be read afterwards."""
+        for share in self._shares.values():
+            share.close()
+        if self._progress is not None:
+            self._progress.end(self.name)
         if self._reader is not None:
             self._reader.close()
 

@@ -56,7 +56,8 @@ class ReplayableSource:
 
     Args:
         open_partition: called with a partition and an offset; returns an iterator of (offset, record), from that offset
-            on, ascending. It yields ``None`` where nothing has come yet; its end is the end of the partition.
+            on, ascending. It yields ``None`` where nothing has come yet; its end is the end of the partition. If it has
+            a method ``end(partition)``, the offset after the last event there is now, lags are known.
         partitions: how many there are.
         name: under which the servers keep the positions.
 
@@ -85,6 +86,7 @@ class ReplayableSource:
             raise ConfigError(f"StreamDataset(partitions={partitions!r}): it is an integer of at least 1.")
         self.name = name
         self._open = open_partition
+        self._end: Callable[[int], int] | None = getattr(open_partition, "end", None)
         self._partitions = partitions
 
     def partitions(self) -> int:
@@ -93,13 +95,16 @@ class ReplayableSource:
 
     def open(self, starts: Mapping[int, int | None]) -> StreamReader:
         """Returns a reader that takes turns between the partitions."""
-        return _TurnReader({p: iter(self._open(p, start or 0)) for p, start in starts.items()}, self.name)
+        return _TurnReader({p: iter(self._open(p, start or 0)) for p, start in starts.items()}, self.name, self._end)
 
 
 class _TurnReader:
-    def __init__(self, iterators: dict[int, Iterator[tuple[int, Any] | None]], name: str) -> None:
+    def __init__(
+        self, iterators: dict[int, Iterator[tuple[int, Any] | None]], name: str, end: Callable[[int], int] | None
+    ) -> None:
         self._iterators = iterators
         self._name = name
+        self._end = end
 
     def poll(self, timeout_s: float) -> list[Event] | None:
         """Returns up to 64 events of each partition; waits as long as all of them have nothing."""
@@ -130,8 +135,9 @@ class _TurnReader:
             yield Event(partition, offset, record)
 
     def lag(self, following: Mapping[int, int]) -> int | None:
-        """Returns ``None``: an iterator does not say what it still has."""
-        return None
+        """Returns how far the offsets are from the ends; ``None`` where the source has no method ``end``."""
+        end = self._end
+        return None if end is None else sum(max(0, end(p) - offset) for p, offset in following.items())
 
     def close(self) -> None:
         """Closes the iterators that can be closed."""

@@ -184,11 +184,16 @@ class _Collector:
         names, values = list(self._labels), list(self._labels.values())
         for measure in self._read():
             family = CounterMetricFamily if measure.grows else GaugeMetricFamily
-            labels = [*names, measure.label] if measure.label else names
-            metric = family(f"fleet_ps_{measure.name}", measure.meaning, labels=labels)
+            metric = family(f"fleet_ps_{measure.name}", measure.meaning, labels=[*names, *_several(measure.label)])
             if measure.label:
                 for label, value in measure.samples.items():
-                    metric.add_metric([*values, label], value)
+                    metric.add_metric([*values, *_several(label)], value)
             else:
                 metric.add_metric(values, measure.value)
             yield metric
+
+
+def _several(label: str | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(label, tuple):
+        return label
+    return (label,) if label else ()

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport,
 __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
 
 _LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
+_DEPUTY_START_S = 5.0  # a deputy takes over only where all servers answer
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class Client:
         self.tables: dict[int, TableMap] = {}
         self.step = 0  # steps pushed by this worker
         self._transport = transport or SocketTransport()
-        self._notify = notify
+        self.notify = notify
         self.client_id = client_id or secrets.randbits(64) | 1
         self._links = [
             Link(config, index, self.client_id, self._transport, notify) for index in range(len(config.endpoints))
@@ -133,7 +134,7 @@ class Client:
         wait_for_servers(
             config.endpoints,
             self._transport,
-            notify=self._notify,
+            notify=self.notify,
             timeout_s=config.start_timeout_s,
             interval_s=config.retry_interval_s,
             standbys=config.standbys,
@@ -193,6 +194,14 @@ class Client:
     def stop_servers(self) -> None:
         """Tells the servers to end now, whatever the other workers do."""
         self._all(Op.STOP)
+
+    def deputy(self, rank: int, channel: int, client_id: int) -> Client:
+        """Returns a client, not open, that pushes in the name of worker ``rank``, which was lost.
+
+        The servers take it while the worker's lease is over; the worker's next process makes them refuse it.
+        """
+        config = replace(self.config, rank=rank, channel=channel, deputy=True, start_timeout_s=_DEPUTY_START_S)
+        return Client(config, transport=self._transport, notify=self.notify, client_id=client_id)
 
     def close(self) -> None:
         """Closes the connections; the servers wait for this worker until its lease ends."""

@@ -81,6 +81,7 @@ class ClientConfig:
         replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
+        deputy: the client pushes in the name of a worker that was lost, as :meth:`Client.deputy` makes it.
         standbys: the standby of each server, in the order of ``endpoints``; empty: there are none.
         fences: shared by all clients of one process whose servers have standbys.
 
@@ -103,6 +104,7 @@ class ClientConfig:
     replay_bytes: int = 256 << 20
     heartbeat: bool = True
     max_body_bytes: int = MAX_BODY_BYTES
+    deputy: bool = False
     standbys: Sequence[str] = ()
     fences: Fences = field(default_factory=Fences)
 
@@ -461,7 +463,10 @@ class Link:
 
     def _greet(self) -> None:
         config = self._config
-        fields = {"rank": config.rank, "channel": config.channel, "num_workers": config.num_workers, "job": config.job}
+        fields: dict[str, Any] = {"rank": config.rank, "channel": config.channel}
+        fields.update(num_workers=config.num_workers, job=config.job)
+        if config.deputy:
+            fields["deputy"] = "keep" if self.welcome else "take"
         header, answer = self._agree(fields) if config.standbys else self._say_hello(fields)
         if header.op is not Op.HELLO or header.status is not Status.OK:
             self._dead = PSError(f"{self.name}: {answer.get('error', 'it did not greet back')}")

@@ -6,7 +6,8 @@ Everything here changes under one lock, the journal's, so that it belongs to a d
 A rank is expected until its first process says HELLO, and active from then on. When it is silent for longer than its
 lease it is expired: nobody waits for it, and its next message makes it active again. A goodbye makes it gone. The
 process that said HELLO last speaks for the rank; those before it are fenced off. A worker that waits for this server is
-busy, and its lease does not run meanwhile.
+busy, and its lease does not run meanwhile. An expired rank may be covered: another worker reads its streams and
+pushes in its name, and nobody waits for it either. Its own next process takes the rank back, as from any before it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Held:
 
 @dataclass(slots=True)
 class Worker:
-    """One worker rank. ``state`` is expected, active, expired or gone."""
+    """One worker rank. ``state`` is expected, active, expired, covered or gone."""
 
     rank: int
     client_id: int = 0
@@ -86,6 +87,7 @@ class Worker:
     channels: dict[int, Channel] = field(default_factory=dict)
     fenced: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FENCED))
     seen: float = 0.0
+    deputy: bool = False  # another worker speaks for the rank
     points: Points = field(default_factory=Points)
     busy: int = 0  # requests in progress: the worker waits for the server, not the other way round
 
@@ -168,16 +170,26 @@ class JobState:
 
     # -- membership (the caller holds ``changed``) ---------------------------------------------------------------
 
-    def attach(self, rank: int, channel: Channel, client_id: int) -> bool:
-        """Makes process ``client_id`` speak for ``rank``; returns whether it is a new process."""
+    def attach(self, rank: int, client_id: int, deputy: str = "") -> bool:
+        """Makes process ``client_id`` speak for ``rank``; returns whether it is a new process.
+
+        ``deputy`` is ``"take"`` or ``"keep"`` where another worker covers the rank, at first and on a new connection.
+
+        Raises:
+            Fenced: a newer process speaks for the rank.
+            Refused: ``deputy``, and the rank's own process may live.
+        """
         worker = self.workers[rank]
         if client_id in worker.fenced:
             raise Fenced(f"worker {rank}: a newer process has taken over this rank; this one must end.")
         fresh = worker.client_id != client_id
+        if deputy and fresh and (deputy != "take" or worker.state != "expired"):
+            raise Refused(f"worker {rank} is {worker.state}: only the rank of a worker that was lost can be covered.")
         if fresh and worker.client_id:
             worker.fenced.append(worker.client_id)
         worker.client_id = client_id
-        worker.state = "active"
+        worker.deputy = bool(deputy)
+        worker.state = "covered" if deputy else "active"
         worker.seen = time.monotonic()
         self.changed.notify_all()
         return fresh
@@ -188,13 +200,13 @@ class JobState:
             raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
         worker.seen = time.monotonic()
         if worker.state == "expired":
-            worker.state = "active"
+            worker.state = "covered" if worker.deputy else "active"
 
     def expire(self, now: float) -> list[int]:
         """Marks silent workers as expired and returns their ranks."""
         ranks = []
         for worker in self.workers:
-            if worker.state == "active" and not worker.busy and now - worker.seen > self.lease_s:
+            if worker.state in ("active", "covered") and not worker.busy and now - worker.seen > self.lease_s:
                 worker.state = "expired"
                 ranks.append(worker.rank)
         if ranks:
@@ -213,7 +225,7 @@ class JobState:
     def ended(self) -> bool:
         """Returns whether the server's work is done."""
         states = {worker.state for worker in self.workers}
-        return self.stopped or ("gone" in states and states <= {"gone", "expired"})
+        return self.stopped or ("gone" in states and states <= {"gone", "expired", "covered"})
 
     # -- progress ------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Measure", "Summary", "server_measures", "worker_measures"]
 
-Samples = Mapping[str, float]  # by the value of the measure's label
+Samples = Mapping[str, float] | Mapping[tuple[str, ...], float]  # by the value of the measure's label, or of each
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Measure:
     name: str
     meaning: str
     value: float = 0.0
-    label: str = ""
+    label: str | tuple[str, ...] = ""
     samples: Samples = field(default_factory=dict)
     grows: bool = False
 
@@ -40,6 +41,7 @@ def server_measures(state: ServerState) -> list[Measure]:
         clocks = {str(worker.rank): float(worker.clock) for worker in job.workers}
         active = [worker.clock for worker in job.active()]
         states = Counter(worker.state for worker in job.workers)
+        moves = [worker.points.moves() for worker in job.workers]
         held = sum(map(len, job.held.values()))
         behind = state.journal.last_lsn - state.journal.durable_lsn if state.journal.level else 0
     spread = max(active) - min(active) if active else 0
@@ -64,7 +66,25 @@ def server_measures(state: ServerState) -> list[Measure]:
         Measure("worker_steps", "steps pushed by a worker", label="worker", samples=clocks),
         Measure("staleness_steps", "steps between the fastest and the slowest worker", spread),
         Measure("workers", "workers by state", label="state", samples={k: float(n) for k, n in states.items()}),
+        *_stream_measures(moves),
         *_published_measures(state),
+    ]
+
+
+def _stream_measures(moves: Sequence[Mapping[tuple[str, str], tuple[int, float]]]) -> list[Measure]:
+    """Returns how far streams are: of a partition that several workers have read, the furthest counts."""
+    furthest: dict[tuple[str, ...], tuple[int, float]] = {}
+    for known in moves:
+        for place, move in known.items():
+            furthest[place] = max(furthest.get(place, (-1, 0.0)), move)
+    if not furthest:
+        return []
+    now, label = time.monotonic(), ("source", "partition")
+    offsets = {place: float(offset) for place, (offset, _) in furthest.items()}
+    ages = {place: max(0.0, now - since) for place, (_, since) in furthest.items()}
+    return [
+        Measure("stream_next_offset", "offset after the last event in a push", label=label, samples=offsets),
+        Measure("stream_age_seconds", "time since a push brought new events", label=label, samples=ages),
     ]
 
 
@@ -97,7 +117,13 @@ def worker_measures(trainer: Trainer) -> list[Measure]:
             "steps of this worker that the servers have not had yet",
             max(waiting.values(), default=0),
         ),
+        *_lag_measures(trainer.stream_lags()),
     ]
+
+
+def _lag_measures(lags: Mapping[tuple[str, ...], float]) -> list[Measure]:
+    label = ("source", "partition")
+    return [Measure("stream_lag_events", "events that wait to be trained", label=label, samples=lags)] if lags else []
 
 
 class Summary:

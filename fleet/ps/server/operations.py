@@ -159,7 +159,7 @@ class Operations:
         with job.changed:
             channel = worker.channel(number)
         with channel.lock, job.changed:
-            fresh = job.attach(rank, channel, header.client_id)
+            fresh = job.attach(rank, header.client_id, fields.get("deputy", ""))
             answer = {
                 "fresh": fresh,
                 "last": channel.last,

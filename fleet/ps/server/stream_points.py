@@ -17,6 +17,7 @@ the first one's pushes are refused: its ``first`` lies below what the other has 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,6 +41,7 @@ class Points:
 
     def __init__(self) -> None:
         self._at: dict[int, tuple[int, dict[str, dict[str, int]]]] = {}
+        self._moved: dict[tuple[str, str], tuple[int, float]] = {}  # by source and partition: next offset, since when
 
     def note(self, step: int, positions: Positions, tables: Iterable[int], ends_step: bool) -> None:
         """Notes that ``tables``, and with ``ends_step`` the clock, hold the events up to ``positions``."""
@@ -50,6 +52,21 @@ class Points:
         for place in [*tables, CLOCK] if ends_step else tables:
             if step >= self._at.get(place, (0,))[0]:
                 self._at[place] = (step, reached)
+        self._note_moves(reached)
+
+    def _note_moves(self, reached: dict[str, dict[str, int]]) -> None:
+        now = time.monotonic()
+        for source, partitions in reached.items():
+            for partition, offset in partitions.items():
+                if offset > self._moved.get((source, partition), (-1, 0.0))[0]:
+                    self._moved[source, partition] = (offset, now)
+
+    def moves(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """Returns, by source and partition, the next offset, and when (``time.monotonic``) a push moved it there.
+
+        After a restart of the server it counts as moved when the server read its folder.
+        """
+        return dict(self._moved)
 
     def next_of(self, source: str, partition: str) -> int | None:
         """Returns the offset after the last event of the partition that any table has; ``None`` where there is none."""
@@ -63,6 +80,8 @@ class Points:
     def restore(self, fields: dict[str, Any]) -> None:
         """Takes over what :meth:`as_json` returned."""
         self._at = {int(place): (int(step), offsets) for place, (step, offsets) in fields.items()}
+        for _, offsets in self._at.values():
+            self._note_moves(offsets)
 
 
 def refuse_overtaken(points: list[Points], rank: int, positions: Positions) -> None:

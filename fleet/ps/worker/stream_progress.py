@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -67,9 +67,20 @@ class StreamProgress:
         self._step = step
         self._ranges: Positions = {}
         self._ahead: dict[str, int] = {}
+        self.is_open = False  # batches were given since the last step
+        self.accumulates = False  # several batches made one step
+        self._lags: dict[str, Callable[[], Mapping[int, int]]] = {}
 
-    def begin(self, source: str, starts: Mapping[int, int], ahead: int = 0) -> None:
+    def begin(
+        self,
+        source: str,
+        starts: Mapping[int, int],
+        ahead: int = 0,
+        lags: Callable[[], Mapping[int, int]] = dict,
+    ) -> None:
         """Notes from where the partitions of ``source`` are read, and how many batches the loop takes in advance.
+
+        ``lags`` tells for metrics how many events of each partition wait.
 
         Raises:
             ConfigError: another dataset of this worker reads a source of this name.
@@ -81,6 +92,29 @@ class StreamProgress:
             )
         self._ranges[source] = {str(partition): (start, start) for partition, start in starts.items()}
         self._ahead[source] = ahead
+        self._lags[source] = lags
+
+    def end(self, source: str) -> None:
+        """Notes that ``source`` is closed: nobody is asked how many events wait."""
+        self._lags.pop(source, None)
+
+    @property
+    def has_one_stream(self) -> bool:
+        """Whether one dataset reads, so that a step holds no other stream's events."""
+        return len(self._ranges) == 1
+
+    def lags(self) -> dict[tuple[str, ...], float]:
+        """Returns how many events wait, by source and partition, where the source knows its end."""
+        return {
+            (source, str(partition)): float(lag)
+            for source, of_source in list(self._lags.items())
+            for partition, lag in of_source().items()
+        }
+
+    def give(self) -> None:
+        """Notes that the loop gets a batch."""
+        self.accumulates = self.accumulates or self.is_open
+        self.is_open = True
 
     def note(self, source: str, partition: int, following: int) -> None:
         """Notes that the events of the partition before ``following`` belong to the next step."""
@@ -102,5 +136,6 @@ class StreamProgress:
         return self.again[0] - 1 if self.again else max(self._step, done)
 
     def positions(self) -> Positions | None:
-        """Returns what the next push carries; ``None`` where nothing is read."""
+        """Returns what the next push carries, which ends a step; ``None`` where nothing is read."""
+        self.is_open = False
         return {source: dict(ranges) for source, ranges in self._ranges.items()} or None

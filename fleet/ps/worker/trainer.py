@@ -17,6 +17,7 @@ from fleet.ps.client.link import ONCE
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
 from fleet.ps.table.rules import LEARNING_RATE
+from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.exchange_modes import (
     AsyncExchange,
     GeoExchange,
@@ -92,6 +93,7 @@ class Trainer:
         self._client: Client | None = None
         self._exchange: ServerExchange | None = None
         self._streams: StreamProgress | None = None
+        self.lost_ranks: LostRanks | None = None  # where this worker reads the streams of those that were lost
         self.stopped = False
         self.counts = {"pulled": 0, "pushed": 0}  # rows
 
@@ -146,6 +148,8 @@ class Trainer:
     def abandon(self) -> None:
         """Disconnects without a goodbye: the servers wait for a restart of this worker until its lease ends."""
         self.stopped = True
+        if self.lost_ranks is not None:
+            self.lost_ranks.end()
         exchange = self._exchange
         self._exchange = None
         if exchange is not None:
@@ -182,6 +186,9 @@ class Trainer:
         if self._streams is None:
             exchange.put(gradients)
             return
+        if self.lost_ranks is not None and self.lost_ranks.current is not None:
+            self.lost_ranks.current.put(gradients)
+            return
         exchange.put(gradients, self._streams.positions())
         if self._streams.again:  # the servers have parts of this step: it must not be merged with the next
             exchange.flush()
@@ -205,12 +212,21 @@ class Trainer:
             self._streams = StreamProgress(resumption, self.client.step)
             if resumption.again:
                 self.client.step = resumption.again[0][0] - 1
+            self.lost_ranks = self._look_for_lost()
         return self._streams
+
+    def _look_for_lost(self) -> LostRanks | None:
+        config = self.client.config
+        if self.config.mode != "async" or self.config.staleness is not None or config.standbys:
+            return None  # the step needs every worker, or a standby waits for a process of each rank
+        return LostRanks(self.client, self.plan, self.config.sender, self.client.notify)
 
     def flush(self) -> None:
         """Waits until all steps of this worker are applied on the servers, and as durable as their level promises."""
         self._running().flush()
         self.client.flush()
+        if self.lost_ranks is not None:
+            self.lost_ranks.flush()
 
     def has_gradients(self) -> bool:
         """Returns whether rows have gradients that were not pushed."""
@@ -222,6 +238,10 @@ class Trainer:
         exchange = self._exchange
         counts = exchange.waiting() if isinstance(exchange, AsyncExchange) else {}
         return {part.config.name: counts.get(part.table_id, 0) for part in self._parts()}
+
+    def stream_lags(self) -> dict[tuple[str, ...], float]:
+        """Returns how many events of the streams that this worker reads wait, by source and partition."""
+        return {} if self._streams is None else self._streams.lags()
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of rows."""

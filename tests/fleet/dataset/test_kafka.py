@@ -48,6 +48,7 @@ def test_every_message_comes_once_in_the_order_of_its_partition(broker) -> None:
         mine = [value for value in found if value // 100 == partition]
         assert mine == sorted(mine)
     assert dataset.lag() == 0
+    assert dataset.lags() == dict.fromkeys(range(PARTITIONS), 0)
     assert dataset.state_dict() == {"name": "clicks", "positions": {str(p): 5 for p in range(PARTITIONS)}}
     dataset.close()
 

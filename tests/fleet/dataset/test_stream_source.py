@@ -24,6 +24,18 @@ def test_each_partition_begins_at_its_offset() -> None:
     assert reader.lag({0: 1}) is None
 
 
+def test_a_function_with_an_end_says_how_much_waits() -> None:
+    class Letters:
+        __call__ = staticmethod(letters)
+
+        def end(self, partition: int) -> int:
+            return 3 + partition
+
+    reader = ReplayableSource(Letters(), 2, "letters").open({0: None, 1: None})
+    assert reader.lag({0: 1, 1: 0}) == 2 + 4
+    assert reader.lag({0: 7}) == 0
+
+
 def test_none_means_that_nothing_has_come_yet() -> None:
     def slow(partition: int, start: int):
         while True:

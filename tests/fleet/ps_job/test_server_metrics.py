@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import fleet
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
@@ -89,6 +90,42 @@ def test_servers_and_workers_serve_what_they_know(mode: str, monkeypatch: pytest
     for place in range(3):
         with pytest.raises(urllib.error.URLError):
             scraped(first + place)
+
+
+def test_a_worker_says_how_many_events_of_a_stream_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_range(2)
+    monkeypatch.setenv("FLEET_PS_METRICS_PORT", str(first))
+    found: list[Samples] = []
+    events = batches(9)
+
+    class Events:
+        def __call__(self, partition: int, start: int) -> Iterator[tuple[int, Any]]:
+            return ((offset, events[offset]) for offset in range(start, 9))
+
+        def end(self, partition: int) -> int:
+            return 9 + partition
+
+    def work(own: Fleet, rank: int) -> None:
+        monkeypatch.setattr("fleet.dataset._stream.running_session", lambda: own.session)
+        model, optimizer = served(own, strategy("async"), make_sgd)
+        dataset = fleet.StreamDataset(
+            Events(), lambda event: event, batch_size=1, collate=lambda samples: samples[0], name="a", partitions=2
+        )
+        stream = iter(dataset)
+        train(model, optimizer, [next(stream) for _ in range(4)])
+        own.session.server_job.running().flush()
+        found.extend(scraped(first + place) for place in range(2))
+        dataset.close()
+        found.append(scraped(first + 1))
+        own.stop_worker()
+
+    run_job(work, strategy=strategy("async"))
+    server, worker, closed = found
+    place = (("partition", "0"), ("source", "a"))
+    assert server["fleet_ps_stream_next_offset", (place[0], ("server", "0"), place[1])] == 4
+    assert server["fleet_ps_stream_age_seconds", (place[0], ("server", "0"), place[1])] < 60
+    assert worker["fleet_ps_stream_lag_events", (*place, ("worker", "0"))] == 5
+    assert not any("lag" in name for name, _ in closed)
 
 
 def metrics_of(**values: str) -> Metrics:

@@ -33,6 +33,33 @@ def test_a_sync_server_counts_what_waits_and_who_is_behind() -> None:
         assert found["pulled_rows"] == 0
 
 
+def test_how_far_streams_are_of_the_worker_that_is_furthest(monkeypatch, tmp_path) -> None:
+    now = [100.0]
+    monkeypatch.setattr("fleet.ps.server.stream_points.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fleet.ps.server.measures.time.monotonic", lambda: now[0])
+    with serving(num_workers=2, folder=tmp_path) as service:
+        client, other = service.client(0), service.client(1)
+        state = service.servers[0].state
+        assert "stream_next_offset" not in values(state)
+        client.wait(client.push({0: gradient([1])}, positions={"clicks": {"0": (0, 10), "2": (0, 7)}}))
+        now[0] = 103.0
+        client.wait(client.push({0: gradient([1])}, positions={"clicks": {"0": (0, 20), "2": (0, 7)}}))
+        now[0] = 104.0
+        client.wait(client.push({}, step=3, positions={"clicks": {"0": (0, 20), "2": (0, 7)}}))
+        now[0] = 103.0
+        other.wait(other.push({0: gradient([1])}, positions={"clicks": {"2": (7, 9)}}))
+        now[0] = 105.0
+        found = values(state)
+        assert found["stream_next_offset"] == {("clicks", "0"): 20.0, ("clicks", "2"): 9.0}
+        assert found["stream_age_seconds"] == {("clicks", "0"): 2.0, ("clicks", "2"): 2.0}
+        service.servers[0].stop()
+        service.start(0)
+        now[0] = 106.0
+        restarted = values(service.servers[0].state)
+        assert restarted["stream_next_offset"] == found["stream_next_offset"]
+        assert restarted["stream_age_seconds"] == {("clicks", "0"): 1.0, ("clicks", "2"): 1.0}
+
+
 def test_hits_are_counted_for_each_table() -> None:
     with serving(2) as service:
         client = service.client(tables={0: SPARSE, 1: DENSE})

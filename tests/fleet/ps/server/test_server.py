@@ -61,7 +61,7 @@ def state_of(num_workers=2, sync=False):
     state.create_tables({0: spec_of_config(SPARSE)})
     for worker in state.job.workers:
         with state.job.changed:
-            state.job.attach(worker.rank, worker.channel(0), 100 + worker.rank)
+            state.job.attach(worker.rank, 100 + worker.rank)
     return state
 
 
