@@ -229,7 +229,8 @@ class Operations:
         status = state.change(worker, peer.channel, header, body)
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
-        parts = decode_parts(parts_of(body, header.flags)[0], header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
+        pushed = parts_of(body, header.flags)[0]
+        parts = decode_parts(pushed, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
         answer = self._rows(peer, worker, header, [part for part in parts if part.ids is None], beat)
         answer.status = status
         return answer

@@ -297,9 +297,7 @@ class ServerState:
         if not header.step:
             raise Refused("a push in sync mode needs the number of its step, from 1.")
         flags = int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.POSITIONS))
-        record = Record(
-            RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, body
-        )
+        record = Record(RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, body)
         held = _held_of(record)
         with self.job.changed:
             self._refuse_overtaken(record, worker)
