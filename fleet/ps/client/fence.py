@@ -12,11 +12,13 @@ __all__ = ["Fence", "Fences"]
 class Fence:
     """What a worker process knows of one server and its standby.
 
-    ``epoch`` is the highest that it has seen, 0 before the first answer. ``bound`` is the epoch at which it asked the
-    standby without getting an answer: the standby may have been promoted, so the server's next epoch is not accepted.
+    ``epoch`` is the highest that it has seen, 0 before the first answer. ``leader`` is the endpoint that last answered
+    as the one that leads. ``bound`` is the epoch at which it asked the other one without getting an answer: that may
+    have been promoted, so the leader's next epoch is not accepted.
     """
 
     epoch: int = 0
+    leader: str = ""
     bound: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 

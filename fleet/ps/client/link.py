@@ -489,9 +489,9 @@ class Link:
     def _agree(self, fields: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
         """Says hello until both sides know the same epoch, see [Note: Which of two servers]."""
         fence = self._config.fences.of(self.index)
-        asks_standby = self.endpoint != self._endpoints[0]
         with fence.lock:
             while True:
+                asks_standby = self.endpoint != (fence.leader or self._endpoints[0]) and fence.epoch > 0
                 if asks_standby:
                     fence.bound = fence.epoch  # until it answers: it may be promoted by this question
                 header, answer = self._say_hello({**fields, "epoch": fence.epoch})
@@ -500,10 +500,12 @@ class Link:
                 self._refusals = 0
                 if "standby" in answer:
                     raise ConnectionLost(f"{self.name} does not serve: {answer['standby']}.")
-                if "epoch" not in answer:
-                    return header, answer
-                if int(answer["epoch"]) <= fence.epoch or not fence.learn(int(answer["epoch"])):
+                known = answer.get("epoch")
+                if known is not None and (int(known) <= fence.epoch or not fence.learn(int(known))):
                     raise ConnectionLost(f"{self.name} may have been replaced by its standby.")
+                fence.leader = self.endpoint
+                if known is None:
+                    return header, answer
 
     def _queue_again(self, last: int) -> None:
         """Queues the changes after ``last`` that were acknowledged and lost, ahead of the pending requests."""

@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import Delta, RowsDelta, check_position, pack_rows
 from fleet.ps.server.key_recorder import Keys
+from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.table.partition import servers_of_keys
 
 __all__ = ["RedisSink", "check_installed"]
@@ -52,12 +54,14 @@ class RedisSink:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
+        self._write_pairs = load_kernels("redis_pairs", "fleet.ps.publishing", "published rows").write_pairs
         try:
             self._redis: Any = redis.Redis.from_url(
                 address,
                 socket_timeout=_TIMEOUT_S,
                 socket_connect_timeout=_CONNECT_S,
                 retry=Retry(NoBackoff(), 0),
+                command_packer=_packer(),
             )
         except ValueError as error:
             raise ConfigError(f"the sink {address!r}: {error}. Write redis://host:port/database.") from None
@@ -150,11 +154,10 @@ class RedisSink:
         prefix = f"{self._prefix}{rows.table}:".encode()
         for start in range(0, len(rows.keys), _ROWS_A_COMMAND):
             part = slice(start, start + _ROWS_A_COMMAND)
-            packed = pack_rows(rows.values[part], self._values)
-            arguments: list[Any] = [None] * (2 * len(packed))
-            arguments[::2] = [b"%b%d" % (prefix, key) for key in rows.keys[part].tolist()]
-            arguments[1::2] = packed.view(f"V{packed.shape[1]}").reshape(-1).tolist()
-            pipe.execute_command("MSET", *arguments)
+            keys, packed = rows.keys[part], pack_rows(rows.values[part], self._values)
+            out = np.empty(len(keys) * (len(prefix) + packed.shape[1] + 64), np.uint8)
+            size = self._write_pairs(np.frombuffer(prefix, np.uint8), keys, packed, out)
+            pipe.execute_command("MSET", _Words(2 * len(keys), out[:size]))
         for start in range(0, len(gone), _ROWS_A_COMMAND):
             keys = gone[start : start + _ROWS_A_COMMAND].tolist()
             pipe.execute_command("UNLINK", *[b"%b%d" % (prefix, key) for key in keys])
@@ -162,6 +165,34 @@ class RedisSink:
     def close(self) -> None:
         """Closes the connections."""
         self._redis.close()
+
+
+class _Words:
+    """The arguments of one command, as Redis reads them."""
+
+    def __init__(self, count: int, data: NDArray[np.uint8]) -> None:
+        self.count, self.data = count, data
+
+    def __repr__(self) -> str:
+        """What the text of an error shows."""
+        return f"<{self.count} words>"
+
+
+def _packer() -> Any:
+    """Returns what makes bytes of commands; :class:`_Words` are bytes already."""
+    from redis import connection
+
+    plain: Any = connection  # it has no types
+
+    class Packer(plain.PythonRespSerializer):  # type: ignore[misc]
+        def pack(self, *args: Any) -> list[Any]:
+            if not isinstance(args[-1], _Words):
+                return list(super().pack(*args))
+            (name, words) = args
+            head = b"*%d\r\n$%d\r\n%b\r\n" % (1 + words.count, len(name), name.encode())
+            return [head, words.data.data]
+
+    return Packer(6000, plain.Encoder("utf-8", "strict", decode_responses=False).encode)
 
 
 def _position(text: bytes | None) -> tuple[str, int] | None:

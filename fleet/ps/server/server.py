@@ -184,9 +184,8 @@ class Server:
             if config.folder is not None:
                 self._folder_lock = FolderLock(config.folder)
             if self._pair is not None and not self._pair.settle_role():
-                if not self._pair.superseded:
-                    self._pair.follow(self._take_over)
-                    self._listen(self._accept)
+                self._pair.follow(self._take_over)
+                self._listen(self._accept)
                 return
             is_new = self._recover()
         except FleetError:
@@ -196,7 +195,7 @@ class Server:
         if prepare is not None and is_new:
             prepare(state)
         if self._pair is not None:
-            self._pair.lead(state, has_standby=not config.standby)
+            self._pair.lead(state, has_standby=True)
         self._ready()
         self._listen(self._accept, self._watch, self._keep)
 

@@ -39,6 +39,7 @@ class Follower:
         epoch: the number in the standby's folder.
         make_state: makes an empty state.
         notify: receives each line meant for the user.
+        patience_s: the job is over when the server is away for longer and this standby has not joined yet.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Follower:
         epoch: EpochFile,
         make_state: Callable[[], ServerState],
         notify: Callable[[str], None],
+        patience_s: float | None = None,
     ) -> None:
         assert config.folder is not None
         self._config, self._transport, self._epoch = config, transport, epoch
         self._folder = config.folder
         self._make_state, self._notify = make_state, notify
+        self._patience_s = patience_s
         self._changed = threading.Condition()
         self._votes: dict[object, tuple[int, int]] = {}  # rank of a worker and the epoch that it knows, while it asks
         self._line: Sealed | None = None
@@ -67,7 +70,7 @@ class Follower:
         """Drops what the folder holds and begins to follow; the server gives it all anew."""
         drop_snapshots(self._folder)
         shutil.rmtree(self._folder / "journal", ignore_errors=True)
-        self._epoch.write(self._epoch.epoch, leads=False)
+        self._epoch.write(max(self._epoch.epoch, 1), leads=False)  # from here on it knows itself as a standby
         self._thread = threading.Thread(target=self._run, name="standby", daemon=True)
         self._thread.start()
 
@@ -118,6 +121,10 @@ class Follower:
             state = self.state
             if self.joined and state is not None and state.job.ended():
                 self.ended = True  # every worker said goodbye before the server left
+            away_s = time.monotonic() - self._broken_since
+            if self._patience_s is not None and not self.joined and away_s > self._patience_s:
+                self._say(f"{self._config.peer} has been away for {away_s:.0f} s, and nothing of it is here: it ends")
+                self.ended = True
             self._changed.notify_all()
 
     def _follow(self) -> None:

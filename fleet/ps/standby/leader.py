@@ -19,6 +19,9 @@ waits in its question to the standby and answers no other server meanwhile; if t
 worker never accepts epoch + 1 (:mod:`fleet.ps.client.fence`). A worker process that was started again knows no epoch,
 and its voice alone promotes nobody.
 
+The two then have changed places. The one that was replaced, started again, finds that the other leads, drops what it
+has and follows (:class:`fleet.ps.standby.pair.Pair`). Once it has joined it is a standby like any other.
+
 Changes that were not promised are in the workers' hands, and go to whoever serves next; their numbers keep them from
 being applied twice.
 
@@ -66,7 +69,7 @@ class Leader:
         epoch: the number in the server's folder.
         hang_up: ends the connections of all workers.
         notify: receives each line meant for the user.
-        has_standby: False for a standby that was promoted: it has none.
+        has_standby: False for a standby that was promoted: it has none until the other one is back as its standby.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class Leader:
 
     def serve(self, line: Sealed, asked: dict[str, Any]) -> None:
         """Serves one FOLLOW to its end, in the thread of its connection."""
-        if asked.get("probe") or self.deposed or self._config.standby:
+        if asked.get("probe") or self.deposed:
             send_piece(line, Carried.STANDING, [control_body(self.standing())])
             return
         feed = _Feed(line)

@@ -25,6 +25,7 @@ __all__ = ["Pair"]
 _FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.PING, Op.STAT, Op.HELLO)  # wait for no standby
 _PATIENCE_S = 5.0  # a server that has its rows waits this long for its standby's word on who leads
 _POLL_S = 0.2
+_REJOIN_S = 20.0  # a standby that was started again and finds nobody for this long has missed the end of the job
 
 
 class Pair:
@@ -53,30 +54,31 @@ class Pair:
         self._stopping = threading.Event()
         self._serves = threading.Event()
         self._away_since: float | None = None
+        self._is_first_start = True
         self.leader: Leader | None = None
         self.follower: Follower | None = None
-        self.superseded = False
 
     # -- the start -----------------------------------------------------------------------------------------------
 
     def settle_role(self) -> bool:
         """Returns whether this server serves the workers from its start; waits until that is certain.
 
-        Otherwise it is the standby, or it is :attr:`superseded`: the other one has taken over.
+        Otherwise it is the standby: it never led, it was replaced, or it follows as it did before.
         """
         config = self._config
         assert config.folder is not None
-        self._epoch = EpochFile.read(config.folder)
-        if config.standby:
-            return self._epoch.leads
+        epoch = self._epoch = EpochFile.read(config.folder)
         fresh = not has_snapshot(config.folder) and not any((config.folder / "journal").glob("journal-*.log"))
+        self._is_first_start = epoch.epoch == 0 and fresh
+        if (fresh and config.standby) or (epoch.epoch and not epoch.leads):
+            return False
         began = said = time.monotonic()
         while not self._stopping.is_set():
             other = ask_standing(config, self._transport)
             now = time.monotonic()
-            if other is not None and other["leads"]:
-                self.superseded = True
-                self._say(f"the standby at {config.peer} has taken over; this server only waits for the end of the job")
+            if other is not None and other["leads"] and other["epoch"] >= epoch.epoch:
+                self._say(f"{config.peer} has taken over; this server is its standby from now on")
+                self._is_first_start = False
                 return False
             if other is not None and not (fresh and other["joined"]):
                 break
@@ -87,7 +89,7 @@ class Pair:
                 missing = "is not there yet" if other is None else "has the rows, which this server has lost"
                 self._say(f"waits for its standby at {config.peer}, which {missing} ({now - began:.0f} s)")
             self._stopping.wait(_POLL_S)
-        self._epoch.write(max(self._epoch.epoch, 1), leads=True)
+        epoch.write(max(epoch.epoch, 1), leads=True)
         return True
 
     def lead(self, state: ServerState, *, has_standby: bool) -> None:
@@ -99,13 +101,17 @@ class Pair:
 
     def follow(self, take_over: Callable[[ServerState], None]) -> None:
         """Follows the other server; ``take_over`` is called with the state once this standby is promoted."""
-        follower = Follower(self._config, self._transport, self._epoch, self._make_state, self._notify)
+        patience_s = None if self._is_first_start else _REJOIN_S
+        follower = Follower(self._config, self._transport, self._epoch, self._make_state, self._notify, patience_s)
         self.follower = follower
 
         def wait() -> None:
             if follower.wait():
                 assert follower.state is not None
-                self._say(f"takes over from {self._config.peer} (epoch {self._epoch.epoch}), without a standby")
+                self._say(
+                    f"takes over from {self._config.peer} (epoch {self._epoch.epoch}), without a standby until that "
+                    "server is started again"
+                )
                 take_over(follower.state)
                 self.lead(follower.state, has_standby=False)
             self._serves.set()
@@ -115,10 +121,6 @@ class Pair:
 
     def wait_for_turn(self) -> bool:
         """Waits until this server serves the workers; returns False when the job is over before."""
-        if self.superseded:
-            while not self._stopping.wait(_POLL_S) and not self._peer_is_gone():
-                pass
-            return False
         self._serves.wait()
         return self.leader is not None
 
@@ -174,7 +176,7 @@ class Pair:
     def watch(self) -> bool:
         """Looks after the standby; returns whether the job is over for a server that was replaced."""
         leader = self.leader
-        if leader is None or self._config.standby:
+        if leader is None:
             return False
         if leader.deposed:
             return self._peer_is_gone()

@@ -48,6 +48,8 @@ class PublishingService(Service):
         publication = Publication(sink=self.sink, every_s=3600)
         publisher = Publisher(server.state, publication, server=index, notify=self.lines.append, **self.options)
         publisher.open()
+        for before in self.publishers[index : index + 1]:
+            before.stop()
         self.publishers[index : index + 1] = [publisher]
         return server
 
@@ -55,6 +57,11 @@ class PublishingService(Service):
         """Ends a server, which keeps no more than a kill would leave, and starts it with its folder."""
         self.servers[index].stop()
         self.start(index)
+
+    def close(self) -> None:
+        super().close()
+        for publisher in self.publishers:
+            publisher.stop()
 
     def publish(self) -> None:
         """Publishes until nothing is left, on every server."""

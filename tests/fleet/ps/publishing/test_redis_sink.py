@@ -24,10 +24,22 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
+_opened: list[RedisSink] = []
+
+
 @pytest.fixture(autouse=True)
-def empty(redis: RedisServer) -> None:
+def empty(redis: RedisServer) -> Iterator[None]:
     with redis.client() as client:
         client.flushall()
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def sink_of(url: str, job: str, values: str) -> RedisSink:
+    """Returns a sink that is closed after the test."""
+    _opened.append(RedisSink(url, job, values))
+    return _opened[-1]
 
 
 def delta(
@@ -58,7 +70,7 @@ def rows_of(redis: RedisServer, values: str = "float32", dim: int = 3) -> dict[i
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int8"])
 def test_rows_positions_and_descriptions(redis: RedisServer, values: str) -> None:
-    sink = RedisSink(redis.url, "shop", values)
+    sink = sink_of(redis.url, "shop", values)
     assert sink.position(0) is None
     sink.write(delta(0, 4, {1: 1.0, -9: 2.0}, whole=True))
     sink.write(delta(4, 6, {2: 4.0}, (1, 77)))
@@ -74,11 +86,10 @@ def test_rows_positions_and_descriptions(redis: RedisServer, values: str) -> Non
         "pushed_at": 1.5,
         "num_servers": 1,
     }
-    sink.close()
 
 
 def test_a_delta_that_does_not_continue_changes_nothing(redis: RedisServer) -> None:
-    sink = RedisSink(redis.url, "shop", "float32")
+    sink = sink_of(redis.url, "shop", "float32")
     sink.write(delta(0, 4, {1: 1.0}, whole=True))
     for wrong in (delta(3, 9, {1: 2.0}), delta(4, 9, {1: 2.0}, history="00000001-b"), delta(0, 3, {}, whole=True)):
         with pytest.raises(StaleDelta):
@@ -90,9 +101,9 @@ def test_a_delta_that_does_not_continue_changes_nothing(redis: RedisServer) -> N
 
 def test_two_publishers_at_once_never_put_an_older_row_over_a_newer_one(redis: RedisServer) -> None:
     """The zombie stands between its question and its transaction while the successor writes."""
-    sink = RedisSink(redis.url, "shop", "float32")
+    sink = sink_of(redis.url, "shop", "float32")
     sink.write(delta(0, 4, {1: 1.0}, whole=True))
-    zombie = RedisSink(redis.url, "shop", "float32")
+    zombie = sink_of(redis.url, "shop", "float32")
     plain = zombie._queue_all
 
     def meanwhile(pipe: object, late: Delta) -> None:
@@ -108,7 +119,7 @@ def test_two_publishers_at_once_never_put_an_older_row_over_a_newer_one(redis: R
 
 
 def test_another_server_of_the_job_does_not_disturb_a_delta(redis: RedisServer) -> None:
-    sinks = [RedisSink(redis.url, "shop", "float32") for _ in range(2)]
+    sinks = [sink_of(redis.url, "shop", "float32") for _ in range(2)]
     plain = sinks[0]._queue_all
     wrote = []
 
@@ -125,7 +136,7 @@ def test_another_server_of_the_job_does_not_disturb_a_delta(redis: RedisServer) 
 
 
 def test_a_whole_delta_replaces_the_rows_of_its_server_only(redis: RedisServer) -> None:
-    sink = RedisSink(redis.url, "shop", "float32")
+    sink = sink_of(redis.url, "shop", "float32")
     sink.write(delta(0, 4, dict.fromkeys(range(40), 1.0), whole=True))
     sink.write(delta(0, 5, {0: 3.0}, whole=True, history="00000002-a", num_servers=2))
     left = rows_of(redis)
@@ -137,13 +148,13 @@ def test_a_whole_delta_replaces_the_rows_of_its_server_only(redis: RedisServer) 
 
 
 def test_rows_of_another_form_and_names_that_could_be_mistaken_are_refused(redis: RedisServer) -> None:
-    RedisSink(redis.url, "shop", "float32").write(delta(0, 4, {1: 1.0}, whole=True))
+    sink_of(redis.url, "shop", "float32").write(delta(0, 4, {1: 1.0}, whole=True))
     for values, dim in (("int8", 3), ("float32", 4)):
         with pytest.raises(ConfigError, match=r"float32 rows of dim 3, these are .*fleet:shop:\*"):
-            RedisSink(redis.url, "shop", values).write(delta(4, 6, {1: 1.0}, dim=dim))
+            sink_of(redis.url, "shop", values).write(delta(4, 6, {1: 1.0}, dim=dim))
     table = RowsDelta("position", np.empty(0, np.int64), np.empty((0, 3), np.float32), np.empty(0, np.int64))
     with pytest.raises(ConfigError, match="'position' cannot be published to Redis"):
-        RedisSink(redis.url, "shop", "float32").write(Delta("shop", 0, 1, "00000001-a", 4, 5, 0, 0.0, False, (table,)))
+        sink_of(redis.url, "shop", "float32").write(Delta("shop", 0, 1, "00000001-a", 4, 5, 0, 0.0, False, (table,)))
     with pytest.raises(ConfigError, match="redis://host:port/database"):
         RedisSink("redis://host:port/0", "shop", "float32")
 

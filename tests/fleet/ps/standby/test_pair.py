@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,23 @@ from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.service import DENSE, SECRET, SPARSE, gradient, in_threads, make_table, rows, silent, until
 
 FIRST, SECOND = "127.0.0.1:9000", "127.0.0.1:9500"
+
+
+def push_and_flush(client: Client) -> None:
+    """Pushes -1 to row 1 and waits for the promise."""
+    client.wait(client.push({0: gradient([1])}))
+    client.flush()
+
+
+def refuse_unless_probe(serve: Any) -> Any:
+    """Returns a ``serve`` that tells where it stands and sends nothing."""
+
+    def answer(line: Any, asked: dict[str, Any]) -> None:
+        if not asked.get("probe"):
+            raise PSError("cut by the test.")
+        serve(line, asked)
+
+    return answer
 
 
 class Duo:
@@ -112,6 +131,12 @@ class Duo:
     def follower(self) -> Follower:
         """Of the second."""
         follower = self.pair(1).follower
+        assert follower is not None
+        return follower
+
+    def follower_at(self, place: int) -> Follower:
+        """Of one of the two."""
+        follower = self.pair(place).follower
         assert follower is not None
         return follower
 
@@ -272,20 +297,86 @@ def test_a_load_reaches_the_standby(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
 
 
-def test_a_lost_server_that_comes_back_waits(tmp_path: Path) -> None:
-    """Started again without its folder, it finds that its standby leads, and serves nobody."""
+@pytest.mark.parametrize("keeps_folder", [False, True])
+def test_the_two_change_places(tmp_path: Path, keeps_folder: bool) -> None:
+    """The one that was lost comes back as the standby of the other, and takes over from it in turn."""
+    with duo(tmp_path, num_workers=2) as pair:
+        clients = [pair.client(0), pair.client(1)]
+        for turn in range(4):
+            in_threads(*(partial(push_and_flush, client) for client in clients))
+            leads, lost = (turn + 1) % 2, turn % 2
+            pair.kill(lost)
+            in_threads(*(partial(push_and_flush, client) for client in clients))
+            np.testing.assert_array_equal(rows(clients[0], [1])[:, 0], [-4 * (turn + 1)])
+            assert pair.epoch(leads) == 3 + 2 * turn
+            if not keeps_folder:
+                shutil.rmtree(pair.configs[lost].folder or tmp_path)
+            pair.start(lost)
+            assert pair.pair(lost).leader is None
+            until(lambda lost=lost: pair.follower_at(lost).joined)  # type: ignore[misc]
+        changed = 4 if keeps_folder else 2  # the second of the list follows anyway where it has nothing
+        assert sum("is its standby from now on" in line for line in pair.lines) == changed
+
+
+def test_a_worker_that_was_started_again_finds_the_one_that_leads(tmp_path: Path) -> None:
+    """It asks the first of the list, which is the standby now."""
     with duo(tmp_path) as pair:
         client = pair.client()
         client.wait(client.push({0: gradient([1])}))
         pair.kill(0)
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+        client.wait(client.push({0: gradient([1])}))
         pair.start(0)
-        assert pair.pair(0).superseded
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+        until(lambda: pair.follower_at(0).joined)
+        client.close()
+        client = pair.client()
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+        pair.kill(1)
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+        assert pair.epoch(0) == 5
 
 
-def test_a_promoted_standby_restarts_from_its_folder(tmp_path: Path) -> None:
+def test_the_one_that_leads_leads_again_after_its_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked its standby meanwhile; with the standby away for good it goes on alone, and the worker follows."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    monkeypatch.setattr("fleet.ps.standby.pair._PATIENCE_S", 0.5)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client()
+        pair.kill(0)
+        client.wait(client.push({0: gradient([1])}))
+        pair.start(0)
+        until(lambda: pair.follower_at(0).joined)
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        for place in (0, 1):
+            pair.kill(place)
+        pair.start(1)
+        until(lambda: pair.epoch(1) == 4)
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-3])
+
+
+def test_a_server_that_comes_back_after_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found that its standby leads and never joined: nobody is left to follow."""
+    monkeypatch.setattr("fleet.ps.standby.pair._REJOIN_S", 0.3)
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        pair.kill(0)
+        client.wait(client.push({0: gradient([1])}))
+        leader = pair.pair(1).leader
+        assert leader is not None
+        leader.serve = refuse_unless_probe(leader.serve)  # type: ignore[method-assign]
+        server = pair.start(0)
+        client.goodbye()
+        pair.kill(1)
+        assert not server.wait_for_turn()
+
+
+def test_a_promoted_standby_restarts_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it took over is in its own folder."""
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    monkeypatch.setattr("fleet.ps.standby.pair._PATIENCE_S", 0.5)
     with duo(tmp_path) as pair:
         client = pair.client()
         client.wait(client.push({0: gradient([1])}))
