@@ -28,8 +28,8 @@ IDS, DIM = 2600, 10
 
 def serve(fields: dict[str, Any]) -> None:
     """Is one server or standby."""
-    from fleet.ps.server.server import run_server
     from fleet.ps.server.server_config import ServerConfig
+    from fleet.ps.server.server_process import run_server
 
     run_server(ServerConfig(**{**fields, "folder": Path(fields["folder"])}, secret=SECRET, level=1))
 

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fleet.ps.client.client import Client, Gradient
 from fleet.ps.client.link import ClientConfig
-from fleet.ps.server.server import run_server
 from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.server.server_process import run_server
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.sparse_table import SparseTable

@@ -14,7 +14,7 @@ _HOMES = {
     "Gradient": "client.shards",
     "Server": "server.server",
     "ServerConfig": "server.server_config",
-    "run_server": "server.server",
+    "run_server": "server.server_process",
     "AsyncSender": "worker.sender",
     "HalfAsyncSender": "worker.sender",
     "SenderConfig": "worker.sender",

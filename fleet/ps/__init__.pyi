@@ -18,8 +18,8 @@ from fleet.ps.publishing.delta import RowsDelta as RowsDelta
 from fleet.ps.publishing.delta import StaleDelta as StaleDelta
 from fleet.ps.publishing.publication import publish as publish
 from fleet.ps.server.server import Server as Server
-from fleet.ps.server.server import run_server as run_server
 from fleet.ps.server.server_config import ServerConfig as ServerConfig
+from fleet.ps.server.server_process import run_server as run_server
 from fleet.ps.serving.export import export as export
 from fleet.ps.serving.predictor import Predictor as Predictor
 from fleet.ps.serving.reader import Reader as Reader

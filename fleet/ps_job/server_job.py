@@ -22,9 +22,10 @@ from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.client.shards import TableMap
 from fleet.ps.publishing.publication import Publication, take_asked
-from fleet.ps.server.server import Server, run_server
+from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import load_tables
+from fleet.ps.server.server_process import run_server
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.auth import check_secret

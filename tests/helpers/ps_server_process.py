@@ -76,8 +76,8 @@ class ServerProcess:
 
 
 def _main() -> None:
-    from fleet.ps.server.server import run_server
     from fleet.ps.server.server_config import ServerConfig
+    from fleet.ps.server.server_process import run_server
     from tests.fleet.ps.service import SECRET
 
     fields = json.loads(sys.argv[1])

@@ -37,6 +37,7 @@ from fleet.ps.files.chunks import block_checksum
 from fleet.ps.files.own_folder import PLAIN, own_folder
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
+from fleet.ps.wire.transport import ConnectionLost
 
 __all__ = ["Journal", "Record", "RecordKind", "read_journal", "read_records"]
 
@@ -103,6 +104,7 @@ class Journal:
         self.in_snapshot: int | None = None  # the last record that a snapshot has made unnecessary
         self.confirmed: int | None = None  # the last record that counts as durable, where a standby says so
         self.tap: Callable[[list[Buffer]], None] | None = None  # is given each record as it is in the file
+        self.handed_over = False  # another server goes on from the last record: this one takes no more
         self._folder = folder
         self._sync_interval_s = sync_interval_s
         self._fd = -1
@@ -144,7 +146,10 @@ class Journal:
 
         Raises:
             PSError: the write failed; the journal is as before the call.
+            ConnectionLost: another server goes on from here; the worker turns to it.
         """
+        if self.handed_over:
+            raise ConnectionLost("this server has handed over to its standby.")
         lsn = self.last_lsn + 1
         if self.level:
             head = _RECORD.pack(

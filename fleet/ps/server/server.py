@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
@@ -33,7 +31,8 @@ from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, conne
 from fleet.ps.server.server_files import load_tables, save_tables
 from fleet.ps.server.server_state import MakeTable, ServerState
 from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
-from fleet.ps.standby.pair import Pair
+from fleet.ps.standby.carried import Carried, send_piece
+from fleet.ps.standby.pair import Pair, Turn
 from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
 from fleet.ps.wire.body_digest import BodyDigest
 from fleet.ps.wire.messages import (
@@ -47,68 +46,18 @@ from fleet.ps.wire.messages import (
     decode_header,
     encode_header,
 )
+from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
 
-__all__ = ["Server", "run_server"]
+__all__ = ["Server"]
 
 _DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL)
 MAX_UNPROVEN = 64  # connections that have not proven the secret yet
 
 
-def run_server(
-    config: ServerConfig,
-    *,
-    transport: Transport | None = None,
-    notify: Callable[[str], None] = print,
-    prepare: Callable[[ServerState], None] | None = None,
-    watch: Callable[[ServerState], Callable[[], None]] = lambda state: lambda: None,
-) -> None:
-    """Serves until the workers are gone, then removes the state in the folder: the job is over.
-
-    SIGTERM and Ctrl-C (in the main thread) end it and keep the state; it exits with 143 or 130.
-
-    Args:
-        config: the server.
-        transport: how connections are made; TCP by default.
-        notify: receives each log line; one says on which endpoint the server is listening.
-        prepare: see :meth:`Server.start`.
-        watch: is given the state once the server listens; what it returns is called at the end.
-
-    Raises:
-        ConfigError: no secret, or numba is broken or disabled.
-        CheckpointError: the folder holds damaged state, or that of another job.
-        PSError: the endpoint is taken, or the server could not continue.
-    """
-    server = Server(config, transport=transport, notify=notify)
-    with _exit_on_signals(), ExitStack() as stack:
-        stack.callback(server.stop)
-        server.start(prepare)
-        if server.wait_for_turn():
-            stack.callback(watch(server.state))
-            server.wait()
-            server.finish_publishing()
-            server.end_standby()
-    server.forget()
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nobody else handles Ctrl-C
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, lambda got, _: sys.exit(128 + got)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class Server:
-    """A parameter server in this process; see :func:`run_server` for the arguments."""
+    """A parameter server in this process; see :func:`fleet.ps.server.server_process.run_server` for the
+    arguments."""
 
     def __init__(
         self,
@@ -128,6 +77,7 @@ class Server:
         self._use(self._make_state())
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
+        self._not_workers: set[threading.Thread] = set()  # those that serve the other server of the pair, or the user
         self._newcomers = Newcomers()
         self._complaints = Complaints(notify)
         self._max_connections = USUAL_CONNECTIONS
@@ -135,6 +85,8 @@ class Server:
         self._stopping = threading.Event()
         self._folder_lock: FolderLock | None = None
         self._threads: list[threading.Thread] = []
+        self._snapshotting = threading.Lock()  # taken before the state's own
+        self._turn_over = threading.Event()
         self._pair: Pair | None = None
         if config.peer:
             self._pair = Pair(config, self._transport, self._make_state, self._hang_up, notify)
@@ -202,11 +154,26 @@ class Server:
     def _take_over(self, state: ServerState) -> None:
         """Serves the state of a standby that was promoted."""
         self._use(state)
+        self._turn_over = threading.Event()
         state.evict_all()
         if state.job.published.history:
             state.begin_history("", boot_id())  # the sink may have rows that this server lacks
         self._ready()
         self._run(self._watch, self._keep)
+
+    def _step_back(self) -> None:
+        """Follows the other server, which has taken over, with nothing of what is here."""
+        assert self._pair is not None
+        state = self.state
+        with self._snapshotting:
+            self._turn_over.set()
+        if self._publisher is not None:
+            self._publisher.stop()
+        state.journal.close()
+        self._pair.step_back(self._take_over)
+        with state.job.changed:
+            state.job.stopped = True
+            state.job.changed.notify_all()
 
     def _ready(self) -> None:
         state = self.state
@@ -252,6 +219,10 @@ class Server:
     def wait_for_turn(self) -> bool:
         """Waits until this server serves workers; returns False where the job ends without it."""
         return self._pair is None or self._pair.wait_for_turn()
+
+    def still_leads(self) -> bool:
+        """Returns whether this server was not replaced by its standby."""
+        return self._pair is None or self._pair.leader is not None
 
     def end_standby(self) -> None:
         """Tells the standby, if there is one, that the job is over."""
@@ -328,7 +299,9 @@ class Server:
         """Writes a snapshot now, while the server keeps serving."""
         if self.config.folder is None:
             raise Refused("this parameter server has no folder to write a snapshot to.")
-        write_snapshot(self.state, self.config.folder)
+        with self._snapshotting:
+            if not self._turn_over.is_set():
+                write_snapshot(self.state, self.config.folder)
 
     # -- threads -------------------------------------------------------------------------------------------------
 
@@ -374,7 +347,7 @@ class Server:
 
     def _hang_up(self) -> None:
         with self._lock:
-            connections = list(self._open)
+            connections = [one for one, thread in self._open.items() if thread not in self._not_workers]
         for connection in connections:
             connection.close()
 
@@ -387,9 +360,12 @@ class Server:
         job = state.job
         summary = Summary(self.state, told)
         while not self._stopping.wait(min(config.lease_s / 4, 1.0)):
-            is_over = self._pair is not None and self._pair.watch()
+            turn = Turn.LEADS if self._pair is None else self._pair.watch()
+            if turn is Turn.REPLACED:
+                self._step_back()
+                return
             with job.changed:
-                if is_over:
+                if turn is Turn.OVER:
                     job.stopped = True
                     job.changed.notify_all()
                 ranks = job.expire(time.monotonic())
@@ -417,7 +393,8 @@ class Server:
         config = self.config
         written = time.monotonic()
         interval_s = math.inf if config.snapshot_interval_s is None else config.snapshot_interval_s
-        while config.folder is not None and not self._stopping.wait(min(config.lease_s / 4, 1.0)):
+        over = self._turn_over
+        while config.folder is not None and not self._stopping.wait(min(config.lease_s / 4, 1.0)) and not over.is_set():
             lost = is_lost(config.folder, self.state)
             if lost:
                 self._notify(
@@ -450,6 +427,7 @@ class Server:
             with self._lock:
                 self._open.pop(connection, None)
                 self._newcomers.discard(connection)
+                self._not_workers.discard(threading.current_thread())
 
     def _converse(self, peer: ConnectedWorker) -> None:
         config = self.config
@@ -460,10 +438,10 @@ class Server:
             header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
                 raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
-            if peer.worker is None and header.op is Op.FOLLOW and self._pair is not None:
+            if peer.worker is None and header.op is Op.FOLLOW:
                 follow = memoryview(bytearray(header.body_bytes))
                 connection.receive_body(follow, limit)
-                self._pair.serve(connection, follow)
+                self._serve_follow(connection, follow)
                 return
             if peer.worker is None and header.op is not Op.HELLO:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
@@ -474,6 +452,17 @@ class Server:
             if answer.status is Status.FENCED or self.state.failure is not None:
                 return
             idle = 2 * config.lease_s
+
+    def _serve_follow(self, connection: Sealed, body: memoryview) -> None:
+        with self._lock:
+            self._not_workers.add(threading.current_thread())
+        if self._pair is not None:
+            self._pair.serve(connection, body)
+            return
+        text = (
+            f"parameter server {self.config.index} has no standby. Start the job with --server_standby to give it one."
+        )
+        send_piece(connection, Carried.REFUSED, [control_body({"error": text})])
 
     def _answer(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer:
         def beat(fields: dict[str, Any]) -> None:

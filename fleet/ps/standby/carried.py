@@ -29,6 +29,7 @@ class Carried(IntEnum):
     JOINED = 6  # from here on, what workers were promised needs this standby
     END = 7  # the job is over
     REFUSED = 8  # JSON: error
+    TAKE_OVER = 9  # every record is sent, and there will be no other: serve from now on
 
 
 def send_piece(

@@ -172,6 +172,8 @@ class Follower:
                 self._epoch.write(epoch, leads=False)
                 with self._changed:
                     self.joined = True
+            elif header.step == Carried.TAKE_OVER:
+                self._take_over(line)
             elif header.step == Carried.END:
                 with self._changed:
                     self.ended = True
@@ -250,10 +252,19 @@ class Follower:
         """Promotes this standby if it may be; returns why not. The lock is held."""
         reason = self._obstacle()
         if not reason and not self.promoted:
-            self._epoch.write(self._epoch.epoch + 2, leads=True)
-            self.promoted = True
-            self._changed.notify_all()
+            self._promote()
         return reason
+
+    def _take_over(self, line: Sealed) -> None:
+        """Serves from now on: the server has sent its last record on this line."""
+        with self._changed:
+            if self._line is line and self.joined and self.state is not None:
+                self._promote()
+
+    def _promote(self) -> None:
+        self._epoch.write(self._epoch.epoch + 2, leads=True)
+        self.promoted = True
+        self._changed.notify_all()
 
     def _obstacle(self) -> str:
         if self.promoted:
@@ -276,9 +287,15 @@ class Follower:
             return "every worker was started again, and none knows whether the server went on without it"
         return ""
 
-    def standing(self) -> dict[str, Any]:
-        """Returns what this standby tells about itself."""
-        return {"epoch": self._epoch.epoch, "leads": self.promoted, "joined": self.joined, "deposed": False}
+    def standing(self, *, stay: bool = False) -> dict[str, Any]:
+        """Returns what this standby tells about itself; with ``stay`` it obeys nothing more that the line brings."""
+        with self._changed:
+            if stay and not self.promoted and self._line is not None:
+                self._line.close()
+                self._line = None
+                self._broken_since = time.monotonic()
+            standing = {"epoch": self._epoch.epoch, "leads": self.promoted, "joined": self.joined, "deposed": False}
+        return {**standing, "stays": stay and not self.promoted}
 
     def _say(self, line: str) -> None:
         self._notify(f"standby of parameter server {self._config.index}: {line}")
@@ -294,14 +311,15 @@ def _write_piece(draft: Path, body: memoryview) -> None:
         file.write(body[2 + size :])
 
 
-def follow_fields(config: ServerConfig, *, probe: bool) -> dict[str, Any]:
+def follow_fields(config: ServerConfig, *, probe: bool, stay: bool = False) -> dict[str, Any]:
     """Returns what a FOLLOW says about its sender."""
-    return {"index": config.index, "num_workers": config.num_workers, "job": config.job, "probe": probe}
+    own = {"index": config.index, "num_workers": config.num_workers, "job": config.job}
+    return {**own, "probe": probe, "stay": stay}
 
 
-def follow_message(config: ServerConfig, *, probe: bool) -> tuple[bytes, list[bytes]]:
+def follow_message(config: ServerConfig, *, probe: bool, stay: bool = False) -> tuple[bytes, list[bytes]]:
     """Returns the message that asks for the stream, or only for the standing of the other server."""
-    body = control_body(follow_fields(config, probe=probe))
+    body = control_body(follow_fields(config, probe=probe, stay=stay))
     return encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body]
 
 
@@ -315,8 +333,10 @@ def connect(config: ServerConfig, transport: Transport) -> Sealed:
         raise
 
 
-def ask_standing(config: ServerConfig, transport: Transport) -> dict[str, Any] | None:
+def ask_standing(config: ServerConfig, transport: Transport, *, stay: bool = False) -> dict[str, Any] | None:
     """Returns what the other server of the pair tells about itself; None when it is away.
+
+    With ``stay`` a standby no longer obeys what it was told on its line.
 
     Raises:
         ConfigError: it belongs to another job.
@@ -326,7 +346,7 @@ def ask_standing(config: ServerConfig, transport: Transport) -> dict[str, Any] |
     except PSError:
         return None
     try:
-        line.send(*follow_message(config, probe=True), LINE_S)
+        line.send(*follow_message(config, probe=True, stay=stay), LINE_S)
         header = decode_header(line.receive_header(LINE_S, LINE_S))
         body = memoryview(bytearray(header.body_bytes))
         line.receive_body(body, LINE_S)

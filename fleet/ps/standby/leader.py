@@ -22,6 +22,11 @@ and its voice alone promotes nobody.
 The two then have changed places. The one that was replaced, started again, finds that the other leads, drops what it
 has and follows (:class:`fleet.ps.standby.pair.Pair`). Once it has joined it is a standby like any other.
 
+A server also hands over when it is told to (:meth:`Leader.hand_over`). Its journal takes no more records then, and the
+standby is told to serve once it has the last one. It takes epoch + 2 as above, without a vote: one server decides.
+A server that does not hear whether it was obeyed serves nobody until the standby says that it leads, or promises never
+to obey.
+
 Changes that were not promised are in the workers' hands, and go to whoever serves next; their numbers keep them from
 being applied twice.
 
@@ -37,11 +42,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from fleet.errors import PSError
+from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import write_snapshot
@@ -58,6 +64,8 @@ _LINGER_S = 0.005  # records of this long travel together: fewer messages, fewer
 _FIRST_JOIN_S = 5.0  # the first workers wait this long for the standby to join
 _MOST_QUEUED = 1 << 30  # bytes that a standby may be behind
 _STUCK_S = 30.0  # a line on which nothing was confirmed for this long is given up
+_SWITCH_S = 10.0  # a standby that has not taken over within this time is asked to leave it
+_POLL_S = 0.01
 
 
 class Leader:
@@ -90,7 +98,7 @@ class Leader:
         self._proven: set[tuple[int, int]] = set()  # rank and process that know the epoch
         self._since = time.monotonic()  # since when there is no standby
         self.alone = not has_standby
-        self.deposed = False
+        self.deposed = self._leaves = False
         self.joined = self._joined_once = False
         if has_standby:
             self._journal.confirmed = self._journal.last_lsn
@@ -108,6 +116,8 @@ class Leader:
             self.step_down(known)
         if self.deposed:
             return {"standby": "another server has taken over"}
+        if self._leaves:
+            return {"standby": "it hands over to the other one of its pair"}
         if known < self.epoch:
             return {"epoch": self.epoch}
         with self._moved:
@@ -122,9 +132,55 @@ class Leader:
         with self._journal.lock:
             first, self.deposed = not self.deposed, True
             self._journal.confirmed = 0  # nothing more is promised
+            if self._feed is not None:
+                self._feed.close("this server has stepped down")
         if first:
             self._say(f"the standby at {self._config.peer} has taken over (epoch {known}); this server steps down")
             self._hang_up()
+
+    def hand_over(self, ask: Callable[[bool], dict[str, Any] | None]) -> None:
+        """Lets the standby serve from now on; nothing is lost, and this server serves nobody afterwards.
+
+        Args:
+            ask: returns the other server's standing, None while it is away; with True it may not take over any more.
+
+        Raises:
+            Refused: there is no standby that could; this server goes on.
+        """
+        with self._moved:
+            feed = self._feed
+            if feed is None or not self.joined or self._leaves or self._is_over():
+                raise Refused(
+                    f"parameter server {self._config.index} has no standby that could take over: {self._config.peer} "
+                    "has not joined it. Start it, and wait for the line that it follows."
+                )
+            self._leaves = self._journal.handed_over = True
+        self._hang_up()
+        feed.hand_over()
+        if not self._has_left(ask):
+            with self._moved:
+                self._leaves = self._journal.handed_over = False
+            raise Refused(
+                f"parameter server {self._config.index}: {self._config.peer} was lost before it took over; this server "
+                "goes on."
+            )
+        self.step_down(self.epoch + 2)
+
+    def _has_left(self, ask: Callable[[bool], dict[str, Any] | None]) -> bool:
+        """Returns whether the standby leads; waits until that is certain."""
+        began = said = time.monotonic()
+        while not self._state.job.stopped:
+            now = time.monotonic()
+            other = ask(now - began > _SWITCH_S or self._feed is None)
+            if other is not None and other["leads"]:
+                return True
+            if other is not None and other.get("stays"):
+                return False
+            if now - said > 3.0:
+                said = now
+                self._say(f"waits for {self._config.peer} to take over ({now - began:.0f} s); nobody serves meanwhile")
+            time.sleep(_POLL_S)
+        return True
 
     def _promise(self) -> None:
         """Relies on the own journal once every living worker knows the epoch; the lock is held."""
@@ -241,7 +297,7 @@ class Leader:
     def watch(self) -> None:
         """Gives up a standby that stays away; called now and then."""
         with self._moved:
-            away = self._feed is None and not self.alone and not self.deposed
+            away = self._feed is None and not self.alone and not self.deposed and not self._leaves
             due = away and time.monotonic() - self._since > GRACE_S
             self._promise()
         if due:
@@ -292,7 +348,7 @@ class _Feed:
         self._queue: list[bytes] = []
         self._queued = 0
         self._some = threading.Condition()
-        self._finishing = False
+        self._finishing = self._leaving = False
         self._finished = threading.Event()
 
     def put(self, buffers: list[Buffer]) -> None:
@@ -309,7 +365,7 @@ class _Feed:
     def send_queued(self) -> None:
         """Sends what waits, or a sign of life; waits for records at most BEAT_S."""
         with self._some:
-            if not self._queue and not self._finishing:
+            if not self._queue and not self._finishing and not self._leaving:
                 self._some.wait(BEAT_S)
         if self._queue and not self._finishing:
             time.sleep(_LINGER_S)
@@ -318,6 +374,9 @@ class _Feed:
         kind = Carried.RECORDS if waiting else Carried.BEAT
         for batch in _batches(waiting) if waiting else [[]]:
             send_piece(self.line, kind, batch, timeout_s=10 * LINE_S)
+        if self._leaving and not self._queue:
+            send_piece(self.line, Carried.TAKE_OVER)
+            self._leaving = False
         if self._finishing and not self._queue:
             send_piece(self.line, Carried.END)
             self._finished.set()
@@ -325,14 +384,20 @@ class _Feed:
 
     def send_snapshot(self, path: Path) -> None:
         """Sends the files of a snapshot; removing them meanwhile does no harm."""
-        files = [(file.name, file.open("rb")) for file in sorted(path.iterdir())]
-        for name, file in files:
-            head = len(name.encode()).to_bytes(2, "big") + name.encode()
-            with file:
+        with ExitStack() as stack:
+            files = [(file.name, stack.enter_context(file.open("rb"))) for file in sorted(path.iterdir())]
+            for name, file in files:
+                head = len(name.encode()).to_bytes(2, "big") + name.encode()
                 while piece := file.read(_PIECE_BYTES):
                     send_piece(self.line, Carried.FILE, [head, piece], timeout_s=10 * LINE_S)
                     self.heard = time.monotonic()
         send_piece(self.line, Carried.SNAPSHOT, [path.name.encode()])
+
+    def hand_over(self) -> None:
+        """Sends what waits, and then that the standby takes over; nothing is put any more."""
+        with self._some:
+            self._leaving = True
+            self._some.notify()
 
     def finish(self) -> None:
         """Sends what waits and the end of the job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from fleet.errors import PSError
@@ -20,12 +21,20 @@ from fleet.ps.wire.messages import Header, Op, control_body, decode_control
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport
 
-__all__ = ["Pair"]
+__all__ = ["Pair", "Turn"]
 
 _FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.PING, Op.STAT, Op.HELLO)  # wait for no standby
 _PATIENCE_S = 5.0  # a server that has its rows waits this long for its standby's word on who leads
 _POLL_S = 0.2
 _REJOIN_S = 20.0  # a standby that was started again and finds nobody for this long has missed the end of the job
+
+
+class Turn(Enum):
+    """What a server that leads, or led, finds when it looks after its standby."""
+
+    LEADS = 1
+    REPLACED = 2  # the other one leads
+    OVER = 3  # the other one led, and has gone: the job is over
 
 
 class Pair:
@@ -55,6 +64,7 @@ class Pair:
         self._serves = threading.Event()
         self._away_since: float | None = None
         self._is_first_start = True
+        self._peer_leads = False
         self.leader: Leader | None = None
         self.follower: Follower | None = None
 
@@ -125,7 +135,9 @@ class Pair:
         return self.leader is not None
 
     def _peer_is_gone(self) -> bool:
-        if ask_standing(self._config, self._transport) is not None:
+        other = ask_standing(self._config, self._transport)
+        self._peer_leads = other is not None and bool(other["leads"]) and not other["deposed"]
+        if other is not None:
             self._away_since = None
             return False
         self._away_since = self._away_since or time.monotonic()
@@ -163,6 +175,9 @@ class Pair:
         """Serves the other server of the pair, or tells it where this one stands."""
         asked = decode_control(body)
         config = self._config
+        if "switch" in asked:
+            self._switch(line)
+            return
         own = {"index": config.index, "num_workers": config.num_workers, "job": config.job}
         given = {name: asked.get(name) for name in own}
         if given != own:
@@ -171,15 +186,26 @@ class Pair:
         elif self.leader is not None:
             self.leader.serve(line, asked)
         elif self.follower is not None:
-            send_piece(line, Carried.STANDING, [control_body(self.follower.standing())])
+            send_piece(line, Carried.STANDING, [control_body(self.follower.standing(stay=asked.get("stay") is True))])
 
-    def watch(self) -> bool:
-        """Looks after the standby; returns whether the job is over for a server that was replaced."""
+    def _switch(self, line: Sealed) -> None:
+        """Hands over to the other server of the pair, because the user asked for it."""
+        try:
+            if self.leader is None:
+                raise Refused(f"{self._config.endpoint} does not serve workers: {self._config.peer} does.")
+            self.leader.hand_over(lambda stay: ask_standing(self._config, self._transport, stay=stay))
+        except (Refused, PSError) as error:
+            send_piece(line, Carried.REFUSED, [control_body({"error": str(error)})])
+        else:
+            send_piece(line, Carried.STANDING, [control_body({"leads": self._config.peer})])
+
+    def watch(self) -> Turn:
+        """Looks after the standby; returns whether this server still leads."""
         leader = self.leader
         if leader is None:
-            return False
+            return Turn.LEADS
         if leader.deposed:
-            return self._peer_is_gone()
+            return Turn.OVER if self._peer_is_gone() else Turn.REPLACED if self._peer_leads else Turn.LEADS
         if leader.lacks_standby:
             other = ask_standing(self._config, self._transport)
             if other is not None and other["leads"] and other["epoch"] > leader.epoch:
@@ -188,7 +214,17 @@ class Pair:
             leader.watch()
         except (OSError, PSError) as error:
             self._say(f"cannot go on without its standby: {error}")
-        return False
+        return Turn.LEADS
+
+    def step_back(self, take_over: Callable[[ServerState], None]) -> None:
+        """Follows the server that has replaced this one."""
+        leader, self.leader = self.leader, None
+        assert leader is not None
+        leader.close()
+        self._serves.clear()
+        self._is_first_start = False
+        self._epoch.write(self._epoch.epoch, leads=False)
+        self.follow(take_over)
 
     def end(self) -> None:
         """Tells the standby that the job is over."""

@@ -10,7 +10,8 @@ from fleet.ps.__main__ import COMMANDS, main
 
 def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)
     assert main(["exprot"]) == 2
     assert "no command 'exprot'. Did you mean 'export'?" in capsys.readouterr().err
     assert main(["export", "/absent", "absent.py:make"]) == 2

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.publication import Publication
 from fleet.ps.publishing.publisher import Publisher, _Overtaken
-from fleet.ps.server.server import Server, run_server
+from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import save_tables
+from fleet.ps.server.server_process import run_server
 from tests.fleet.ps.publishing.rig import PublishingService, publishing
 from tests.fleet.ps.service import SECRET, gradient, make_table
 from tests.helpers.memory_sink import MemorySink

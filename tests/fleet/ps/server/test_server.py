@@ -1,4 +1,4 @@
-"""run_server, ServerConfig, the line of one worker, and the state machine without a wire."""
+"""ServerConfig, the line of one worker, and the state machine without a wire."""
 
 from __future__ import annotations
 
@@ -8,45 +8,15 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig, Link, Request
 from fleet.ps.server.job_state import Channel, Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
-from fleet.ps.server.server import run_server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
 from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Header, Op, Status, TablePart, encode_parts
-from tests.fleet.ps.local_transport import LocalTransport
-from tests.fleet.ps.service import SECRET, SPARSE, gradient, ids, in_threads, make_table, serving, silent
-
-
-def test_run_server_says_where_it_listens_and_ends_with_the_workers(tmp_path):
-    """001-04, 001-07."""
-    transport, lines = LocalTransport(), []
-    config = ServerConfig(endpoint="127.0.0.1:7000", num_workers=2, folder=tmp_path, secret=SECRET)
-    settings = {"transport": transport, "notify": lines.append}
-    thread = threading.Thread(target=run_server, args=(config,), kwargs=settings)
-    thread.start()
-    clients = [
-        Client(
-            ClientConfig(endpoints=["127.0.0.1:7000"], rank=rank, num_workers=2, secret=SECRET),
-            transport=transport,
-            notify=silent,
-        )
-        for rank in range(2)
-    ]
-    for client in clients:
-        client.open()
-    clients[0].snapshot()
-    assert list(tmp_path.glob("snapshot-*"))
-    for client in clients:
-        client.goodbye()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert lines == ["parameter server 0 is listening on 127.0.0.1:7000"]
-    assert not list(tmp_path.iterdir())
+from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table, serving
 
 
 @pytest.mark.parametrize(
@@ -77,13 +47,6 @@ def test_wrong_values_of_a_server_are_named(fields, word):
 def test_wrong_values_of_a_client_are_named(fields, word):
     with pytest.raises(ConfigError, match=word):
         ClientConfig(**{"endpoints": ["a:1"], **fields})
-
-
-@pytest.mark.parametrize("endpoint", ["0.0.0.0:0", "127.0.0.1:0"])
-def test_no_secret_is_refused_before_anything_listens(endpoint):
-    """Reliability 5.2; issue 10, High 3."""
-    with pytest.raises(ConfigError, match="secret"):
-        run_server(ServerConfig(endpoint=endpoint), notify=silent)
 
 
 def test_the_level_follows_the_folder(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,8 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.standby.follower import Follower
 from fleet.ps.standby.leader import Leader
 from fleet.ps.standby.pair import Pair
+from fleet.ps.wire.auth import prove_to_server
+from fleet.ps.wire.messages import Header, Op, control_body, decode_control, decode_header, encode_header
 from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.service import DENSE, SECRET, SPARSE, gradient, in_threads, make_table, rows, silent, until
 
@@ -133,6 +137,23 @@ class Duo:
         follower = self.pair(1).follower
         assert follower is not None
         return follower
+
+    def switch(self, place: int) -> dict[str, Any]:
+        """Asks one of the two to hand over and returns its answer."""
+        endpoint = self.configs[place].endpoint
+        line = prove_to_server(self.transport.connect(endpoint, 5.0), endpoint, SECRET, 5.0)
+        body = control_body({"switch": True})
+        line.send(encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body], 5.0)
+        header = decode_header(line.receive_header(5.0, 30.0))
+        answer = memoryview(bytearray(header.body_bytes))
+        line.receive_body(answer, 5.0)
+        line.close()
+        return dict(decode_control(answer))
+
+    def follows(self, place: int) -> bool:
+        """Whether one of the two has joined the other."""
+        follower = self.pair(place).follower
+        return follower is not None and follower.joined and not follower.promoted
 
     def follower_at(self, place: int) -> Follower:
         """Of one of the two."""
@@ -255,8 +276,9 @@ def test_a_server_that_was_replaced_steps_down(tmp_path: Path, monkeypatch: pyte
         link = client._links[0]
         link.endpoint, link._connection = FIRST, None
         object.__setattr__(link._config, "fences", stranger)
-        with pytest.raises(PSError, match="has taken over"):
+        with pytest.raises(PSError, match="does not serve"):
             link._connect()
+        until(lambda: pair.follows(0))
 
 
 def test_every_worker_must_ask(tmp_path: Path) -> None:
@@ -316,6 +338,81 @@ def test_the_two_change_places(tmp_path: Path, keeps_folder: bool) -> None:
             until(lambda lost=lost: pair.follower_at(lost).joined)  # type: ignore[misc]
         changed = 4 if keeps_folder else 2  # the second of the list follows anyway where it has nothing
         assert sum("is its standby from now on" in line for line in pair.lines) == changed
+
+
+def test_a_server_hands_over_and_follows(tmp_path: Path) -> None:
+    """Back and forth while two workers push: no push is lost or applied twice, and no step waits long."""
+    with duo(tmp_path, num_workers=2, lease_s=1.0) as pair:
+        clients = [pair.client(0), pair.client(1)]
+        stop = threading.Event()
+        steps = [0, 0]
+        longest = [0.0, 0.0]
+
+        def train(rank: int) -> None:
+            while not stop.is_set():
+                began = time.monotonic()
+                clients[rank].wait(clients[rank].push({0: gradient([1])}))
+                longest[rank] = max(longest[rank], time.monotonic() - began)
+                steps[rank] += 1
+
+        with ThreadPoolExecutor() as pool:
+            running = [pool.submit(train, rank) for rank in (0, 1)]
+            try:
+                for turn in range(4):
+                    leads, other = turn % 2, (turn + 1) % 2
+                    before = sum(steps)
+                    until(lambda before=before: sum(steps) > before + 20)  # type: ignore[misc]
+                    assert pair.switch(leads) == {"leads": pair.configs[other].endpoint}
+                    assert pair.epoch(other) == 3 + 2 * turn
+                    until(lambda leads=leads: pair.follows(leads))  # type: ignore[misc]
+                    assert pair.switch(leads)["error"].endswith(f"{pair.configs[other].endpoint} does.")
+            finally:
+                stop.set()
+            for future in running:
+                future.result()
+        np.testing.assert_array_equal(rows(clients[0], [1])[:, 0], [-sum(steps)])
+        assert max(longest) < 5
+
+
+def test_a_server_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
+    """It says so and goes on."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        pair.cut()
+        assert "has not joined it" in pair.switch(0)["error"]
+        client.wait(client.push({0: gradient([1])}))
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
+
+
+@pytest.mark.parametrize("standby_dies", [False, True])
+def test_a_standby_that_does_not_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standby_dies: bool) -> None:
+    """The server serves nobody until it is certain that the standby never will, and goes on then."""
+    monkeypatch.setattr("fleet.ps.standby.leader._SWITCH_S", 0.2)
+    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
+    with duo(tmp_path, lease_s=1.0) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        follower = pair.follower
+        orders = []
+
+        def ignore(line: Any) -> None:
+            orders.append(line)
+            if standby_dies:
+                pair.kill(1)
+                pair.start(1)
+
+        follower._take_over = ignore  # type: ignore[method-assign]
+        assert "was lost before it took over; this server goes on" in pair.switch(0)["error"]
+        assert orders
+        assert not follower.promoted
+        Follower._take_over(follower, orders[0])  # the order comes late
+        assert not follower.promoted
+        client.wait(client.push({0: gradient([1])}))
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
+        del follower._take_over
+        until(lambda: pair.leader.joined)
+        assert pair.switch(0) == {"leads": SECOND}
+        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
 
 
 def test_a_worker_that_was_started_again_finds_the_one_that_leads(tmp_path: Path) -> None:
