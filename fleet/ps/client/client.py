@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -295,6 +297,7 @@ class Client:
         step: int | None = None,
         ends_step: bool = True,
         positions: Positions | None = None,
+        out: Mapping[int, Take] | None = None,
     ) -> Ticket:
         """Sends the gradients of one step: :class:`Gradient` per sparse table (distinct ids), float32 per dense one.
 
@@ -303,13 +306,15 @@ class Client:
             step: number of the step, from 1; by default one more than the last. Steps of a table must increase.
             ends_step: this is the last push of the step; matters where staleness is bounded.
             positions: of the streams whose events these gradients hold, see :mod:`fleet.ps.server.stream_points`.
+            out: what takes the values that dense tables of ``gradients`` have after the step: they come with the
+                answer, which waits for the step as a pull of the next one would.
         """
         step = self.step + 1 if step is None else step
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
         everywhere = ends_step and (self.staleness is not None or positions is not None)
         flags = MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
-        ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions)
+        ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {})
         self.step = max(self.step, step)
         return ticket
 
@@ -442,6 +447,7 @@ class Client:
         everywhere: bool = False,
         flags: int = MessageFlag.NONE,
         positions: Positions | None = None,
+        out: Mapping[int, Take] = MappingProxyType({}),
     ) -> Ticket:
         tail = [] if positions is None else [positions_tail(positions)]
         flags |= MessageFlag.POSITIONS if tail else MessageFlag.NONE
@@ -458,6 +464,14 @@ class Client:
             if share or everywhere:
                 buffers = [*encode_parts(wire_parts(share, form, self._remainders), bfloat16), *tail]
                 request = Request(op, buffers, len(share), step, flags=flags, change=True)
+                asked: list[tuple[TablePart, Target]] = [
+                    (part, partial(out[part.table_id], start=self.tables[part.table_id].blocks[link.index][0]))
+                    for part in share
+                    if part.table_id in out
+                ]
+                if asked:
+                    request.flags |= MessageFlag.VALUES
+                    request.on_answer = fill(asked, ticket)
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 

@@ -50,7 +50,6 @@ __all__ = ["ClientConfig", "Link", "ONCE", "Request"]
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
-_LARGE_ANSWERS = (Op.PULL, Op.GEO_PULL)
 
 
 OnAnswer = Callable[[Header, memoryview], None]
@@ -147,6 +146,11 @@ class Request:
         """The length of the body."""
         return sum(map(len, self.buffers))
 
+    @property
+    def asks_rows(self) -> bool:
+        """Whether the answer may be large."""
+        return self.op in (Op.PULL, Op.GEO_PULL) or bool(self.flags & MessageFlag.VALUES)
+
 
 class Link:
     """The line to one server; safe for several threads, which take turns.
@@ -207,7 +211,7 @@ class Link:
                     f"{self.name}: a message of {request.body_bytes} bytes; at most "
                     f"{self._config.max_body_bytes} are allowed. Send fewer rows at a time."
                 )
-            while any(waiting.op in _LARGE_ANSWERS for waiting in self._pending):
+            while any(waiting.asks_rows for waiting in self._pending):
                 self._ensure()
                 self._take_answer()  # or both sides might wait for the other to read
             if request.change:
@@ -379,7 +383,8 @@ class Link:
         if request.change and header.status in (Status.OK, Status.DUPLICATE):  # other answers: not applied
             self._acknowledged = max(self._acknowledged, request.seq)
             if self.welcome.get("keeps") and header.seq < request.seq:
-                kept = replace(request, buffers=[bytes(buffer) for buffer in request.buffers], on_answer=None)
+                buffers: list[Buffer] = [bytes(buffer) for buffer in request.buffers]
+                kept = replace(request, buffers=buffers, flags=request.flags & ~MessageFlag.VALUES, on_answer=None)
                 if not self._replay or self._replay[-1].seq < request.seq:
                     self._replay.append(kept)
                     self._replay_bytes += kept.body_bytes

@@ -36,7 +36,7 @@ def block_checksum(data: Buffer) -> int:
     return zlib.crc32(memoryview(data)[blocks * 4096 :], zlib.crc32(sums.tobytes(), size & 0xFFFFFFFF))
 
 
-def write_chunk(file: BinaryIO, n: int, stamp: int, width: int, kind: int, payload: bytes) -> None:
+def write_chunk(file: BinaryIO, n: int, stamp: int, width: int, kind: int, payload: Buffer) -> None:
     """Appends one chunk: ``n`` items known up to record ``stamp``; ``width`` and ``kind`` are the caller's."""
     head = _CHUNK.pack(_CHUNK_MAGIC, n, stamp, width, kind, len(payload))
     file.write(head + _CRC.pack(zlib.crc32(head), block_checksum(payload)))

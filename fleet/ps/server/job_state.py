@@ -23,6 +23,7 @@ from typing import Any
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 from fleet.ps.server.stream_points import Points
+from fleet.ps.wire.messages import Buffer
 
 __all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
@@ -72,7 +73,7 @@ class Held:
 
     n_tables: int
     flags: int
-    body: bytes
+    body: Buffer
 
 
 @dataclass(slots=True)

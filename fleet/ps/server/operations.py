@@ -15,7 +15,7 @@ import numpy as np
 from fleet.errors import FleetError
 from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
-from fleet.ps.server.server_state import ServerState
+from fleet.ps.server.server_state import ServerState, parts_of
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
     Buffer,
@@ -57,14 +57,18 @@ class ConnectedWorker:
         self.worker: Worker | None = None
         self.channel = 0
         self.client_id = 0
-        self._body = bytearray(1 << 16)
+        self._body = memoryview(bytearray(1 << 16))
         self._rows = np.empty(1 << 14, np.float32)
 
     def body(self, size: int) -> memoryview:
         """Returns ``size`` writable bytes; invalidates the previous view."""
         if size > len(self._body):
-            self._body = bytearray(size)
-        return memoryview(self._body)[:size]
+            self._body = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
+        return self._body[:size]
+
+    def give_body(self) -> None:
+        """Leaves the last body to whoever has it: it stays valid."""
+        self._body = memoryview(b"")
 
     def rows(self, size: int) -> Any:
         """Returns ``size`` float32 elements; invalidates the previous array."""
@@ -220,10 +224,23 @@ class Operations:
         state = self._state
         if state.sync and header.op is Op.PUSH and not state.may_hold(header.step):
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
-        return Answer(state.change(worker, peer.channel, header, body))
+        if state.sync and header.op is Op.PUSH:
+            peer.give_body()  # the gradients are held as they lie there
+        status = state.change(worker, peer.channel, header, body)
+        if not header.flags & MessageFlag.VALUES:
+            return Answer(status)
+        pushed = parts_of(body, header.flags)[0]
+        parts = decode_parts(pushed, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
+        answer = self._rows(peer, worker, header, [part for part in parts if part.ids is None], beat)
+        answer.status = status
+        return answer
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        parts = decode_parts(body, header.n_tables)
+        return self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
+
+    def _rows(
+        self, peer: ConnectedWorker, worker: Worker, header: Header, parts: list[TablePart], beat: Beat
+    ) -> Answer:
         tables = [self._state.table(part.table_id) for part in parts]
         shapes = []
         for part, table in zip(parts, tables, strict=True):

@@ -27,7 +27,7 @@ from fleet.ps.wire.messages import TablePart
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "merge_parts", "missing_parts"]
 
 _LONGEST_DAY = 256
-_CACHED = 1 << 15  # so many sums stay in the processor's cache until they are complete
+_CACHED = 1 << 16  # so many sums stay in the processor's cache until they are complete
 
 
 class Stamps:
@@ -101,10 +101,12 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     scale = np.float32(divisor)
     first = parts[0]
     if first.ids is None:
-        total = np.zeros((first.n, 1), np.float32)
+        assert first.rows is not None
+        total = np.empty((first.n, 1), np.float32)
         for start in range(0, first.n, _CACHED):
             piece = total[start : start + _CACHED]
-            for part in parts:
+            np.add(first.rows[start : start + _CACHED], np.float32(0), out=piece)  # 0, as a sum begins: no -0
+            for part in parts[1:]:
                 assert part.rows is not None
                 piece += part.rows[start : start + _CACHED]
             piece /= scale

@@ -46,7 +46,7 @@ from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, Tabl
 from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["ServerState"]
+__all__ = ["ServerState", "parts_of"]
 
 MAX_AHEAD = 4  # steps that one worker may be ahead of the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
@@ -149,6 +149,8 @@ class ServerState:
     def change(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
         """Applies a push, an addition or a setting of dense values, unless it was applied before.
 
+        In sync mode ``body`` is kept until the step is applied: it must not change.
+
         Raises:
             Refused: the message does not fit the tables; nothing was changed.
         """
@@ -174,7 +176,7 @@ class ServerState:
     def _checked(self, header: Header, body: memoryview) -> list[TablePart]:
         if header.flags & MessageFlag.POSITIONS and (header.op is not Op.PUSH or not header.step):
             raise Refused("positions of streams come with a push that has a step.")
-        own = _parts_of(body, header.flags)[0]
+        own = parts_of(body, header.flags)[0]
         parts = decode_parts(own, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
         for part in parts:
             self.table(part.table_id).check(part, change=True)
@@ -237,12 +239,12 @@ class ServerState:
 
     def _refuse_overtaken(self, record: Record, worker: Worker) -> None:
         """Raises MessageError when another worker has taken over what this one reads; the journal's lock is held."""
-        positions = _parts_of(record.body, record.flags)[1]
+        positions = parts_of(record.body, record.flags)[1]
         if positions and record.step > worker.clock:
             refuse_overtaken([each.points for each in self.job.workers], worker.rank, positions)
 
     def _note_positions(self, record: Record, worker: Worker, tables: set[int]) -> None:
-        positions = _parts_of(record.body, record.flags)[1]
+        positions = parts_of(record.body, record.flags)[1]
         if positions is not None:
             ends_step = not record.flags & MessageFlag.NO_CLOCK
             worker.points.note(record.step, positions, tables, ends_step)
@@ -296,9 +298,7 @@ class ServerState:
         if not header.step:
             raise Refused("a push in sync mode needs the number of its step, from 1.")
         flags = int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.POSITIONS))
-        record = Record(
-            RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, bytes(body)
-        )
+        record = Record(RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, body)
         held = _held_of(record)
         with self.job.changed:
             self._refuse_overtaken(record, worker)
@@ -486,7 +486,7 @@ class ServerState:
             raise PSError(f"the journal holds a record of kind {record.kind}, which this version does not know.")
 
     def _record_parts(self, record: Record) -> list[TablePart]:
-        body = _parts_of(record.body, record.flags)[0]
+        body = parts_of(record.body, record.flags)[0]
         return wide_parts(decode_parts(body, record.n_tables, bool(record.flags & MessageFlag.BFLOAT16)))
 
 
@@ -494,14 +494,13 @@ def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0,
     return Record(kind, 0, rank, channel, seq, body=json.dumps(fields).encode())
 
 
-def _parts_of(body: Buffer, flags: int) -> tuple[Buffer, Positions | None]:
+def parts_of(body: Buffer, flags: int) -> tuple[Buffer, Positions | None]:
     """Returns the parts of a change, and the positions of streams that follow them, if any do."""
     return split_positions(body) if flags & MessageFlag.POSITIONS else (body, None)
 
 
 def _held_of(record: Record) -> Held:
-    body = bytes(_parts_of(record.body, record.flags)[0])
-    return Held(record.n_tables, record.flags & ~MessageFlag.POSITIONS, body)
+    return Held(record.n_tables, record.flags & ~MessageFlag.POSITIONS, parts_of(record.body, record.flags)[0])
 
 
 def _without(held: Held, table_ids: Sequence[int]) -> Held:

@@ -92,6 +92,7 @@ class MessageFlag:
     NO_CREATE = 8  # a pull does not create the rows it does not find
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
     NO_CLOCK = 32  # a push that more of the same step will follow
+    VALUES = 64  # the answer to a push brings the values that its dense tables have after the step
 
 
 class Status(IntEnum):
@@ -106,7 +107,7 @@ class Status(IntEnum):
 
 
 _IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS, _SCALES = 1, 2, 4, 8, 16, 32, 64  # what a part carries
-_ALL_PRESENT, _ALL_FLAGS = 127, 63
+_ALL_PRESENT, _ALL_FLAGS = 127, 127
 
 
 class Header(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, Ticket
-from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.client.shards import Gradient, Keys, Rows, Take
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
@@ -111,8 +111,10 @@ class SyncExchange:
             values = None if part.table_id in gradients else part.gradients(memory.get(part.table_id))
             if values is not None:
                 everything[part.table_id] = memory[part.table_id] = values
-        pushed = self.client.push(everything, positions=positions)
-        self._receive(lambda: self.client.wait(pushed))
+        takes = {part.table_id: part.assign for part in self.plan.dense}
+        own = {table_id: takes.pop(table_id) for table_id in everything if table_id in takes}
+        self.client.wait(self.client.push(everything, positions=positions, out=own))
+        self._receive(takes)
         self._spare = memory
 
     def settle(self) -> None:
@@ -126,18 +128,16 @@ class SyncExchange:
 
     def flush(self) -> None:
         """Takes the servers' parameters."""
-        self._receive()
+        self._receive({part.table_id: part.assign for part in self.plan.dense})
 
     def close(self) -> None:
         """Does nothing: it has no threads or connections of its own."""
 
     abandon = close
 
-    def _receive(self, before: Callable[[], Any] = lambda: None) -> None:
-        takes = {part.table_id: part.assign for part in self.plan.dense}
-        pulled = self.client.pull(dict.fromkeys(takes), out=takes) if takes else Ticket()  # while the push is under way
-        before()
-        self.client.wait(pulled)
+    def _receive(self, takes: Mapping[int, Take]) -> None:
+        if takes:
+            self.client.wait(self.client.pull(dict.fromkeys(takes), out=takes))
 
 
 class _Mailbox:

@@ -6,12 +6,15 @@ every other use of the weight (:mod:`fleet.ps.worker.served_weight`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
+from fleet.ps.table.ids import sum_rows
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
@@ -22,6 +25,7 @@ from fleet.ps.worker.served_weight import WatchesWeight, as_plain
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
 
 ROWS_AT_ONCE = 1 << 16
+MANY_IDS = 1 << 10  # from so many on a call of Python costs less than it saves
 
 
 class ServedEmbedding(WatchesWeight, nn.Embedding):
@@ -87,7 +91,9 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             weight = self.weight
             device, trained = weight.device, weight.requires_grad
         rows, places = self.lookup.find(ids, device, trained=trained)
-        found = torch.embedding(rows, places.view(input.shape))
+        places = places.view(input.shape)
+        many = len(ids) >= MANY_IDS and rows.requires_grad and device.type == "cpu"
+        found = _ManyRows.apply(rows, places) if many else torch.embedding(rows, places)  # type: ignore[no-untyped-call]
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
     def prefetch(self, input: Tensor) -> None:
@@ -95,8 +101,11 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         self.lookup.prefetch(self._keys(input))
 
     def _keys(self, input: Tensor) -> np.ndarray:
-        ids: np.ndarray = input.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
-        if len(ids) and int(ids.view(np.uint64).max()) >= self.num_embeddings:  # a negative id is a large one here
+        if input.dtype is not torch.int64 or input.device.type != "cpu":
+            input = input.detach().to("cpu", torch.int64)
+        ids: np.ndarray = np.ascontiguousarray(input.numpy()).reshape(-1)
+        # A negative id is a large one here.
+        if len(ids) and int(np.maximum.reduce(ids.view(np.uint64))) >= self.num_embeddings:
             raise IndexError(
                 f"embedding ids range from {ids.min()} to {ids.max()}; there are {self.num_embeddings} rows"
             )
@@ -120,6 +129,27 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         for start in range(0, self.num_embeddings, ROWS_AT_ONCE):
             ids = np.arange(start, min(start + ROWS_AT_ONCE, self.num_embeddings), dtype=np.int64)
             weight[start : start + len(ids)] = torch.from_numpy(self.lookup.source.rows(ids)).to(weight)
+
+
+class _ManyRows(torch.autograd.Function):
+    """``torch.embedding`` of rows on the CPU, whose backward takes half the time for many ids.
+
+    The sums are torch's, bit for bit: both add in the order of the ids.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = len(rows)
+        return torch.embedding(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            return torch.ops.aten.embedding_dense_backward(gradient, places, ctx.num_rows, -1, False), None
+        rows = gradient.reshape(-1, gradient.shape[-1]).numpy()
+        return torch.from_numpy(sum_rows(rows, places.reshape(-1).numpy(), ctx.num_rows)), None
 
 
 def check_embeddings(model: nn.Module) -> None:

@@ -87,6 +87,7 @@ class DensePart:
     parameters: list[nn.Parameter]
     place: GroupPlace
     follows: bool = True
+    _sum: tuple[Rows, list[Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def rate(self) -> float | None:
         """Returns the learning rate that the table must have now; ``None`` where it has none."""
@@ -112,10 +113,12 @@ class DensePart:
     @torch.no_grad()
     def add_gradients(self, total: Rows) -> None:
         """Adds the gradients to float32 [size], without a flat copy of them."""
-        places = torch.from_numpy(total).split([p.numel() for p in self.parameters])
-        pairs = [(place, p.grad) for place, p in zip(places, self.parameters, strict=True) if p.grad is not None]
+        if self._sum is None or self._sum[0] is not total:  # one sum takes the gradients of many steps
+            flat = torch.from_numpy(total).split([p.numel() for p in self.parameters])
+            self._sum = total, [place.view(p.shape) for place, p in zip(flat, self.parameters, strict=True)]
+        pairs = [(place, p.grad) for place, p in zip(self._sum[1], self.parameters, strict=True) if p.grad is not None]
         dense = [g if g.layout is torch.strided else g.to_dense() for _, g in pairs]
-        torch._foreach_add_([place for place, _ in pairs], [g.reshape(-1).to("cpu", torch.float32) for g in dense])
+        torch._foreach_add_([place for place, _ in pairs], [g.to("cpu", torch.float32) for g in dense])
 
     @torch.no_grad()
     def assign(self, values: Rows, start: int = 0) -> None:

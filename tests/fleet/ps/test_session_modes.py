@@ -16,6 +16,7 @@ from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.worker.exchange_modes import SyncExchange
 from fleet.ps.worker.table_plan import SparsePart, TablePlan
+from tests.fleet.ps.local_transport import Fault
 from tests.fleet.ps.service import SPARSE, Gradient, gradient, ids, in_threads, rows, serving
 
 # -- sync --------------------------------------------------------------------------------------------------------
@@ -31,6 +32,57 @@ def test_sync_averages_over_workers_and_applies_once():
         result = a.wait(a.pull({0: ids(1, 2, 3), 1: None}))
         assert result[0][:, 0].tolist() == [-2, -6, -4]
         assert (result[1] == -4).all()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 6])  # 6: one has no dense values
+def test_the_answer_to_a_push_brings_the_values_after_the_step(num_servers):
+    with serving(num_servers, mode="sync", num_workers=2) as service:
+        workers = service.client(0), service.client(1)
+        taken = [np.full(5, -1, np.float32) for _ in workers]
+        before = service.transport.sent["client"]
+
+        def train(rank: int) -> None:
+            def take(values, start=0):
+                taken[rank][start : start + len(values)] = values
+
+            for step in (1, 2, 3):
+                gradients = {0: gradient(range(40)), 1: np.full(5, step + 2 * rank, np.float32)}
+                workers[rank].wait(workers[rank].push(gradients, out={1: take}))
+                assert (taken[rank] == -sum(range(2, step + 2))).all()
+
+        in_threads(lambda: train(0), lambda: train(1))
+        assert service.transport.sent["client"] == before + 2 * 3 * num_servers
+
+
+@pytest.mark.parametrize("kind", ["cut", "cut_after", "drop"])
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+def test_a_lost_answer_with_values_comes_again(side, kind, offset):
+    with serving(mode="sync") as service:
+        client = service.client(answer_timeout_s=0.3)
+        taken = np.full(5, -1, np.float32)
+        service.transport.faults.append(Fault(side, service.transport.sent[side] + offset, kind))
+        for step in range(1, 5):
+
+            def take(values, start=0):
+                taken[start : start + len(values)] = values
+
+            client.wait(client.push({0: gradient([1]), 1: np.ones(5, np.float32)}, out={1: take}))
+            assert (taken == -step).all()
+
+
+def test_gradients_that_are_held_stay_as_they_came():
+    """The server keeps the memory that it received them in."""
+    with serving(mode="sync", num_workers=2) as service:
+        a, b = service.client(0), service.client(1)
+        for step in (1, 2, 3):
+            a.wait(a.push({0: gradient(range(100), step), 1: np.full(5, step, np.float32)}))
+        a.stat()
+        for step in (1, 2, 3):
+            b.wait(b.push({0: gradient(range(100), 2 * step), 1: np.full(5, 2 * step, np.float32)}))
+            result = b.wait(b.pull({0: ids(*range(100)), 1: None}))
+            assert (result[0] == -1.5 * sum(range(1, step + 1))).all()
+            assert (result[1] == -1.5 * sum(range(1, step + 1))).all()
 
 
 def test_who_waits_says_for_whom_and_where(monkeypatch):

@@ -61,6 +61,11 @@ def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
     total = np.arange(4, dtype=np.float32)
     part.add_gradients(total)
     assert total.tolist() == [0, 1, 2, 4]
+    other = np.zeros(4, np.float32)
+    for one in (total, other, total):
+        part.add_gradients(one)
+    assert total.tolist() == [0, 1, 2, 6]
+    assert other.tolist() == [0, 0, 0, 1]
     part.assign(np.arange(4, dtype=np.float32))
     assert model.out.weight.tolist() == [[0, 1, 2]]
     assert model.out.bias.tolist() == [3]
