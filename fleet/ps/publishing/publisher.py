@@ -213,6 +213,7 @@ class Publisher:
             published = job.published
             published.writing_whole, published.writing_since = False, 0.0
             published.confirmed = self._previous = delta.watermark
+            published.step = delta.step
             counts = published.counts
             counts["deltas"] += 1
             counts["rows"] += sum(len(table.keys) for table in delta.tables)

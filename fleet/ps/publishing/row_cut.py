@@ -58,6 +58,8 @@ def waiting_rows(state: ServerState) -> int:
 def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, server: int) -> Delta | None:
     """Returns what changed since record ``previous``, None when nothing did or rows are being loaded.
 
+    A step that ends after its last row was published makes a delta without rows, so that readers learn of it.
+
     What the delta holds is kept as such until the caller has written it, see ``KeyRecorder.forget`` and ``put_back``.
     """
     job = state.job
@@ -86,7 +88,7 @@ def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, serv
             job.published.writing_since, job.published.oldest = pushed_at, 0.0
         late = {table_id: _read(tables[table_id].table, *keys) for table_id, keys in second.items()}
     rows = _deltas(state, tables, early, late, whole)
-    if not rows and not whole:
+    if not rows and not whole and step == job.published.step:
         return None
     count = max((state.job.specs[table_id].get("num_servers", 1) for table_id in tables), default=1)
     return Delta(

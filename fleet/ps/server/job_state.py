@@ -106,6 +106,7 @@ class Published:
         history: identity of the journal for sinks; empty until a sink was asked what it holds.
         kept_for: boot of the machine and level of the journal at which the history was written.
         confirmed: the last record whose changes the sink is known to hold.
+        step: of the last delta that the sink took; -1 before the first.
         whole: the next delta replaces every row.
         writing_whole: such a delta is being made or written.
         loading: rows change without a record; no delta may be made.
@@ -120,6 +121,7 @@ class Published:
     history: str = ""
     kept_for: tuple[str, int] = ("", 0)
     confirmed: int = 0
+    step: int = -1
     whole: bool = True
     writing_whole: bool = False
     loading: bool = False

@@ -9,19 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps.client.shards import Gradient
+from fleet.ps.publishing.folder_sink import FolderSink
 from fleet.ps.publishing.publication import Publication
 from fleet.ps.publishing.publisher import Publisher, _Overtaken
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import save_tables
 from fleet.ps.server.server_process import run_server
+from fleet.ps.serving.reader import Reader
 from tests.fleet.ps.publishing.rig import PublishingService, publishing
-from tests.fleet.ps.service import SECRET, gradient, make_table
+from tests.fleet.ps.service import DENSE, SECRET, gradient, ids, make_table
 from tests.helpers.memory_sink import MemorySink
 
 
@@ -44,6 +48,36 @@ def test_the_first_delta_is_whole_and_later_ones_hold_what_changed(tmp_path: Pat
         assert second.step == client.step == 3
         counts = service.servers[0].state.job.published.counts
         assert counts == {"deltas": 2, "rows": 4, "deletions": 0, "failures": 0}
+
+
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_a_step_that_ends_after_its_rows_is_published(tmp_path: Path, place: str) -> None:
+    """Its last push has dense parameters only; who waits for the step must see it end."""
+    sink = MemorySink() if place == "memory" else FolderSink(tmp_path / "rows", "job", "float32")
+    with publishing(sink, tmp_path / "state", staleness=4) as service:
+        client = service.client()
+        rows = np.full((1, 2), 1.0, np.float32)
+        client.wait(client.push({0: Gradient(ids(1), rows)}, step=1, ends_step=False))
+        service.publish()
+        assert step_of(sink, place) == 0
+        client.wait(client.push({1: np.ones(DENSE.size, np.float32)}, step=1))
+        service.publish()
+        assert step_of(sink, place) == 1
+        service.publish()
+        if isinstance(sink, MemorySink):
+            assert [len(delta.tables) for delta in sink.deltas] == [1, 0]
+            assert sink.rows == service.served()
+        else:
+            with Reader(tmp_path / "rows") as reader:
+                assert reader.position[0].step == 1
+                assert reader.lookup("ads", [1]).tolist() == [[-1.0, -1.0]]
+
+
+def step_of(sink: Any, place: str) -> int:
+    """The step that the sink names."""
+    if place == "memory":
+        return int(sink.deltas[-1].step)
+    return int(sink._read()["servers"]["0"]["step"])
 
 
 def test_shrunk_and_cleared_rows_are_deleted_from_the_sink(tmp_path: Path) -> None:
