@@ -28,6 +28,7 @@ LAZY = (
     "fleet.dataset",
     "fleet.checkpoint",
     "fleet.elastic",
+    "fleet.features",
     "fleet.layers.mpu",
     "fleet.meta_parallel",
     "fleet.moe",

@@ -74,6 +74,7 @@ _MODULES = (
     "elastic",
     "env",
     "errors",
+    "features",
     "incubate",
     "launch",
     "layers",

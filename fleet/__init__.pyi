@@ -29,6 +29,7 @@ from fleet import dataset as dataset
 from fleet import elastic as elastic
 from fleet import env as env
 from fleet import errors as errors
+from fleet import features as features
 from fleet import incubate as incubate
 from fleet import launch as launch
 from fleet import layers as layers
@@ -59,6 +60,7 @@ from fleet.dataset._training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
 from fleet.facade import Path
+from fleet.features.transforms import Transforms
 from fleet.layers.mpu.mp_ops import split as split
 from fleet.options import BuildStrategy as BuildStrategy
 from fleet.options import DistributedStrategy as DistributedStrategy
@@ -141,6 +143,7 @@ __all__ = [
     "errors",
     "estimate_memory",
     "explain",
+    "features",
     "fleet",
     "fp16_guard",
     "get_hybrid_communicate_group",
@@ -523,6 +526,7 @@ def save_inference_model(
     mode: int = 0,
     *,
     example_inputs: Sequence[Any] | None = None,
+    transforms: Transforms | None = None,
 ) -> None:
     """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
 
@@ -538,6 +542,8 @@ def save_inference_model(
             model is the module that was given to ``distributed_model``.
         mode: as in :meth:`save_persistables`.
         example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
+        transforms: what raw features went through, kept as ``transforms.json``: a service reads it with
+            ``fleet.features.Transforms.load(dirname)``.
     """
 
 def save_one_table(table_id: int, path: Path, mode: int = 0) -> None:

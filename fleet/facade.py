@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from fleet.features.transforms import Transforms
     from fleet.ps_job.server_job import ServerJob
 
 Path = str | os.PathLike[str]
@@ -559,6 +560,7 @@ class Fleet:
         mode: int = 0,
         *,
         example_inputs: Sequence[Any] | None = None,
+        transforms: Transforms | None = None,
     ) -> None:
         """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
 
@@ -574,12 +576,15 @@ class Fleet:
                 model is the module that was given to ``distributed_model``.
             mode: as in :meth:`save_persistables`.
             example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
+            transforms: what raw features went through, kept as ``transforms.json``: a service reads it with
+                ``fleet.features.Transforms.load(dirname)``.
         """
         folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
         job = self._job("save_inference_model", "worker")
         if job is not None:
             model = self._need("save_inference_model").models[0]
-            save_model(job.running(), model, folder, number, example_inputs, first=self.is_first_worker())
+            first = self.is_first_worker()
+            save_model(job.running(), model, folder, number, example_inputs, transforms, first=first)
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""

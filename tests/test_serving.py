@@ -51,7 +51,7 @@ def test_every_block_runs(tmp_path: Path, name: str) -> None:
         )
         assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
         done.append(ran.stdout)
-    assert len(done) == 5
+    assert len(done) == 6
     assert "{'ads': 8, 'age': 8}" in done[1]
     assert "tensor([0.9" in done[3] or "tensor([1." in done[3]
     assert "a program of" in done[4]

@@ -25,6 +25,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fleet.dataset._parquet_files import OFFSETS, ParquetFiles, found_files
 from fleet.dataset._parquet_order import RowDivision, Span, rows_of
 from fleet.errors import CheckpointError, ConfigError
+from fleet.features.column import FeatureColumn
+from fleet.features.transforms import Transforms
 from fleet.runtime.running import running_session
 
 __all__ = ["ParquetDataset"]
@@ -57,6 +59,9 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         drop_last: leaves out a worker's last batch if it is not full.
         fill: takes the place of nulls; without it they are refused.
         threads: that read row groups in advance; as many and one more are held in memory.
+        transforms: :class:`fleet.features.Transforms` that the rows go through in those threads. What it reads need not
+            be among the ``columns``; what it writes is in the batches. Text that it reads is not, and a text that is
+            null is an empty word where ``fill`` is given.
 
     Raises:
         ConfigError: an argument is wrong, a column does not exist or is of a type without tensors, or pyarrow is not
@@ -82,6 +87,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         drop_last: bool = False,
         fill: float | None = None,
         threads: int = 2,
+        transforms: Transforms | None = None,
     ) -> None:
         _check_integers(batch_size=(batch_size, 1), threads=(threads, 1))
         if shuffle_seed is not None:
@@ -92,7 +98,12 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
             raise ConfigError(f"ParquetDataset(rest={rest!r}): it is one of {', '.join(_RESTS)}, or None.")
         if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
             raise ConfigError(f"ParquetDataset(columns={columns!r}): it is a list of names, each once, or None.")
-        self._files = ParquetFiles(found_files(paths), columns, fill)
+        if transforms is not None and not isinstance(transforms, Transforms):
+            raise ConfigError(f"ParquetDataset(transforms={transforms!r:.80}): it is a fleet.features.Transforms.")
+        needed = () if transforms is None else transforms.inputs
+        self._files = ParquetFiles(found_files(paths), columns, fill, needed)
+        self._transforms = transforms
+        self._columns = self._files.chosen if transforms is None else _names_after(self._files, transforms)
         self._batch_size, self._seed, self._rest = batch_size, shuffle_seed, rest
         self._drop_last, self._threads = drop_last, threads
         self._sizes = [rows for _, _, rows in self._files.groups]
@@ -204,11 +215,11 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
             if turn != self._turn:
                 raise ConfigError("ParquetDataset: another loop over it has begun; this one cannot go on beside it.")
             count = min(self._batch_size, left)
-            while sum(_rows(part, self._files.columns) for part in held) < count:
+            while sum(_rows(part, self._columns) for part in held) < count:
                 held.append(next(parts))
             left -= count
             self._read += self._batch_size
-            yield _taken(held, count, self._files.columns)
+            yield _taken(held, count, self._columns)
         self._is_over = turn == self._turn
 
     def _parts(self, spans: Sequence[Span]) -> Iterator[dict[str, Tensor]]:
@@ -243,10 +254,37 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
                 at += 1
 
     def _read_piece(self, group: int, low: int, high: int, epoch: int) -> dict[str, Tensor]:
-        if self._seed is None:
-            return self._files.read(group, slice(low, high))
-        order = np.random.default_rng([self._seed, epoch, group]).permutation(self._sizes[group])
-        return self._files.read(group, order[low:high])
+        rows: np.ndarray[Any, Any] | slice = slice(low, high)
+        if self._seed is not None:
+            rows = np.random.default_rng([self._seed, epoch, group]).permutation(self._sizes[group])[low:high]
+        found = self._files.read(group, rows)
+        return found if self._transforms is None else _transformed(found, self._transforms, self._columns)
+
+
+def _names_after(files: ParquetFiles, transforms: Transforms) -> list[str]:
+    """Returns the columns of a batch; raises ConfigError where the files' columns do not fit the transforms."""
+    stays = [name for name in files.chosen if files.kinds[name] != "text"]
+    transforms.check({name: files.kinds[name] for name in transforms.inputs}, dict.fromkeys(stays))
+    return list(dict.fromkeys([*stays, *transforms.outputs]))
+
+
+def _transformed(found: Mapping[str, Any], transforms: Transforms, names: Sequence[str]) -> dict[str, Tensor]:
+    columns = {}
+    for name in transforms.inputs:
+        values, ends = found[name], found.get(name + OFFSETS)
+        numbers = values.numpy() if isinstance(values, Tensor) else values
+        columns[name] = FeatureColumn(numbers, None if ends is None else ends.numpy())
+    made = transforms.apply(columns)
+    batch: dict[str, Tensor] = {}
+    for name in names:
+        if name not in transforms.outputs:
+            batch.update({one: found[one] for one in (name, name + OFFSETS) if one in found})
+            continue
+        batch[name] = torch.from_numpy(np.ascontiguousarray(made[name].values))
+        ends = made[name].ends
+        if ends is not None:
+            batch[name + OFFSETS] = torch.from_numpy(ends)
+    return batch
 
 
 def _place() -> tuple[int, int]:

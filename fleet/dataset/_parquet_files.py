@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fleet.errors import ConfigError, FleetError
+from fleet.features.column import Words
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,13 +69,18 @@ def _files_below(folder: Path) -> list[str]:
 class ParquetFiles:
     """The row groups of some files of one schema, and how the chosen columns become tensors."""
 
-    def __init__(self, files: Sequence[str], columns: Sequence[str] | None, fill: Any) -> None:
+    def __init__(
+        self, files: Sequence[str], columns: Sequence[str] | None, fill: Any, read_by_transforms: Sequence[str] = ()
+    ) -> None:
         self._pa, self._pq = import_arrow()
         self._fill = fill
+        self._transformed = frozenset(read_by_transforms)
         self.groups: list[tuple[str, int, int]] = []  # file, row group, rows
         self._schema: Any = None
         self._metadata: dict[str, Any] = {}
-        self.columns: list[str] = []
+        self.columns: list[str] = []  # that are read
+        self.chosen: list[str] = []  # those of them that batches may hold
+        self.kinds: dict[str, str] = {}
         for file in files:
             self._add(file, columns)
 
@@ -84,32 +90,38 @@ class ParquetFiles:
                 schema, metadata = opened.schema_arrow, opened.metadata
         except (OSError, self._pa.ArrowException) as error:
             raise ConfigError(f"ParquetDataset: {file} cannot be read as Parquet: {error}") from error
-        wanted = schema.names if columns is None else list(columns)
+        chosen = schema.names if columns is None else list(columns)
+        wanted = [*chosen, *sorted(self._transformed.difference(chosen))]
         wrong = [name for name in wanted if name not in schema.names]
         if wrong:
             raise ConfigError(f"ParquetDataset(columns=...): {file} has no {wrong}. It has {schema.names}.")
-        chosen = self._pa.schema([self._pa.field(name, schema.field(name).type) for name in wanted])
+        fields = self._pa.schema([self._pa.field(name, schema.field(name).type) for name in wanted])
         if self._schema is None:
-            for field in chosen:
-                _check_type(self._pa, field, self._fill)
+            self.kinds = {field.name: _kind(self._pa, field.type) for field in fields}
+            for field in fields:
+                if self.kinds[field.name] != "text" or field.name not in self._transformed:
+                    _check_type(self._pa, field, self._fill)
                 if field.name + OFFSETS in wanted:
                     raise ConfigError(
                         f"ParquetDataset: a batch names the starts of the bags of {field.name!r} "
                         f"{field.name + OFFSETS!r}, and so is a column. Leave one of the two out with columns=[...]."
                     )
-        elif not chosen.equals(self._schema):
-            raise ConfigError(f"ParquetDataset: {file} has columns {chosen}, the first file {self._schema}.")
+        elif not fields.equals(self._schema):
+            raise ConfigError(f"ParquetDataset: {file} has columns {fields}, the first file {self._schema}.")
         self._metadata[file] = metadata
-        self._schema, self.columns = chosen, list(wanted)
+        self._schema, self.chosen, self.columns = fields, list(chosen), wanted
         self.groups += [(file, g, metadata.row_group(g).num_rows) for g in range(metadata.num_row_groups)]
 
-    def read(self, group: int, rows: np.ndarray[Any, Any] | slice) -> dict[str, Tensor]:
-        """Returns the chosen columns of some rows of a row group; a list column also as its ``.offsets``."""
+    def read(self, group: int, rows: np.ndarray[Any, Any] | slice) -> dict[str, Any]:
+        """Returns the columns of some rows of a row group; a list column also as its ``.offsets``.
+
+        A column is a tensor, or :class:`Words`.
+        """
         file, index, _ = self.groups[group]
         with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
             table = opened.read_row_group(index, columns=self.columns, use_threads=False)
         table = table.slice(rows.start, rows.stop - rows.start) if isinstance(rows, slice) else table.take(rows)
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         for name in self.columns:
             column = table[name].combine_chunks()
             column = column if isinstance(column, self._pa.Array) else self._pa.concat_arrays(column.chunks)
@@ -121,8 +133,15 @@ class ParquetFiles:
                 else:
                     found[name + OFFSETS] = torch.from_numpy(column.offsets.to_numpy().astype(np.int64))
                 column = column.flatten()
-            found[name] = self._tensor(self._without_nulls(column, name, file))
+            column = self._without_nulls(column, name, file)
+            found[name] = self._words(column) if self.kinds[name] == "text" else self._tensor(column)
         return found
+
+    def _words(self, column: pa.Array) -> Words:
+        if not self._pa.types.is_dictionary(column.type):
+            column = column.dictionary_encode()
+        words = [word.encode() if isinstance(word, str) else word for word in column.dictionary.to_pylist()]
+        return Words(words, column.indices.to_numpy(zero_copy_only=False).astype(np.int64))
 
     def _without_nulls(self, column: pa.Array, name: str, file: str, *, is_list: bool = False) -> pa.Array:
         if not column.null_count:
@@ -132,7 +151,12 @@ class ParquetFiles:
                 f"ParquetDataset: column {name!r} of {file} holds nulls. Give fill=VALUE (a list that is null is then "
                 "an empty one), or leave the column out."
             )
-        return column if is_list else column.fill_null(self._pa.array([self._fill]).cast(column.type)[0])
+        if is_list:
+            return column
+        if self.kinds[name] == "text":
+            plain = column.type.value_type if self._pa.types.is_dictionary(column.type) else column.type
+            return column.cast(plain).fill_null(self._pa.scalar("").cast(plain))
+        return column.fill_null(self._pa.array([self._fill]).cast(column.type)[0])
 
     def _tensor(self, column: pa.Array) -> Tensor:
         if self._pa.types.is_unsigned_integer(column.type):
@@ -143,6 +167,21 @@ class ParquetFiles:
         return torch.from_dlpack(column)  # shares memory; a batch is a copy
 
 
+def _kind(pa: Any, kind: Any) -> str:
+    """Returns what a type holds: int, float, bool, text, or its own name."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "text"
+    if pa.types.is_boolean(kind):
+        return "bool"
+    return "int" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)
+
+
 def _check_type(pa: Any, field: Any, fill: Any) -> None:
     kind = field.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -150,7 +189,8 @@ def _check_type(pa: Any, field: Any, fill: Any) -> None:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ConfigError(
             f"ParquetDataset: column {field.name!r} is {field.type}; numbers, booleans and lists of them become "
-            "tensors. Leave the column out with columns=[...], or write it as numbers."
+            "tensors. Leave the column out with columns=[...], write it as numbers, or make ids of text with "
+            "transforms=fleet.features.Transforms([...])."
         )
     if pa.types.is_boolean(kind) and fill not in (None, 0, 1):
         raise ConfigError(f"ParquetDataset(fill={fill!r}): column {field.name!r} is {field.type}, and takes 0 or 1.")

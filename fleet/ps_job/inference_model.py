@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fleet.errors import ConfigError
+from fleet.features.transforms import Transforms
 from fleet.ps.worker.trainer import Trainer
 from fleet.runtime import save_load
 
@@ -17,13 +19,24 @@ STATE = "model.pt"
 
 
 def save_model(
-    trainer: Trainer, model: nn.Module, folder: str, mode: int, example_inputs: Sequence[Any] | None, *, first: bool
+    trainer: Trainer,
+    model: nn.Module,
+    folder: str,
+    mode: int,
+    example_inputs: Sequence[Any] | None,
+    transforms: Transforms | None,
+    *,
+    first: bool,
 ) -> None:
     """Makes the servers save, and writes the rest where this worker is the ``first``; every worker calls it.
 
     Raises:
         ConfigError: the example inputs cannot be a program's (nothing was saved), or the model cannot be exported.
     """
+    if transforms is not None and not isinstance(transforms, Transforms):
+        raise ConfigError(
+            f"save_inference_model(transforms={transforms!r:.80}): it is a fleet.features.Transforms, or None."
+        )
     if example_inputs is not None:
         from fleet.ps.serving.export import checked_inputs, export
 
@@ -32,5 +45,7 @@ def save_model(
     state = model.state_dict()
     if first:
         save_load.save(state, os.path.join(folder, STATE))
+        if transforms is not None:
+            transforms.save(folder)
         if example_inputs is not None:
             export(model, example_inputs, folder)

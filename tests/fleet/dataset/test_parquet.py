@@ -235,3 +235,85 @@ def test_a_job_of_two_goes_on_with_another_number(folder, tmp_path, size):
     assert len(before) == 30
     assert set(before) | set(after) == set(range(80))
     assert len(before) + len(after) == 80 + (-50 % size)
+
+
+def _clicks(folder, rows=50):
+    """Writes text in each of its forms, with nulls, over two row groups; returns the same rows as lists."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = np.random.default_rng(5)
+    site = [None if i % 7 == 0 else f"s{rng.integers(9)}" for i in range(rows)]
+    tags = [[f"t{tag}" for tag in rng.integers(0, 5, rng.integers(0, 4))] for _ in range(rows)]
+    price = rng.exponential(9, rows).astype(np.float32)
+    table = pa.table(
+        {
+            "site": pa.array(site),
+            "kind": pa.array([f"k{i % 3}" for i in range(rows)]).dictionary_encode(),
+            "tags": pa.array(tags, pa.list_(pa.large_string())),
+            "price": price,
+            "label": [i % 2 for i in range(rows)],
+        }
+    )
+    pq.write_table(table, folder / "clicks.parquet", row_group_size=rows // 2 + 3)
+    return {"site": [one or "" for one in site], "kind": table["kind"].to_pylist(), "tags": tags, "price": price}
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_transforms_of_text_bags_and_numbers(tmp_path, seed):
+    """A batch is what the transforms make of the same rows, bit for bit; a service sends such rows."""
+    from fleet.features import Cross, Hash, Log, Transforms, Vocabulary
+
+    rows = _clicks(tmp_path)
+    transforms = Transforms(
+        [
+            Hash("site"),
+            Vocabulary("kind", ["k1", "k0"]),
+            Hash("tags", num_buckets=1000),
+            Cross(["site", "tags"], out="site_by_tag"),
+            Log("price", out="log_price"),
+        ]
+    )
+    columns = ["label", "price", "site"]
+    data = fleet.ParquetDataset(
+        tmp_path, columns=columns, batch_size=8, shuffle_seed=seed, fill=0, transforms=transforms
+    )
+    ends = np.cumsum([0, *map(len, rows["tags"])])
+    flat = [tag for bag in rows["tags"] for tag in bag]
+    whole = transforms({**rows, "tags": flat, "tags.offsets": ends[:-1]})
+    found = list(data)
+    assert set(found[0]) == {
+        *("label", "price", "site", "kind", "tags", "tags.offsets", "site_by_tag", "site_by_tag.offsets", "log_price")
+    }
+    by_price = {float(price): row for row, price in enumerate(rows["price"])}
+    places = [by_price[float(price)] for batch in found for price in batch["price"]]
+    assert sorted(places) == list(range(50))
+    for name in ("site", "kind", "log_price"):
+        assert torch.cat([batch[name] for batch in found]).tolist() == whole[name][places].tolist()
+    for name in ("tags", "site_by_tag"):
+        bags = np.split(whole[name], ends[1:-1])
+        expected = [number for place in places for number in bags[place]]
+        assert torch.cat([batch[name] for batch in found]).tolist() == expected
+    assert (
+        found[0]["tags.offsets"].tolist()
+        == np.cumsum([0, *(len(rows["tags"][place]) for place in places[:7])]).tolist()
+    )
+
+
+def test_transforms_that_do_not_fit_the_files(tmp_path):
+    from fleet.errors import FleetError
+    from fleet.features import Hash, Log, Transforms
+
+    _clicks(tmp_path)
+    for transforms, said in (
+        (Transforms([Log("site")]), "reads int or float; column 'site' is text"),
+        (Transforms([Hash("page")]), "has no .'page'."),
+        (Transforms([Hash("kind", out="label")]), "the batch has a column 'label'"),
+        ([Hash("kind")], "it is a fleet.features.Transforms"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            fleet.ParquetDataset(tmp_path, columns=["label"], batch_size=2, transforms=transforms)
+    with pytest.raises(ConfigError, match="make ids of text with transforms="):
+        fleet.ParquetDataset(tmp_path, columns=["site"], batch_size=2)
+    with pytest.raises(FleetError, match="column 'site' of .* holds nulls"):
+        list(fleet.ParquetDataset(tmp_path, columns=["label"], batch_size=2, transforms=Transforms([Hash("site")])))

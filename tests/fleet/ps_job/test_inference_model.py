@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet import fleet
+from fleet import features, fleet
 from fleet.errors import ConfigError
 from fleet.ps_job.inference_model import save_model
 
@@ -23,10 +23,10 @@ class Saves:
         self.calls.append(arguments)
 
 
-def saved(folder: Path, example_inputs: Any, *, first: bool = True) -> list[tuple[Any, ...]]:
+def saved(folder: Path, example_inputs: Any, transforms: Any = None, *, first: bool = True) -> list[tuple[Any, ...]]:
     trainer = Saves()
     model = fleet.SparseEmbedding(2, name="ads")
-    save_model(trainer, model, str(folder), 0, example_inputs, first=first)  # type: ignore[arg-type]
+    save_model(trainer, model, str(folder), 0, example_inputs, transforms, first=first)  # type: ignore[arg-type]
     return trainer.calls
 
 
@@ -37,6 +37,15 @@ def test_the_first_worker_writes_beside_the_servers(tmp_path: Path) -> None:
     assert saved(tmp_path / "state", None) == [(str(tmp_path / "state"), 0)]
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["model.pt"]
     assert saved(tmp_path / "other", (IDS,), first=False) == [(str(tmp_path / "other"), 0)]
+    assert not (tmp_path / "other").exists()
+
+
+def test_transforms_are_kept_beside_the_state(tmp_path: Path) -> None:
+    transforms = features.Transforms([features.Hash("site", out="ads")])
+    saved(tmp_path, None, transforms)
+    assert features.Transforms.load(tmp_path) == transforms
+    with pytest.raises(ConfigError, match="it is a fleet.features.Transforms"):
+        saved(tmp_path / "other", None, [features.Hash("site")])
     assert not (tmp_path / "other").exists()
 
 

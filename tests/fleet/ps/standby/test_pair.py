@@ -404,47 +404,6 @@ def test_a_server_hands_over_and_follows(tmp_path: Path) -> None:
         assert max(longest) < 5
 
 
-def test_a_server_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
-    """It says so and goes on."""
-    with duo(tmp_path) as pair:
-        client = pair.client()
-        pair.cut()
-        assert "has not joined it" in pair.switch(0)["error"]
-        client.wait(client.push({0: gradient([1])}))
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
-
-
-@pytest.mark.parametrize("standby_dies", [False, True])
-def test_a_standby_that_does_not_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standby_dies: bool) -> None:
-    """The server serves nobody until it is certain that the standby never will, and goes on then."""
-    monkeypatch.setattr("fleet.ps.standby.leader._SWITCH_S", 0.2)
-    monkeypatch.setattr("fleet.ps.standby.leader.GRACE_S", 0.3)
-    with duo(tmp_path, lease_s=1.0) as pair:
-        client = pair.client()
-        client.wait(client.push({0: gradient([1])}))
-        follower = pair.follower
-        orders = []
-
-        def ignore(line: Any) -> None:
-            orders.append(line)
-            if standby_dies:
-                pair.kill(1)
-                pair.start(1)
-
-        follower._take_over = ignore  # type: ignore[method-assign]
-        assert "was lost before it took over; this server goes on" in pair.switch(0)["error"]
-        assert orders
-        assert not follower.promoted
-        Follower._take_over(follower, orders[0])  # the order comes late
-        assert not follower.promoted
-        client.wait(client.push({0: gradient([1])}))
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
-        del follower._take_over
-        until(lambda: pair.leader.joined)
-        assert pair.switch(0) == {"leads": SECOND}
-        np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
-
-
 def test_a_worker_that_was_started_again_finds_the_one_that_leads(tmp_path: Path) -> None:
     """It asks the first of the list, which is the standby now."""
     with duo(tmp_path) as pair:

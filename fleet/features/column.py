@@ -1,0 +1,124 @@
+"""FeatureColumn: the values of one feature in a batch, and what each transform has in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import ConfigError
+
+__all__ = ["NUMBERS", "FeatureColumn", "Transform", "Words", "check_integer", "check_number"]
+
+NUMBERS = "iuf"  # kinds of dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Text: the distinct words, as UTF-8, and which of them each value is.
+
+    Attributes:
+        words: each once.
+        codes: int64, of any shape.
+    """
+
+    words: Sequence[bytes]
+    codes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, name: str, values: Any) -> Words:
+        """Returns an array of text in this form; raises ConfigError where a value is neither str nor bytes."""
+        array = np.asarray(values, object)
+        known: dict[str | bytes, int] = {}
+        codes = np.fromiter((known.setdefault(value, len(known)) for value in array.flat), np.int64, array.size)
+        wrong = next((value for value in known if not isinstance(value, str | bytes)), b"")
+        if not isinstance(wrong, str | bytes):
+            raise ConfigError(
+                f"fleet.features: column {name!r} holds {wrong!r:.80}; a column of text holds str or bytes only. Fill "
+                "missing values with a word of their own."
+            )
+        words = [value.encode() if isinstance(value, str) else value for value in known]
+        return cls(words, codes.reshape(array.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureColumn:
+    """One feature.
+
+    Attributes:
+        values: numbers [n, ...] or text; of a bag the values of all rows, one after the other.
+        ends: int64 [n + 1]: of a bag, where each row begins, and the end; None: one entry of ``values`` a row.
+    """
+
+    values: NDArray[Any] | Words
+    ends: NDArray[np.int64] | None = None
+
+    @property
+    def kind(self) -> str:
+        """One of ``"text"``, ``"int"`` and ``"float"``."""
+        if isinstance(self.values, Words):
+            return "text"
+        return "float" if self.values.dtype.kind == "f" else "int"
+
+
+class Transform:
+    """What a transform declares: the columns it reads and the one that it writes.
+
+    Subclasses are frozen dataclasses, whose fields are what is saved.
+    """
+
+    takes: ClassVar[tuple[str, ...]]  # kinds of columns
+    gives: ClassVar[str | None]  # None: the kind that it takes
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the columns that it reads."""
+        return (str(getattr(self, "column")),)  # noqa: B009 - a field of the subclasses
+
+    @property
+    def output(self) -> str:
+        """The name of the column that it writes."""
+        out = getattr(self, "out")  # noqa: B009
+        return self.inputs[0] if out is None else str(out)
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the output for the inputs, whose kinds were checked."""
+        raise NotImplementedError
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns what :meth:`from_fields` takes, made of JSON's types."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    @classmethod
+    def from_fields(cls, found: Mapping[str, Any]) -> Transform:
+        """Returns the transform that :meth:`to_fields` described; raises ConfigError for another field or value."""
+        names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        if set(found) != names:
+            wrong = sorted(set(found) ^ names)
+            raise ConfigError(f"fleet.features: a saved {cls.__name__} has or lacks {wrong}: another release wrote it.")
+        return cls(**found)
+
+    def _check_names(self) -> None:
+        for name in (*self.inputs, self.output):
+            if not isinstance(name, str) or not name or name.endswith(".offsets"):
+                raise ConfigError(
+                    f"{self!r:.200}: a column's name is {name!r}; it is text that is not empty and does not end with "
+                    "'.offsets', which holds where the rows of a bag begin."
+                )
+
+
+def check_integer(what: str, value: object, least: int, most: int) -> None:
+    """Raises ConfigError unless ``value`` is an integer of the range."""
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{what}={value!r}: it is an integer from {least} to {most}.")
+
+
+def check_number(what: str, value: object) -> None:
+    """Raises ConfigError unless ``value`` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{what}={value!r}: it is a finite number.")

@@ -1,0 +1,236 @@
+"""Transforms that make ids: Hash, Cross and Vocabulary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.errors import ConfigError
+from fleet.features.column import FeatureColumn, Transform, Words, check_integer
+from fleet.ps.table.kernels.numba_cache import load_kernels
+
+__all__ = ["Cross", "Hash", "Vocabulary"]
+
+_MOST = 2**63 - 1
+
+
+def _mixing() -> Any:
+    return load_kernels("mixing", "fleet.features", "feature transforms")
+
+
+def _hashes(values: NDArray[Any] | Words, seed: int) -> NDArray[np.uint64]:
+    """Returns the hash of each value, in their shape."""
+    if isinstance(values, Words):
+        data = np.frombuffer(b"".join(values.words), np.uint8)
+        ends = np.concatenate([[0], np.cumsum([len(word) for word in values.words])]).astype(np.int64)
+        of_words = np.empty(len(values.words), np.uint64)
+        _mixing().hash_words(data, ends, np.uint64(seed), of_words)
+        return of_words[values.codes]
+    keys = np.ascontiguousarray(values).view(np.uint64) if values.dtype.itemsize == 8 else values.astype(np.int64)
+    found = np.empty(keys.size, np.uint64)
+    _mixing().hash_ids(keys.reshape(-1), np.uint64(seed), found)
+    return found.reshape(keys.shape)
+
+
+def _ids(hashes: NDArray[np.uint64], num_buckets: int | None) -> NDArray[np.int64]:
+    found = np.empty(hashes.size, np.int64)
+    _mixing().fold(hashes.reshape(-1), num_buckets or 0, found)
+    return found.reshape(hashes.shape)
+
+
+@dataclass(frozen=True)
+class Hash(Transform):
+    """The id of a word or an integer: int64, the same in every process, on every machine and in every release.
+
+    A word is hashed as the bytes of its UTF-8, by FNV-1a; both are finalized by SplitMix64. The integer 7 and the word
+    "7" have different ids, and ``np.uint64`` above 2^63 those of the same 64 bits.
+
+    Args:
+        column: text or integers, or bags of them.
+        num_buckets: ids are below it; ``None``: 63 bits, for ``fleet.SparseEmbedding``, which takes any id.
+        out: the column to write; ``column`` itself if not given.
+        seed: other ids for the same values.
+
+    Raises:
+        ConfigError: an argument is out of range.
+
+    Example:
+        >>> transforms = fleet.features.Transforms([fleet.features.Hash("site")])
+        >>> transforms({"site": ["a.com", "b.com", "a.com"]})["site"].tolist()
+        [2797975439799268765, 6315518910520570736, 2797975439799268765]
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("text", "int")
+    gives: ClassVar[str | None] = "int"
+
+    column: str
+    num_buckets: int | None = None
+    out: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        if self.num_buckets is not None:
+            check_integer(f"Hash({self.column!r}, num_buckets)", self.num_buckets, 1, _MOST)
+        check_integer(f"Hash({self.column!r}, seed)", self.seed, 0, _MOST)
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the ids."""
+        (column,) = columns
+        return FeatureColumn(_ids(_hashes(column.values, self.seed), self.num_buckets), column.ends)
+
+
+@dataclass(frozen=True)
+class Cross(Transform):
+    """The ids of combinations, int64: one for each set of values that the columns have in a row.
+
+    Where columns are bags, every combination of their values counts, the last column running fastest, and the output is
+    a bag. The order of the columns matters.
+
+    Args:
+        columns: two or more columns of integers or text.
+        out: the column to write.
+        num_buckets, seed: as for :class:`Hash`.
+
+    Raises:
+        ConfigError: fewer than two columns, one of them twice, or a value out of range.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("text", "int")
+    gives: ClassVar[str | None] = "int"
+
+    columns: Sequence[str]
+    out: str
+    num_buckets: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.columns, str) or len(self.columns) < 2 or len(set(self.columns)) < len(self.columns):
+            raise ConfigError(f"Cross(columns={self.columns!r}): a list of two or more names, each once.")
+        object.__setattr__(self, "columns", tuple(self.columns))
+        self._check_names()
+        if self.num_buckets is not None:
+            check_integer(f"Cross({list(self.columns)}, num_buckets)", self.num_buckets, 1, _MOST)
+        check_integer(f"Cross({list(self.columns)}, seed)", self.seed, 0, _MOST)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the columns that it reads."""
+        return tuple(self.columns)
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the ids of all combinations."""
+        first = columns[0]
+        hashes, ends = _hashes(first.values, self.seed), first.ends
+        for name, column in zip(self.columns[1:], columns[1:], strict=True):
+            hashes, ends = self._crossed(hashes, ends, column, name)
+        return FeatureColumn(_ids(hashes, self.num_buckets), ends)
+
+    def _crossed(
+        self, left: NDArray[np.uint64], left_ends: NDArray[np.int64] | None, column: FeatureColumn, name: str
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None]:
+        right = _hashes(column.values, self.seed)
+        if left_ends is None and column.ends is None and left.shape != right.shape:
+            raise ConfigError(f"{self!r:.200}: {name!r} has the shape {right.shape}, the ones before it {left.shape}.")
+        plain = left_ends is None and column.ends is None
+        shape = left.shape
+        ends = [
+            np.arange((values.size if plain else len(values)) + 1) if given is None else given
+            for values, given in ((left, left_ends), (right, column.ends))
+        ]
+        if len(ends[0]) != len(ends[1]) or (not plain and max(left.ndim, right.ndim) > 1):
+            raise ConfigError(
+                f"{self!r:.200}: {name!r} has {len(ends[1]) - 1} rows, the ones before it {len(ends[0]) - 1}; bags are "
+                "crossed with bags and with one value a row."
+            )
+        counts = np.diff(ends[0]) * np.diff(ends[1])
+        found = np.empty(int(counts.sum()), np.uint64)
+        _mixing().cross_ids(left.reshape(-1), ends[0], right.reshape(-1), ends[1], found)
+        if plain:
+            return found.reshape(shape), None
+        return found, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Vocabulary(Transform):
+    """The place of a word or integer in a list, int64; those that are not in it get ``num_oov`` ids behind it.
+
+    Ids are below ``len(words) + num_oov``, as ``nn.Embedding`` takes them.
+
+    Args:
+        column: text or integers, or bags of them.
+        words: the list, each once: all text or all integers.
+        out: the column to write; ``column`` itself if not given.
+        num_oov: how many ids unknown values share, by their hash.
+
+    Raises:
+        ConfigError: a word twice, words of two kinds, or none.
+
+    Example:
+        >>> words = fleet.features.Vocabulary.build(["b", "a", "b", "c"], min_count=1, max_size=2)
+        >>> transforms = fleet.features.Transforms([fleet.features.Vocabulary("tag", words)])
+        >>> transforms({"tag": ["a", "b", "z"]})["tag"].tolist()
+        [1, 0, 2]
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("text", "int")
+    gives: ClassVar[str | None] = "int"
+
+    column: str
+    words: Sequence[str] | Sequence[int]
+    out: str | None = None
+    num_oov: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        check_integer(f"Vocabulary({self.column!r}, num_oov)", self.num_oov, 1, _MOST)
+        words = () if isinstance(self.words, str) else tuple(self.words)
+        kinds = {type(word) for word in words}
+        if kinds not in ({str}, {int}) or len(set(words)) < len(words):
+            raise ConfigError(
+                f"Vocabulary({self.column!r}, words={self.words!r:.80}): a list of text, or of integers, each once."
+            )
+        if kinds == {int}:
+            for word in words:
+                check_integer(f"Vocabulary({self.column!r}, words)", word, -_MOST - 1, _MOST)
+        object.__setattr__(self, "words", words)
+
+    @staticmethod
+    def build(values: Iterable[Any], *, min_count: int = 1, max_size: int | None = None) -> list[Any]:
+        """Returns the words of a column, the most frequent first, equally frequent ones in their own order.
+
+        Args:
+            values: text or integers; an array, or any iterable.
+            min_count: rarer ones are left out.
+            max_size: of the list at most.
+        """
+        check_integer("Vocabulary.build(min_count)", min_count, 1, _MOST)
+        if max_size is not None:
+            check_integer("Vocabulary.build(max_size)", max_size, 1, _MOST)
+        counts = Counter(values.reshape(-1).tolist() if isinstance(values, np.ndarray) else values)
+        ordered = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+        return [word for word, count in ordered if count >= min_count][:max_size]
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the places."""
+        (column,) = columns
+        values = column.values
+        is_text = isinstance(self.words[0], str)
+        if is_text != isinstance(values, Words):
+            kind = "text" if is_text else "integers"
+            raise ConfigError(f"Vocabulary({self.column!r}): its words are {kind}, the column is {column.kind}.")
+        unknown = len(self.words) + _ids(_hashes(values, 0), self.num_oov)
+        if isinstance(values, Words):
+            places = {word.encode(): place for place, word in enumerate(self.words) if isinstance(word, str)}
+            found = np.array([places.get(word, -1) for word in values.words], np.int64)[values.codes]
+        else:
+            words = np.array(self.words, np.int64)
+            order = np.argsort(words)
+            at = np.minimum(np.searchsorted(words[order], values), len(words) - 1)
+            found = np.where(words[order][at] == values, order[at], -1)
+        return FeatureColumn(np.where(found >= 0, found, unknown), column.ends)

@@ -1,0 +1,141 @@
+"""Transforms of numbers: Bucketize, Clip and Log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fleet.errors import ConfigError
+from fleet.features.column import FeatureColumn, Transform, Words, check_number
+
+__all__ = ["Bucketize", "Clip", "Log"]
+
+
+@dataclass(frozen=True)
+class Bucketize(Transform):
+    """The number of the bucket that a value falls into, int64: how many of the boundaries are not above it.
+
+    As ``torch.bucketize(right=True)`` and ``numpy.searchsorted(side="right")``; not-a-number is in the last bucket.
+
+    Args:
+        column: numbers, or bags of them.
+        boundaries: ascending; n boundaries make the buckets 0 to n.
+        out: the column to write; ``column`` itself if not given.
+
+    Raises:
+        ConfigError: no boundary, or they do not ascend.
+
+    Example:
+        >>> transforms = fleet.features.Transforms([fleet.features.Bucketize("age", [18, 30])])
+        >>> transforms({"age": [17, 18, 44]})["age"].tolist()
+        [0, 1, 2]
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("int", "float")
+    gives: ClassVar[str | None] = "int"
+
+    column: str
+    boundaries: Sequence[float]
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        for boundary in self.boundaries:
+            check_number(f"Bucketize({self.column!r}, boundaries): {boundary!r}", boundary)
+        if not self.boundaries or list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ConfigError(f"Bucketize({self.column!r}, boundaries={self.boundaries}): they ascend, one or more.")
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the buckets."""
+        (column,) = columns
+        assert not isinstance(column.values, Words)
+        edges = np.asarray(self.boundaries, np.float64)
+        return FeatureColumn(np.searchsorted(edges, column.values, side="right").astype(np.int64), column.ends)
+
+
+@dataclass(frozen=True)
+class Clip(Transform):
+    """Values limited to a range; not-a-number stays what it is, and so does the dtype.
+
+    Args:
+        column: numbers, or bags of them.
+        low, high: the range, ends included; ``None``: no limit on that side.
+        out: the column to write; ``column`` itself if not given.
+
+    Raises:
+        ConfigError: no limit at all, or ``low`` above ``high``.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("int", "float")
+    gives: ClassVar[str | None] = None
+
+    column: str
+    low: float | None = None
+    high: float | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        for name, value in (("low", self.low), ("high", self.high)):
+            if value is not None:
+                check_number(f"Clip({self.column!r}, {name})", value)
+        if (self.low is None and self.high is None) or (
+            self.low is not None and self.high is not None and self.low > self.high
+        ):
+            raise ConfigError(f"Clip({self.column!r}, low={self.low}, high={self.high}): low is at most high, or one.")
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the values in the range."""
+        (column,) = columns
+        values = column.values
+        assert not isinstance(values, Words)
+        if column.kind == "int":
+            low = None if self.low is None else int(np.ceil(self.low))
+            high = None if self.high is None else int(np.floor(self.high))
+            values = values if low is None else np.maximum(values, low)
+            values = values if high is None else np.minimum(values, high)
+            return FeatureColumn(values.astype(np.int64, copy=False), column.ends)
+        clipped = np.clip(values, self.low, self.high)
+        return FeatureColumn(clipped.astype(values.dtype, copy=False), column.ends)
+
+
+@dataclass(frozen=True)
+class Log(Transform):
+    """``log(max(x, 0) + offset)``, float32: what counts have before a network; values below 0 count as 0.
+
+    Computed in float64 and rounded once. Not-a-number stays not-a-number.
+
+    Args:
+        column: numbers, or bags of them.
+        offset: above 0.
+        out: the column to write; ``column`` itself if not given.
+
+    Raises:
+        ConfigError: ``offset`` is 0 or below.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("int", "float")
+    gives: ClassVar[str | None] = "float"
+
+    column: str
+    offset: float = 1.0
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        check_number(f"Log({self.column!r}, offset)", self.offset)
+        if self.offset <= 0:
+            raise ConfigError(
+                f"Log({self.column!r}, offset={self.offset}): it is above 0, or 0 would have no logarithm."
+            )
+
+    def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
+        """Returns the logarithms."""
+        (column,) = columns
+        assert not isinstance(column.values, Words)
+        positive = np.maximum(column.values.astype(np.float64), 0.0)
+        return FeatureColumn(np.log(positive + self.offset).astype(np.float32), column.ends)

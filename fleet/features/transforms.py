@@ -1,0 +1,230 @@
+"""Transforms: a list of transforms that a batch goes through, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.features.column import NUMBERS, FeatureColumn, Transform, Words
+from fleet.features.id_transforms import Cross, Hash, Vocabulary
+from fleet.features.number_transforms import Bucketize, Clip, Log
+
+__all__ = ["FILE", "Transforms"]
+
+FILE = "transforms.json"
+_OFFSETS = ".offsets"
+_KINDS: dict[str, type[Transform]] = {kind.__name__: kind for kind in (Bucketize, Clip, Cross, Hash, Log, Vocabulary)}
+_MOST_BYTES = 1 << 30
+
+
+class Transforms:
+    """Transforms in the order in which they are applied; each row gives the same result in any batch.
+
+    Called with a batch, a mapping of columns, it returns the batch with the columns that the transforms write; the
+    mapping stays as it is. A column is an array, a list or a tensor of numbers or text, one entry a row. A bag is two
+    columns: its flat values under its name, and where each row begins under ``NAME.offsets``, as
+    ``fleet.ParquetDataset`` gives them and ``fleet.SparseEmbedding`` takes them. Text that a transform has read is left
+    out. Where a column that is read is a tensor, the one that is written is a tensor.
+
+    Args:
+        transforms: what is applied, first to last.
+
+    Raises:
+        ConfigError: a transform reads a kind that another one does not write, or two write the same column.
+    """
+
+    def __init__(self, transforms: Sequence[Transform]) -> None:
+        self._transforms = tuple(transforms)
+        kinds: dict[str, str | None] = {}
+        readers: set[str] = set()
+        for one in self._transforms:
+            if not isinstance(one, Transform):
+                raise ConfigError(f"Transforms: {one!r:.100} is no transform. Give a list of {', '.join(_KINDS)}.")
+            for name in one.inputs:
+                kind = kinds.get(name)
+                if kind is not None and kind not in one.takes:
+                    raise ConfigError(f"{one!r:.200} reads {' or '.join(one.takes)}; {name!r} is {kind} by then.")
+            if one.output in kinds and one.output not in one.inputs:
+                raise ConfigError(
+                    f"{one!r:.200}: another transform writes {one.output!r} before. Give it a name of its own."
+                )
+            if one.output in readers and one.output not in (*one.inputs, *kinds):
+                raise ConfigError(
+                    f"{one!r:.200} writes {one.output!r}, which a transform before it reads. Put it first."
+                )
+            kinds[one.output] = one.gives or kinds.get(one.inputs[0])
+            readers.update(one.inputs)
+
+    def __iter__(self) -> Iterator[Transform]:
+        return iter(self._transforms)
+
+    def __len__(self) -> int:
+        return len(self._transforms)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transforms) and self._transforms == other._transforms
+
+    def __hash__(self) -> int:
+        return hash(self._transforms)
+
+    def __repr__(self) -> str:
+        return f"Transforms([{', '.join(map(repr, self._transforms))}])"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that a batch must have, in the order in which they are read first."""
+        written: set[str] = set()
+        needed: dict[str, None] = {}
+        for one in self._transforms:
+            needed.update({name: None for name in one.inputs if name not in written})
+            written.add(one.output)
+        return tuple(needed)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The columns that are written."""
+        return tuple(dict.fromkeys(one.output for one in self._transforms))
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the batch with what the transforms write.
+
+        Raises:
+            ConfigError: a column is missing, of another kind than a transform reads, or would be replaced.
+        """
+        columns = {name: _column(name, batch) for name in self.inputs}
+        tensors = {name for name in columns if _is_tensor(batch[name])}
+        self.check({name: column.kind for name, column in columns.items()}, batch)
+        made = self.apply(columns)
+        for one in self._transforms:
+            if tensors.intersection(one.inputs):
+                tensors.add(one.output)
+        gone = {name for name, column in columns.items() if column.kind == "text"}.union(self.outputs)
+        found = {name: value for name, value in batch.items() if name.removesuffix(_OFFSETS) not in gone}
+        for name in self.outputs:
+            column = made[name]
+            found[name] = _given(column.values, name in tensors)
+            if column.ends is not None:
+                found[name + _OFFSETS] = _given(column.ends[:-1], name in tensors)
+        return found
+
+    def check(self, kinds: Mapping[str, str], present: Mapping[str, Any]) -> None:
+        """Raises ConfigError unless columns of these kinds can be transformed and none of ``present`` is replaced."""
+        known = dict(kinds)
+        written: set[str] = set()
+        for one in self._transforms:
+            for name in one.inputs:
+                if known[name] not in one.takes:
+                    raise ConfigError(f"{one!r:.200} reads {' or '.join(one.takes)}; column {name!r} is {known[name]}.")
+            if one.output in present and one.output not in (*one.inputs, *written):
+                raise ConfigError(f"{one!r:.200}: the batch has a column {one.output!r}. Give out= another name.")
+            known[one.output] = one.gives or known[one.inputs[0]]
+            written.add(one.output)
+
+    def apply(self, columns: Mapping[str, FeatureColumn]) -> dict[str, FeatureColumn]:
+        """Returns the columns, which :meth:`check` has seen, and those that the transforms write."""
+        found = dict(columns)
+        for one in self._transforms:
+            found[one.output] = one.apply([found[name] for name in one.inputs])
+        return found
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Returns the transforms as JSON."""
+        listed = [{"kind": type(one).__name__, **one.to_fields()} for one in self._transforms]
+        return json.dumps({"format": 1, "transforms": listed}, ensure_ascii=False, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Transforms:
+        """Returns what :meth:`to_json` described.
+
+        Raises:
+            CheckpointError: it is nothing of this kind, or a later release wrote it.
+        """
+        try:
+            found = json.loads(text)
+            if found["format"] != 1:
+                raise CheckpointError(f"fleet.features: saved in format {found['format']!r}; this release reads 1.")
+            listed = [dict(one) for one in found["transforms"]]
+            kinds = [one.pop("kind") for one in listed]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"fleet.features: these are no saved transforms ({error!s:.100}).") from None
+        unknown = sorted({str(kind) for kind in kinds if kind not in _KINDS})
+        if unknown:
+            raise CheckpointError(f"fleet.features: no transform is named {unknown}. There are {sorted(_KINDS)}.")
+        return cls([_KINDS[kind].from_fields(one) for kind, one in zip(kinds, listed, strict=True)])
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the transforms to a file, into a folder as ``transforms.json``; returns the file.
+
+        ``fleet.save_inference_model(transforms=...)`` does it beside the model.
+        """
+        target = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        draft = target.with_name(f".{target.name}.tmp")
+        draft.write_text(self.to_json(), encoding="utf-8")
+        os.replace(draft, target)
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Transforms:
+        """Returns the transforms in a file, or in a folder's ``transforms.json``.
+
+        Raises:
+            CheckpointError: there are none, or they are damaged.
+        """
+        target = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        try:
+            with target.open(encoding="utf-8") as file:
+                return cls.from_json(file.read(_MOST_BYTES))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{target}: cannot be read: {error}.") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{target}: {error}") from None
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _given(values: Any, as_tensor: bool) -> Any:
+    return sys.modules["torch"].from_numpy(np.ascontiguousarray(values)) if as_tensor else values
+
+
+def _array(value: Any) -> Any:
+    return value.detach().cpu().numpy() if _is_tensor(value) else np.asarray(value)
+
+
+def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
+    """Returns a column of a batch; raises ConfigError where it is missing or holds something else."""
+    if name not in batch:
+        raise ConfigError(f"fleet.features: the batch has no column {name!r}; it has {sorted(map(str, batch))}.")
+    try:
+        values = _array(batch[name])
+    except ValueError as error:
+        raise ConfigError(f"fleet.features: column {name!r} is no array: {error}.") from None
+    if values.dtype.kind in "OUS":
+        words = Words.of(name, values.tolist() if values.dtype.kind == "S" else values)
+        column = FeatureColumn(words)
+        count = len(words.codes) if words.codes.ndim else 0
+    elif values.dtype.kind in NUMBERS and values.ndim:
+        column, count = FeatureColumn(values), len(values)
+    else:
+        raise ConfigError(
+            f"fleet.features: column {name!r} is {values.dtype} of shape {values.shape}; it is numbers or text, one or "
+            "more for each row."
+        )
+    if name + _OFFSETS not in batch:
+        return column
+    offsets = _array(batch[name + _OFFSETS])
+    ends = np.concatenate([offsets, [count]]).astype(np.int64) if offsets.dtype.kind in "iu" else np.array([1])
+    if ends[0] != 0 or (np.diff(ends) < 0).any():
+        raise ConfigError(f"fleet.features: {name + _OFFSETS!r} says where bags begin: integers that ascend from 0.")
+    return FeatureColumn(column.values, ends)

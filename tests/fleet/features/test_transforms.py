@@ -1,0 +1,149 @@
+"""Lists of transforms: order, files, and the same bits in any batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.errors import CheckpointError, ConfigError
+from fleet.features import Bucketize, Clip, Cross, Hash, Log, Transforms, Vocabulary
+
+EVERY = Transforms(
+    [
+        Hash("site", out="site_id"),
+        Clip("price", high=1000),
+        Log("price"),
+        Bucketize("age", [18, 30.5], out="group"),
+        Vocabulary("tags", ["red", "blue"], num_oov=4),
+        Cross(["site_id", "tags"], out="site_by_tag", num_buckets=10**9, seed=3),
+        Hash("group", num_buckets=7),
+    ]
+)
+
+
+def batch_of(rows: list[tuple[str, float, int, list[str]]]) -> dict[str, Any]:
+    offsets = np.cumsum([0, *(len(tags) for *_, tags in rows)])[:-1]
+    return {
+        "site": [site for site, *_ in rows],
+        "price": np.array([price for _, price, *_ in rows], np.float32),
+        "age": torch.tensor([age for _, _, age, _ in rows], dtype=torch.int64),
+        "tags": np.array([tag for *_, tags in rows for tag in tags], object),
+        "tags.offsets": torch.from_numpy(offsets).long(),
+        "label": torch.ones(len(rows)),
+    }
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.text(max_size=4),
+        st.floats(-1e6, 1e6, width=32),
+        st.integers(-5, 99),
+        st.lists(st.sampled_from(["red", "blue", "x", "y"]), max_size=3),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, cut=st.integers(1, 11))
+def test_a_row_gives_the_same_bits_in_any_batch(rows: list[Any], cut: int) -> None:
+    cut = min(cut, len(rows) - 1)
+    whole, first, second = (EVERY(batch_of(part)) for part in (rows, rows[:cut], rows[cut:]))
+    assert set(whole) == {
+        *("price", "age", "group", "tags", "tags.offsets", "label", "site_id", "site_by_tag", "site_by_tag.offsets")
+    }
+    for name in whole:
+        if not name.endswith(".offsets"):
+            np.testing.assert_array_equal(whole[name], np.concatenate([first[name], second[name]]))
+    ends = len(first["site_by_tag"])
+    assert whole["site_by_tag.offsets"].tolist()[cut:] == [ends + at for at in second["site_by_tag.offsets"].tolist()]
+
+
+def test_tensors_and_the_given_batch() -> None:
+    batch = batch_of([("a", 2.0, 3, ["red"]), ("b", 5.0, 30, [])])
+    before = dict(batch)
+    found = EVERY(batch)
+    assert batch == before
+    assert isinstance(found["group"], torch.Tensor)  # age is a tensor
+    assert isinstance(found["site_id"], np.ndarray)
+    assert found["label"] is batch["label"]
+
+
+def test_a_file_gives_the_same_transforms_in_a_process_without_torch(tmp_path: Path) -> None:
+    assert EVERY.save(tmp_path) == tmp_path / "transforms.json"
+    assert Transforms.load(tmp_path) == Transforms.load(tmp_path / "transforms.json") == EVERY
+    assert hash(Transforms.load(tmp_path)) == hash(EVERY)
+    script = (
+        "import sys; from fleet.features import Transforms; t = Transforms.load(sys.argv[1]);"
+        "b = t({'site': ['a'], 'price': [2.0], 'age': [3], 'tags': ['red'], 'tags.offsets': [0]});"
+        "assert 'torch' not in sys.modules; print(b['site_by_tag'].tolist(), b['group'].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    found = EVERY(batch_of([("a", 2.0, 3, ["red"])]))
+    assert done.stdout.strip() == f"{found['site_by_tag'].tolist()} {found['group'].tolist()}", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no saved transforms"),
+        ("[]", "no saved transforms"),
+        ('{"format": 2, "transforms": []}', "format 2"),
+        ('{"format": 1, "transforms": [{"kind": "Pickle"}]}', "no transform is named .'Pickle'"),
+        ('{"format": 1, "transforms": [{"kind": "Log", "column": "x"}]}', "another release"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "transforms.json").write_text(text)
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        Transforms.load(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Transforms.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda: Transforms([3]), "is no transform"),  # type: ignore[list-item]
+        (lambda: Transforms([Log("x", out="y"), Hash("y")]), "reads text or int; 'y' is float by then"),
+        (lambda: Transforms([Log("x", out="y"), Clip("z", 0, 1, out="y")]), "another transform writes 'y' before"),
+        (lambda: Transforms([Log("x", out="y"), Clip("z", 0, 1, out="x")]), "which a transform before it reads"),
+    ],
+)
+def test_lists_that_make_no_sense(made: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("transforms", "batch", "text"),
+    [
+        ([Log("x")], {"y": [1.0]}, "no column 'x'; it has .'y'."),
+        ([Hash("x")], {"x": [1.5]}, "reads text or int; column 'x' is float"),
+        ([Log("x")], {"x": ["a"]}, "reads int or float; column 'x' is text"),
+        ([Log("x", out="y")], {"x": [1.0], "y": [1]}, "the batch has a column 'y'"),
+        ([Log("x")], {"x": 1.0}, "of shape"),
+        ([Log("x")], {"x": [True]}, "is bool"),
+        ([Log("x")], {"x": [1.0], "x.offsets": [1]}, "says where bags begin"),
+        ([Log("x")], {"x": [1.0], "x.offsets": [0, 2]}, "says where bags begin"),
+        ([Log("x")], {"x": [[1.0], [1.0, 2.0]]}, "no array"),
+        ([Hash("x")], {"x": [None]}, "holds None"),
+    ],
+)
+def test_batches_that_do_not_fit(transforms: list[Any], batch: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Transforms(transforms)(batch)
+
+
+def test_a_chain_in_place() -> None:
+    found = Transforms([Clip("x", 0, 10), Log("x"), Bucketize("x", [1.0])])({"x": [-5.0, 3.0, 1e9]})
+    assert found["x"].tolist() == [0, 1, 1]
