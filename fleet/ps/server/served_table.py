@@ -101,16 +101,7 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     scale = np.float32(divisor)
     first = parts[0]
     if first.ids is None:
-        assert first.rows is not None
-        total = np.empty((first.n, 1), np.float32)
-        for start in range(0, first.n, _CACHED):
-            piece = total[start : start + _CACHED]
-            np.add(first.rows[start : start + _CACHED], np.float32(0), out=piece)  # 0, as a sum begins: no -0
-            for part in parts[1:]:
-                assert part.rows is not None
-                piece += part.rows[start : start + _CACHED]
-            piece /= scale
-        return TablePart(first.table_id, first.n, 1, rows=total)
+        return _mean_of_dense(parts, scale)
     every = np.concatenate([part.ids for part in parts if part.ids is not None])
     keys, inverse = np.unique(every, return_inverse=True)
     inverse = inverse.reshape(-1)
@@ -138,6 +129,20 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     if not with_shows:
         return TablePart(first.table_id, len(keys), first.dim, keys, rows, slots=slots)
     return TablePart(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
+
+
+def _mean_of_dense(parts: Sequence[TablePart], scale: np.float32) -> TablePart:
+    first = parts[0]
+    assert first.rows is not None
+    total = np.empty((first.n, 1), np.float32)
+    for start in range(0, first.n, _CACHED):
+        piece = total[start : start + _CACHED]
+        np.add(first.rows[start : start + _CACHED], np.float32(0), out=piece)  # 0, as a sum begins: no -0
+        for part in parts[1:]:
+            assert part.rows is not None
+            piece += part.rows[start : start + _CACHED]
+        piece /= scale
+    return TablePart(first.table_id, first.n, 1, rows=total)
 
 
 def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> ServedTable:
