@@ -37,14 +37,15 @@ class Requests(BaseHTTPRequestHandler):
             body = json.loads(self.rfile.read(min(length, MOST_BYTES)))
             ids = torch.tensor(body["ids"], dtype=torch.int64)
             dense = torch.tensor(body["dense"], dtype=torch.float32)
+            positions = self.predictor.reader.position  # before: newer rows may come during the prediction
             probability = torch.sigmoid(self.predictor(ids, dense))
         except FleetError as error:  # Redis is away, for instance
             self.answer(503, {"error": str(error)})
         except (ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
             self.answer(400, {"error": f"{type(error).__name__}: {error}"})
         else:
-            steps = [position.step for position in self.predictor.reader.position.values()]
-            self.answer(200, {"probability": probability.tolist(), "step": min(steps)})
+            step = min(position.step for position in positions.values())
+            self.answer(200, {"probability": probability.tolist(), "step": step})
 
     def answer(self, status: int, content: dict[str, Any]) -> None:
         """Sends ``content`` as JSON."""
