@@ -221,6 +221,9 @@ class Vocabulary(Transform):
         (column,) = columns
         values = column.values
         is_text = isinstance(self.words[0], str)
+        codes = values.codes if isinstance(values, Words) else values
+        if not codes.size:  # an empty list has no kind
+            return FeatureColumn(np.empty(codes.shape, np.int64), column.ends)
         if is_text != isinstance(values, Words):
             kind = "text" if is_text else "integers"
             raise ConfigError(f"Vocabulary({self.column!r}): its words are {kind}, the column is {column.kind}.")

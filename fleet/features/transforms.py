@@ -208,6 +208,8 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
         raise ConfigError(f"fleet.features: the batch has no column {name!r}; it has {sorted(map(str, batch))}.")
     try:
         values = _array(batch[name])
+        if not values.size and isinstance(batch[name], list | tuple):
+            values = values.astype(np.int64)  # every transform takes it
     except ValueError as error:
         raise ConfigError(f"fleet.features: column {name!r} is no array: {error}.") from None
     if values.dtype.kind in "OUS":
@@ -224,7 +226,8 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
     if name + _OFFSETS not in batch:
         return column
     offsets = _array(batch[name + _OFFSETS])
-    ends = np.concatenate([offsets, [count]]).astype(np.int64) if offsets.dtype.kind in "iu" else np.array([1])
+    is_whole = offsets.dtype.kind in "iu" or not offsets.size
+    ends = np.concatenate([offsets, [count]]).astype(np.int64) if is_whole else np.array([1])
     if ends[0] != 0 or (np.diff(ends) < 0).any():
         raise ConfigError(f"fleet.features: {name + _OFFSETS!r} says where bags begin: integers that ascend from 0.")
     return FeatureColumn(column.values, ends)

@@ -144,6 +144,16 @@ def test_batches_that_do_not_fit(transforms: list[Any], batch: dict[str, Any], t
         Transforms(transforms)(batch)
 
 
+def test_requests_with_nothing_in_them() -> None:
+    """A sample without tags, and a batch without samples, as JSON gives them."""
+    found = EVERY({"site": ["a"], "price": [1.0], "age": [3], "tags": [], "tags.offsets": [0]})
+    assert (found["tags"].shape, found["site_by_tag"].shape) == ((0,), (0,))
+    assert found["site_by_tag.offsets"].tolist() == [0]
+    found = EVERY({"site": [], "price": [], "age": [], "tags": [], "tags.offsets": []})
+    assert {name: len(value) for name, value in found.items()} == dict.fromkeys(found, 0)
+    assert found["price"].dtype == np.float32
+
+
 def test_a_chain_in_place() -> None:
     found = Transforms([Clip("x", 0, 10), Log("x"), Bucketize("x", [1.0])])({"x": [-5.0, 3.0, 1e9]})
     assert found["x"].tolist() == [0, 1, 1]
