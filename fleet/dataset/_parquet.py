@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fleet.dataset._parquet_files import OFFSETS, ParquetFiles, found_files
 from fleet.dataset._parquet_order import RowDivision, Span, rows_of
 from fleet.errors import CheckpointError, ConfigError
-from fleet.features.column import FeatureColumn
+from fleet.features.column import FeatureColumn, of_one_width
 from fleet.features.transforms import Transforms
 from fleet.runtime.running import running_session
 
@@ -272,7 +272,7 @@ def _transformed(found: Mapping[str, Any], transforms: Transforms, names: Sequen
     columns = {}
     for name in transforms.inputs:
         values, ends = found[name], found.get(name + OFFSETS)
-        numbers = values.numpy() if isinstance(values, Tensor) else values
+        numbers = of_one_width(values.numpy()) if isinstance(values, Tensor) else values
         columns[name] = FeatureColumn(numbers, None if ends is None else ends.numpy())
     made = transforms.apply(columns)
     batch: dict[str, Tensor] = {}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
 
-__all__ = ["NUMBERS", "FeatureColumn", "Transform", "Words", "check_integer", "check_number"]
+__all__ = ["NUMBERS", "FeatureColumn", "Transform", "Words", "check_integer", "check_number", "of_one_width"]
 
 NUMBERS = "iuf"  # kinds of dtypes
 
@@ -63,6 +63,15 @@ class FeatureColumn:
         if isinstance(self.values, Words):
             return "text"
         return "float" if self.values.dtype.kind == "f" else "int"
+
+
+def of_one_width(values: NDArray[Any]) -> NDArray[Any]:
+    """Returns numbers as every source gives them alike: floating-point ones as float32, uint64 as the same 64 bits."""
+    if values.dtype.kind == "f":
+        return values.astype(np.float32, copy=False)
+    if values.dtype == np.uint64:
+        return np.ascontiguousarray(values).view(np.int64)
+    return values
 
 
 class Transform:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -216,6 +217,16 @@ class Vocabulary(Transform):
         ordered = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
         return [word for word, count in ordered if count >= min_count][:max_size]
 
+    @cached_property
+    def _places(self) -> dict[bytes, int]:
+        return {word.encode(): place for place, word in enumerate(self.words) if isinstance(word, str)}
+
+    @cached_property
+    def _sorted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        words = np.array(self.words, np.int64)
+        order = np.argsort(words)
+        return order, words[order]
+
     def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
         """Returns the places."""
         (column,) = columns
@@ -229,11 +240,10 @@ class Vocabulary(Transform):
             raise ConfigError(f"Vocabulary({self.column!r}): its words are {kind}, the column is {column.kind}.")
         unknown = len(self.words) + _ids(_hashes(values, 0), self.num_oov)
         if isinstance(values, Words):
-            places = {word.encode(): place for place, word in enumerate(self.words) if isinstance(word, str)}
+            places = self._places
             found = np.array([places.get(word, -1) for word in values.words], np.int64)[values.codes]
         else:
-            words = np.array(self.words, np.int64)
-            order = np.argsort(words)
-            at = np.minimum(np.searchsorted(words[order], values), len(words) - 1)
-            found = np.where(words[order][at] == values, order[at], -1)
+            order, words = self._sorted
+            at = np.minimum(np.searchsorted(words, values), len(words) - 1)
+            found = np.where(words[at] == values, order[at], -1)
         return FeatureColumn(np.where(found >= 0, found, unknown), column.ends)

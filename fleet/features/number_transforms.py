@@ -13,6 +13,8 @@ from fleet.features.column import FeatureColumn, Transform, Words, check_number
 
 __all__ = ["Bucketize", "Clip", "Log"]
 
+_FIRST, _LAST = -(2**63), 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Bucketize(Transform):
@@ -94,11 +96,11 @@ class Clip(Transform):
         values = column.values
         assert not isinstance(values, Words)
         if column.kind == "int":
-            low = None if self.low is None else int(np.ceil(self.low))
-            high = None if self.high is None else int(np.floor(self.high))
-            values = values if low is None else np.maximum(values, low)
-            values = values if high is None else np.minimum(values, high)
-            return FeatureColumn(values.astype(np.int64, copy=False), column.ends)
+            low = _FIRST if self.low is None else max(int(np.ceil(self.low)), _FIRST)
+            high = _LAST if self.high is None else min(int(np.floor(self.high)), _LAST)
+            if low > high:
+                raise ConfigError(f"{self!r}: column {self.column!r} holds integers, and none lies in the range.")
+            return FeatureColumn(np.clip(values.astype(np.int64, copy=False), low, high), column.ends)
         clipped = np.clip(values, self.low, self.high)
         return FeatureColumn(clipped.astype(values.dtype, copy=False), column.ends)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.features.column import NUMBERS, FeatureColumn, Transform, Words
+from fleet.features.column import NUMBERS, FeatureColumn, Transform, Words, of_one_width
 from fleet.features.id_transforms import Cross, Hash, Vocabulary
 from fleet.features.number_transforms import Bucketize, Clip, Log
 
@@ -159,7 +159,10 @@ class Transforms:
         unknown = sorted({str(kind) for kind in kinds if kind not in _KINDS})
         if unknown:
             raise CheckpointError(f"fleet.features: no transform is named {unknown}. There are {sorted(_KINDS)}.")
-        return cls([_KINDS[kind].from_fields(one) for kind, one in zip(kinds, listed, strict=True)])
+        try:
+            return cls([_KINDS[kind].from_fields(one) for kind, one in zip(kinds, listed, strict=True)])
+        except TypeError as error:
+            raise CheckpointError(f"fleet.features: a saved value is of another type ({error!s:.100}).") from None
 
     def save(self, path: str | Path) -> Path:
         """Writes the transforms to a file, into a folder as ``transforms.json``; returns the file.
@@ -208,8 +211,11 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
         raise ConfigError(f"fleet.features: the batch has no column {name!r}; it has {sorted(map(str, batch))}.")
     try:
         values = _array(batch[name])
-        if not values.size and isinstance(batch[name], list | tuple):
-            values = values.astype(np.int64)  # every transform takes it
+        if isinstance(batch[name], list | tuple):
+            if not values.size:
+                values = values.astype(np.int64)  # every transform takes it
+            elif values.dtype.kind in "OUS":
+                values = np.asarray(batch[name], object)  # numpy's text loses zeros at its end, and takes 7 for "7"
     except ValueError as error:
         raise ConfigError(f"fleet.features: column {name!r} is no array: {error}.") from None
     if values.dtype.kind in "OUS":
@@ -217,7 +223,7 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
         column = FeatureColumn(words)
         count = len(words.codes) if words.codes.ndim else 0
     elif values.dtype.kind in NUMBERS and values.ndim:
-        column, count = FeatureColumn(values), len(values)
+        column, count = FeatureColumn(of_one_width(values)), len(values)
     else:
         raise ConfigError(
             f"fleet.features: column {name!r} is {values.dtype} of shape {values.shape}; it is numbers or text, one or "

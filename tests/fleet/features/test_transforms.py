@@ -100,6 +100,10 @@ def test_a_file_gives_the_same_transforms_in_a_process_without_torch(tmp_path: P
         ('{"format": 2, "transforms": []}', "format 2"),
         ('{"format": 1, "transforms": [{"kind": "Pickle"}]}', "no transform is named .'Pickle'"),
         ('{"format": 1, "transforms": [{"kind": "Log", "column": "x"}]}', "another release"),
+        (
+            '{"format": 1, "transforms": [{"kind": "Bucketize", "column": "x", "boundaries": 3, "out": null}]}',
+            "another type",
+        ),
     ],
 )
 def test_damaged_files(tmp_path: Path, text: str, said: str) -> None:
@@ -152,6 +156,29 @@ def test_requests_with_nothing_in_them() -> None:
     found = EVERY({"site": [], "price": [], "age": [], "tags": [], "tags.offsets": []})
     assert {name: len(value) for name, value in found.items()} == dict.fromkeys(found, 0)
     assert found["price"].dtype == np.float32
+
+
+def test_every_source_of_a_value_gives_the_same() -> None:
+    """A request's lists have float64 and Python's text, files float32 and uint64."""
+    numbers = Transforms([Bucketize("x", [0.1, 0.7], out="b"), Clip("x", 0, 0.5, out="c"), Log("x")])
+    one, other = (numbers({"x": values}) for values in ([0.7, 0.3], np.array([0.7, 0.3], np.float32)))
+    for name in ("b", "c", "x"):
+        assert one[name].dtype == other[name].dtype
+        assert one[name].tolist() == other[name].tolist()
+    large = Transforms([Bucketize("x", [5.0])])
+    assert large({"x": np.array([2**63 + 1], np.uint64)})["x"].tolist() == [0]  # the same bits, negative
+    words = Transforms([Hash("x", num_buckets=1000)])
+    assert (
+        words({"x": ["a\0"]})["x"].tolist()
+        == words({"x": np.array(["a\0"], object)})["x"].tolist()
+        != (words({"x": ["a"]})["x"].tolist())
+    )
+    for mixed in (["a", 7], [7, "a"]):
+        with pytest.raises(ConfigError, match="column 'x' holds 7"):
+            words({"x": mixed})
+    with pytest.raises(ConfigError, match="none lies in the range"):
+        Transforms([Clip("x", 0.5, 0.7)])({"x": [0, 1]})
+    assert Transforms([Clip("x", 0, 1e300)])({"x": [-1, 5]})["x"].tolist() == [0, 5]
 
 
 def test_a_chain_in_place() -> None:
