@@ -178,7 +178,7 @@ def test_the_variables_reach_the_server(
 
     def serve(own: Fleet, index: int) -> None:
         own.init_server()
-        configs.append(own.session.server_job._serve_config)
+        configs.append(own.session.server_job._parts[0][0])
         own.run_server()
 
     def work(own: Fleet, rank: int) -> None:
