@@ -90,8 +90,8 @@ VARIABLES: dict[str, Variable] = _table(
         "FLEET_PS_SHARD_ENDPOINTS",
         "user",
         None,
-        "for each server process, ip:port of every shard there, comma-separated; semicolons between processes; the first "
-        "of each is its POD_IP:PADDLE_PORT; set alike for all processes",
+        "for each server process, ip:port of every shard there, comma-separated, the first one its POD_IP:PADDLE_PORT; "
+        "semicolons between processes; set alike for all processes",
     ),
     ("FLEET_PS_CERT", "user", None, "certificate file of a parameter server; turns TLS on"),
     ("FLEET_PS_KEY", "user", None, "key file of that certificate; by default the certificate file holds it"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ def scale(server: str, number: int, tell: Tell, say: Callable[[str], None]) -> N
     say(f"{serving} of {len(counts)} server processes serve; shards of each: {', '.join(map(str, counts))}")
 
 
-def plan_moves(owners: Sequence[int], number: int, processes: int, away: set[int] | frozenset[int] = frozenset()) -> list[Move]:
+def plan_moves(owners: Sequence[int], number: int, processes: int, away: Collection[int] = ()) -> list[Move]:
     """Returns the fewest moves after which ``number`` processes serve, and none has two shards more than another.
 
     Args:

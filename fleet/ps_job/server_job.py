@@ -39,6 +39,7 @@ from fleet.ps_job.hybrid_job import make_hybrid_trainer
 from fleet.ps_job.server_metrics import Metrics
 from fleet.ps_job.server_settings import (
     Keeping,
+    other_places,
     read_bound_socket,
     read_count,
     read_keeping,
@@ -289,9 +290,7 @@ class ServerJob:
             stream.flush()
         os._exit(1)
 
-    def _loader(
-        self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None
-    ) -> Prepare:
+    def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Prepare:
         session = self._session
         if not Path(dirname).is_dir():
             raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
@@ -417,7 +416,7 @@ class ServerJob:
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
             wire=wire,
             standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
-            places=[[group[i] for group in places if group[i] != one] for i, one in enumerate(endpoints)] if places else (),
+            places=[other_places(places, *one) for one in enumerate(endpoints)] if places else (),
         )
         remainders = Remainders()  # of all connections: a table may change from one to another
         # What is inside this process needs no TLS.

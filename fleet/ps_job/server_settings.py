@@ -17,6 +17,7 @@ from fleet.errors import ConfigError
 
 __all__ = [
     "Keeping",
+    "other_places",
     "read_count",
     "read_keeping",
     "read_bound_socket",
@@ -52,8 +53,8 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
     if environment.has("FLEET_PS_SHARD_ENDPOINTS") and (folder is None or level_set not in (None, "1")):
         raise ConfigError(
             f"FLEET_PS_FOLDER is {folder!r} and FLEET_PS_LEVEL {level_set!r} in the environment, and "
-            "FLEET_PS_SHARD_ENDPOINTS is set: shards that can move need a folder, and level 1. Set FLEET_PS_FOLDER, and "
-            "unset FLEET_PS_LEVEL."
+            "FLEET_PS_SHARD_ENDPOINTS is set: shards that can move need a folder, and level 1. Set FLEET_PS_FOLDER, "
+            "and unset FLEET_PS_LEVEL."
         )
     usual = 3 if has_standbys else 0 if folder is None else 1
     level = environment.int("FLEET_PS_LEVEL") if environment.has("FLEET_PS_LEVEL") else usual
@@ -115,8 +116,8 @@ def read_places(environment: Environment, servers: Sequence[str]) -> tuple[tuple
     for other in ("FLEET_PS_STANDBY_ENDPOINTS", "FLEET_PS_STANDBY", "FLEET_PS_METRICS_PORT"):
         if environment.has(other):
             raise ConfigError(
-                f"{other} is {environment.raw(other)!r} in the environment, and {name} is set: shards that can move have "
-                "neither standbys nor a port for metrics. Unset one of the two."
+                f"{other} is {environment.raw(other)!r} in the environment, and {name} is set: shards that can move "
+                "have neither standbys nor a port for metrics. Unset one of the two."
             )
     groups = environment.str(name).split(";")
     places = tuple(
@@ -132,6 +133,11 @@ def read_places(environment: Environment, servers: Sequence[str]) -> tuple[tuple
             "them, in their order, and each of them is at one of these at first. Correct one of the two."
         )
     return places
+
+
+def other_places(places: Sequence[Sequence[str]], shard: int, first: str) -> list[str]:
+    """Returns where else than at ``first`` a shard may be served."""
+    return [group[shard] for group in places if group[shard] != first]
 
 
 def read_server_tls(environment: Environment) -> ssl.SSLContext | None:

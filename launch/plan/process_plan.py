@@ -405,9 +405,7 @@ def _layout(config: LaunchConfig, peers: Sequence[Peer], node_rank: int) -> _Lay
     return _Layout(
         servers=servers,
         workers=workers,
-        local_servers=config.local_servers
-        if config.servers
-        else range(first_server, first_server + num_servers),
+        local_servers=config.local_servers if config.servers else range(first_server, first_server + num_servers),
         local_workers=config.local_workers if config.workers else range(first_worker, first_worker + len(own.ports)),
         store=_store(config, peers, workers),
         http=_http(config, peers, servers),

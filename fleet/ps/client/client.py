@@ -523,7 +523,8 @@ def wait_for_servers(
     connect_timeout_s: float = 1.0,
     others: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Waits until a server, or one of the ``others`` that it may be at, greets everywhere; reports every ``interval_s`` seconds where none does.
+    """Waits until every server greets, at its endpoint or one of its ``others``; reports every ``interval_s`` seconds
+    where none does.
 
     Raises:
         PSError: some were missing after ``timeout_s``; the message names them.

@@ -123,13 +123,12 @@ class ClientConfig:
             )
         if self.places and (self.standbys or len(self.places) != count):
             raise ConfigError(
-                f"parameter servers {list(self.endpoints)!r} that can move to {list(self.places)!r}: give each the other "
-                "endpoints where it may be served, and no standbys."
+                f"parameter servers {list(self.endpoints)!r} that can move to {list(self.places)!r}: give each the "
+                "other endpoints where it may be served, and no standbys."
             )
         for name in ("deadline_s", "retry_interval_s", "answer_timeout_s", "connect_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"parameter server client: {name} is {getattr(self, name)!r}; it must be above 0.")
-
 
     def others(self, index: int) -> list[str]:
         """Returns the endpoints where server ``index`` may be instead of its own."""

@@ -162,8 +162,7 @@ class Leader:
             with self._moved:
                 self._leaves = self._journal.handed_over = False
             raise Refused(
-                f"parameter server {self._config.index}: {self.peer} was lost before it took over; this server "
-                "goes on."
+                f"parameter server {self._config.index}: {self.peer} was lost before it took over; this server goes on."
             )
         self.step_down(f"the standby at {self.peer} has taken over (epoch {self.epoch + 2})")
 
@@ -288,7 +287,7 @@ class Leader:
                 self._journal.tap = None
             self._moved.notify_all()
         feed.line.close()
-        if not self._state.job.stopped:
+        if not self._state.job.stopped and not self._leaves:
             self._say(f"the line to its standby at {self.peer} broke: {feed.reason}")
 
     @property

@@ -55,6 +55,7 @@ class MovableShard(Pair):
         config = self._config
         self._others = [one[config.index] for one in config.places if one[config.index] != config.endpoint]
         self._take_over: Callable[[ServerState], None] | None = None
+        self._lost = ""  # what workers are told who have used rows that nobody has any longer
         self._seen = False  # somebody has served the shard since this process started
 
     # -- the start, and the end ----------------------------------------------------------------------------------
@@ -130,6 +131,8 @@ class MovableShard(Pair):
 
     def greet(self, header: Header, body: memoryview) -> dict[str, Any] | None:
         """Returns what a worker is told instead of a welcome; None: this process serves it."""
+        if self.leader is None and self._lost:
+            raise Refused(self._lost)
         if self.leader is None:
             return {"standby": "another server process serves this shard"}
         return super().greet(header, body)
@@ -139,13 +142,13 @@ class MovableShard(Pair):
         found = [one for one in standings if one is not None]
         if len(found) < len(standings) or any(one["leads"] or one["epoch"] >= known for one in found):
             return
-        text = (
+        self._lost = (
             f"workers have used rows of epoch {known}; no server process has newer ones than epoch {leader.epoch}, so "
             "those rows were lost with the folder of the process that served last. Restart the job from its last saved "
             "model, or that process with its folder."
         )
         leader.step_down(f"workers have used rows of epoch {known}, which are lost")
-        raise Refused(text)
+        raise Refused(self._lost)
 
     def serve(self, line: Sealed, body: memoryview) -> None:
         """Serves another process, or the command that moves shards."""
@@ -193,6 +196,7 @@ class MovableShard(Pair):
             return
         self._rest()
         if source is not None:
+            self._lost = ""
             self._config = replace(config, peer=source)
             self._begin(self._take_over, None)
 

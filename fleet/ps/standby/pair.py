@@ -194,7 +194,6 @@ class Pair:
     def serve(self, line: Sealed, body: memoryview) -> None:
         """Serves the other server of the pair, or tells it where this one stands."""
         asked = decode_control(body)
-        config = self._config
         if "switch" in asked:
             self._switch(line)
             return
