@@ -151,7 +151,9 @@ def test_without_a_secret_only_clients_without_one_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", _frames.MAGIC + os.urandom(48), os.urandom(100_000)]
+    "garbage",
+    [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", _frames.MAGIC + os.urandom(48), os.urandom(100_000)],
+    ids=["zeros", "http", "magic", "noise"],
 )
 def test_strangers_are_cut_off_and_the_service_lives(served: Served, garbage: bytes) -> None:
     client = served.client()
