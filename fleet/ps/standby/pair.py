@@ -10,6 +10,7 @@ from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps.server.job_state import Refused
+from fleet.ps.server.reader_requests import Readable
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import has_snapshot
@@ -190,6 +191,11 @@ class Pair:
         """Waits until the standby has what an answer to this request says, where the worker does not send it again."""
         if self.leader is not None and header.op not in _FREE:
             self.leader.settle()
+
+    def readable(self) -> Readable | str:
+        """Returns what readers can be shown, or why nothing."""
+        source = self.leader or self.follower
+        return "it does not serve this shard" if source is None else source.readable()
 
     def serve(self, line: Sealed, body: memoryview) -> None:
         """Serves the other server of the pair, or tells it where this one stands."""
