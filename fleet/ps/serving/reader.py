@@ -150,17 +150,26 @@ class Reader:
     ) -> Tensor:
         """Returns what ``fleet.SparseEmbedding`` with these arguments gives for ``ids``, to the bit.
 
-        Ids, offsets and the shape of the result are those of :class:`fleet.SparseEmbedding`; ids without a row count
-        as zeros.
+        Ids, offsets and the shape of the result are those of :class:`fleet.SparseEmbedding`, arrays do as well as
+        tensors; ids without a row count as zeros.
+
+        Raises:
+            ConfigError: ids, offsets and the other arguments do not fit, or there is no such table.
         """
         import torch
 
         from fleet.ps.worker.bags import COMBINERS, bags_of, combined, keys_of_slots
 
         self._check_open()
+        origin = "reader.lookup_bags"
         if combiner not in COMBINERS:
-            raise ConfigError(f"reader.lookup_bags(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
-        bags = bags_of(ids, offsets, combiner, num_slots)
+            raise ConfigError(f"{origin}(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
+        if type(num_slots) is not int or num_slots < 1:
+            raise ConfigError(f"{origin}(num_slots={num_slots!r}) takes an integer from 1.")
+        if padding_idx is not None and type(padding_idx) is not int:
+            raise ConfigError(f"{origin}(padding_idx={padding_idx!r}) takes an id, or None.")
+        given = [_as_tensor(value) for value in (ids, offsets)]
+        bags = bags_of(given[0], given[1], combiner, num_slots, origin)
         keys = keys_of_slots(bags, num_slots) if separate_slots else bags.ids
         present = bags.without(padding_idx)
         rows = torch.from_numpy(self._lookup(table, keys if present is None else keys[present])[0])
@@ -263,6 +272,18 @@ def _open_folder(label: str, folder: Path) -> _Files:
         f"{label}: neither rows that fleet.ps.publish writes (MANIFEST.json) nor a save of tables; the folder holds "
         f"{names or 'nothing'}. A publisher's folder has rows once the servers have written the first ones."
     )
+
+
+def _as_tensor(value: Any) -> Any:
+    """Returns an array as a tensor, unsigned 64 bits as the same bits; other values as they are."""
+    if not isinstance(value, np.ndarray):
+        return value
+    import torch
+
+    if value.dtype.kind not in "iu":
+        raise ConfigError(f"reader.lookup_bags: ids are {value.dtype}; they must be integers of at most 64 bits.")
+    keys = value.view(np.int64) if value.dtype == np.uint64 else value.astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(keys))
 
 
 def _is_tensor(ids: object) -> bool:

@@ -96,7 +96,7 @@ class ServerRows:
 
     def lookup(self, table: str, keys: Int64s) -> Found:
         """Returns the rows of ``keys``, zeros where there is none, and which were found."""
-        if table not in self._tables:
+        if not isinstance(table, str) or table not in self._tables:
             check_table(self._label, table, self.dims)
         chosen = self._tables[table]
         distinct, places = np.unique(keys, return_inverse=True)
