@@ -296,3 +296,27 @@ def test_an_interrupted_lookup_does_not_answer_the_next(monkeypatch: pytest.Monk
             got, found = reader.lookup("ads", np.arange(20, 45))
             assert found.tolist() == [True] * 20 + [False] * 5
             assert (got[:20] == -1).all()
+
+
+def test_a_server_that_was_replaced_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know that it was, because the other one is away; it has as many records, and other ones."""
+    monkeypatch.setattr("fleet.ps.standby.pair._PATIENCE_S", 0.2)
+    monkeypatch.setattr("fleet.ps.serving.read_line.LIMIT_S", 1.0)
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        client.wait(client.push({0: gradient([1])}))
+        client.flush()
+        pair.cut()
+        _push(client, 3)
+        pair.kill(0)
+        _push(client, 3)
+        with reading(pair.transport, SECOND) as reader:
+            assert reader.lookup("ads", ids(1))[0][0, 0] == -7
+            record = reader._lines[0]._record
+            pair.kill(1)
+            server = pair.start(0)
+            until(lambda: pair.pair(0).leader is not None)
+            with server.state.journal.lock:
+                server.state.journal.last_lsn = max(server.state.journal.last_lsn, record)
+            with pytest.raises(PSError, match="it was replaced: it has epoch 1, the reader has seen 3"):
+                reader.lookup("ads", ids(1))
