@@ -82,6 +82,12 @@ class Follower:
             self._changed.wait_for(lambda: self.promoted or self.ended or self._closing)
         return self.promoted
 
+    def forget_job(self) -> None:
+        """Ends this standby, unless it serves: the job is over."""
+        with self._changed:
+            self.ended = not self.promoted
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Stops following."""
         with self._changed:

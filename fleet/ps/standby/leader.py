@@ -351,6 +351,13 @@ class Leader:
         if feed is not None:
             feed.finish()
 
+    def forget_job(self) -> None:
+        """Ends this server, which has stepped down: the job is over."""
+        job = self._state.job
+        with job.changed:
+            job.stopped = True
+            job.changed.notify_all()
+
     def close(self) -> None:
         """Ends the line to the standby, and whoever waits for it."""
         with self._moved:
