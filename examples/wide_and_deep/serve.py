@@ -34,7 +34,7 @@ class Requests(BaseHTTPRequestHandler):
             return
         try:
             length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(min(length, MOST_BYTES)))
+            body = json.loads(self.rfile.read(max(0, min(length, MOST_BYTES))))  # below 0 it would read for ever
             ids = torch.tensor(body["ids"], dtype=torch.int64)
             dense = torch.tensor(body["dense"], dtype=torch.float32)
             positions = self.predictor.reader.position  # before: newer rows may come during the prediction
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", metavar="DIR", help="what train_published.py --export writes")
     parser.add_argument(
-        "rows", metavar="SOURCE", help="what train_published.py --publish writes: a folder, or redis://"
+        "rows", metavar="SOURCE", help="what train_published.py --publish writes: a folder, or redis://; or ps://"
     )
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s; 0: any free one)")
     args = parser.parse_args()

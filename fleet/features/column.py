@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -63,6 +63,14 @@ class FeatureColumn:
         if isinstance(self.values, Words):
             return "text"
         return "float" if self.values.dtype.kind == "f" else "int"
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the batch has by this column."""
+        if self.ends is not None:
+            return len(self.ends) - 1
+        values = self.values.codes if isinstance(self.values, Words) else self.values
+        return len(values) if values.ndim else 1
 
 
 def of_one_width(values: NDArray[Any]) -> NDArray[Any]:
@@ -129,5 +137,6 @@ def check_integer(what: str, value: object, least: int, most: int) -> None:
 
 def check_number(what: str, value: object) -> None:
     """Raises ConfigError unless ``value`` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
         raise ConfigError(f"{what}={value!r}: it is a finite number.")

@@ -157,6 +157,25 @@ class Cross(Transform):
         return found, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
+def _word(value: Any) -> Any:
+    """Returns text and integers in the form in which a vocabulary keeps them."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _check_words(counts: Counter[Any]) -> None:
+    """Raises ConfigError unless the words are all text or all integers."""
+    for word, count in counts.items():
+        if not isinstance(word, str | int) or isinstance(word, bool):
+            raise ConfigError(
+                f"Vocabulary.build: {word!r:.80} is {count} of the {counts.total()} values; a vocabulary is of text or "
+                "of integers. Leave missing values out, or give them a word of their own, in requests too."
+            )
+    if len({isinstance(word, str) for word in counts}) > 1:
+        raise ConfigError("Vocabulary.build: some values are text and some integers; 7 and '7' are different words.")
+
+
 @dataclass(frozen=True)
 class Vocabulary(Transform):
     """The place of a word or integer in a list, int64; those that are not in it get ``num_oov`` ids behind it.
@@ -206,14 +225,24 @@ class Vocabulary(Transform):
         """Returns the words of a column, the most frequent first, equally frequent ones in their own order.
 
         Args:
-            values: text or integers; an array, or any iterable.
+            values: text or integers; an array, a tensor, or any iterable.
             min_count: rarer ones are left out.
             max_size: of the list at most.
+
+        Raises:
+            ConfigError: a value is neither text nor an integer, such as None or not-a-number, or some are text and some
+                integers.
         """
         check_integer("Vocabulary.build(min_count)", min_count, 1, _MOST)
         if max_size is not None:
             check_integer("Vocabulary.build(max_size)", max_size, 1, _MOST)
-        counts = Counter(values.reshape(-1).tolist() if isinstance(values, np.ndarray) else values)
+        array: Any = values
+        listed = array.reshape(-1).tolist() if hasattr(array, "reshape") else values
+        try:
+            counts = Counter(map(_word, listed))
+        except TypeError:
+            raise ConfigError("Vocabulary.build: some values are lists; give the words of all rows in one.") from None
+        _check_words(counts)
         ordered = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
         return [word for word, count in ordered if count >= min_count][:max_size]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,6 +22,7 @@ class Bucketize(Transform):
     """The number of the bucket that a value falls into, int64: how many of the boundaries are not above it.
 
     As ``torch.bucketize(right=True)`` and ``numpy.searchsorted(side="right")``; not-a-number is in the last bucket.
+    Integers are compared as such, exactly above 2^53 too.
 
     Args:
         column: numbers, or bags of them.
@@ -55,8 +57,20 @@ class Bucketize(Transform):
         """Returns the buckets."""
         (column,) = columns
         assert not isinstance(column.values, Words)
-        edges = np.asarray(self.boundaries, np.float64)
-        return FeatureColumn(np.searchsorted(edges, column.values, side="right").astype(np.int64), column.ends)
+        if column.kind == "int":
+            least = [math.ceil(boundary) for boundary in self.boundaries]  # integers not below a boundary begin there
+            below = sum(edge <= _FIRST for edge in least)
+            edges = np.array([edge for edge in least if _FIRST < edge <= _LAST], np.int64)
+            found = below + np.searchsorted(edges, column.values.astype(np.int64, copy=False), side="right")
+        else:
+            found = np.searchsorted(np.array([*map(_float_from, self.boundaries)]), column.values, side="right")
+        return FeatureColumn(np.asarray(found, np.int64), column.ends)
+
+
+def _float_from(boundary: float) -> float:
+    """Returns the smallest float64 that is not below ``boundary``."""
+    near = float(boundary)
+    return near if near >= boundary else math.nextafter(near, math.inf)
 
 
 @dataclass(frozen=True)

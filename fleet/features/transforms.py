@@ -96,9 +96,10 @@ class Transforms:
         """Returns the batch with what the transforms write.
 
         Raises:
-            ConfigError: a column is missing, of another kind than a transform reads, or would be replaced.
+            ConfigError: a column is missing, of another kind or number of rows than the others, or would be replaced.
         """
         columns = {name: _column(name, batch) for name in self.inputs}
+        _check_rows(columns)
         tensors = {name for name in columns if _is_tensor(batch[name])}
         self.check({name: column.kind for name, column in columns.items()}, batch)
         made = self.apply(columns)
@@ -152,13 +153,16 @@ class Transforms:
             found = json.loads(text)
             if found["format"] != 1:
                 raise CheckpointError(f"fleet.features: saved in format {found['format']!r}; this release reads 1.")
+            unknown = sorted(set(found) - {"format", "transforms"})
+            if unknown:
+                raise CheckpointError(f"fleet.features: {unknown} mean nothing in saved transforms of format 1.")
             listed = [dict(one) for one in found["transforms"]]
             kinds = [one.pop("kind") for one in listed]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"fleet.features: these are no saved transforms ({error!s:.100}).") from None
-        unknown = sorted({str(kind) for kind in kinds if kind not in _KINDS})
-        if unknown:
-            raise CheckpointError(f"fleet.features: no transform is named {unknown}. There are {sorted(_KINDS)}.")
+        strange = sorted({str(kind) for kind in kinds if kind not in _KINDS})
+        if strange:
+            raise CheckpointError(f"fleet.features: no transform is named {strange}. There are {sorted(_KINDS)}.")
         try:
             return cls([_KINDS[kind].from_fields(one) for kind, one in zip(kinds, listed, strict=True)])
         except TypeError as error:
@@ -190,6 +194,16 @@ class Transforms:
             raise CheckpointError(f"{target}: cannot be read: {error}.") from None
         except CheckpointError as error:
             raise CheckpointError(f"{target}: {error}") from None
+
+
+def _check_rows(columns: Mapping[str, FeatureColumn]) -> None:
+    """Raises ConfigError unless all columns have as many rows."""
+    counts = {name: column.num_rows for name, column in columns.items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            f"fleet.features: the columns of a batch have one entry a row, and these have different numbers: {counts}. "
+            f"Of a bag, NAME{_OFFSETS} says where its rows begin."
+        )
 
 
 def _is_tensor(value: object) -> bool:

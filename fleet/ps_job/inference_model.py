@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.features.transforms import Transforms
+from fleet.features.transforms import FILE, Transforms
 from fleet.ps.worker.trainer import Trainer
 from fleet.runtime import save_load
 
@@ -47,5 +48,7 @@ def save_model(
         save_load.save(state, os.path.join(folder, STATE))
         if transforms is not None:
             transforms.save(folder)
+        else:
+            Path(folder, FILE).unlink(missing_ok=True)  # of an earlier save: a service would apply them to this model
         if example_inputs is not None:
             export(model, example_inputs, folder)

@@ -57,6 +57,8 @@ class ConnectedWorker:
         self.worker: Worker | None = None
         self.channel = 0
         self.client_id = 0
+        self.reads = ""  # the form in which rows go to a reader; empty: not one
+        self.epoch = 0  # of what the reader reads
         self._body = memoryview(bytearray(1 << 16))
         self._rows = np.empty(1 << 14, np.float32)
 

@@ -26,6 +26,7 @@ from fleet.ps.server.journal import Journal
 from fleet.ps.server.measures import Summary
 from fleet.ps.server.newcomers import Complaints, Newcomers, host_of
 from fleet.ps.server.operations import Answer, ConnectedWorker, Operations
+from fleet.ps.server.reader_requests import ReaderRequests, is_reader
 from fleet.ps.server.served_table import make_served_table
 from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, connections_allowed
 from fleet.ps.server.server_files import load_tables, save_tables
@@ -78,7 +79,7 @@ class Server:
         self._use(self._make_state())
         self._listener: Listener | None = None
         self._open: dict[Connection, threading.Thread] = {}
-        self._not_workers: set[threading.Thread] = set()  # those that serve the other server of the pair, or the user
+        self._not_workers: set[threading.Thread] = set()  # they serve readers, the other server of the pair or the user
         self._newcomers = Newcomers()
         self._complaints = Complaints(notify)
         self._max_connections = USUAL_CONNECTIONS
@@ -92,6 +93,7 @@ class Server:
         if config.peer or config.places:
             kind = MovableShard if config.places else Pair
             self._pair = kind(config, self._transport, self._make_state, self._hang_up, notify)
+        self._readers = ReaderRequests(config, lambda: self.state, None if self._pair is None else self._pair.readable)
 
     def _make_state(self) -> ServerState:
         config = self.config
@@ -285,7 +287,7 @@ class Server:
     def _answer_the_last(self) -> None:
         """Gives the workers a moment to read the answers to their goodbyes."""
         deadline = time.monotonic() + 1.0
-        while self._open and time.monotonic() < deadline and self.state.job.ended():
+        while self._of_workers() and time.monotonic() < deadline and self.state.job.ended():
             time.sleep(0.01)
 
     def forget(self) -> None:
@@ -347,10 +349,12 @@ class Server:
         address = host_of(connection.peer)
         self._complaints.say(address, f"parameter server {self.config.index}: {connection.peer}: {reason}")
 
-    def _hang_up(self) -> None:
+    def _of_workers(self) -> list[Connection]:
         with self._lock:
-            connections = [one for one, thread in self._open.items() if thread not in self._not_workers]
-        for connection in connections:
+            return [one for one, thread in self._open.items() if thread not in self._not_workers]
+
+    def _hang_up(self) -> None:
+        for connection in self._of_workers():
             connection.close()
 
     def _watch(self) -> None:
@@ -445,11 +449,14 @@ class Server:
                 connection.receive_body(follow, limit)
                 self._serve_follow(connection, follow)
                 return
-            if peer.worker is None and header.op is not Op.HELLO:
+            if peer.worker is None and not peer.reads and header.op is not Op.HELLO:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
             body = peer.body(header.body_bytes)
             connection.receive_body(body, limit)
             answer = self._answer(peer, header, body)
+            if peer.reads and header.op is Op.HELLO:
+                with self._lock:
+                    self._not_workers.add(threading.current_thread())
             self._send(peer, header, answer)
             if answer.status is Status.FENCED or self.state.failure is not None:
                 return
@@ -472,6 +479,8 @@ class Server:
             self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
 
         try:
+            if peer.reads or (header.op is Op.HELLO and is_reader(body)):
+                return self._readers.answer(peer, header, body)
             if self._pair is not None and header.op is Op.HELLO:
                 elsewhere = self._pair.greet(header, body)
                 if elsewhere is not None:

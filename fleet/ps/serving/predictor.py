@@ -55,8 +55,7 @@ class Predictor:
         self._folder = Path(folder)
         self._refreshing = threading.Lock()
         self.reader = Reader(self._folder) if reader is None else reader
-        self._program = self._newest()
-        self._check_tables()
+        self._program = self._checked(self._newest())
 
     @property
     def lookups(self) -> tuple[RowsInput, ...]:
@@ -68,7 +67,7 @@ class Predictor:
 
         Raises:
             ConfigError: an id is outside an ``nn.Embedding``.
-            PSError: the reader's Redis does not answer.
+            PSError: the reader's Redis, or one of its servers, does not answer.
         """
         program = self._program  # read once: another thread may put a newer one there
         with torch.inference_mode():
@@ -81,11 +80,12 @@ class Predictor:
 
         Raises:
             CheckpointError: the newer one is damaged; the older one stays.
+            ConfigError: the reader's tables are not those of the newer one; the older one stays.
         """
         with self._refreshing:
             if self._text() == self._program.text:
                 return False
-            self._program = self._newest()
+            self._program = self._checked(self._newest())
             return True
 
     def _rows(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -97,14 +97,15 @@ class Predictor:
             separate_slots=lookup.separate_slots, padding_idx=lookup.padding_idx,
         )  # fmt: skip
 
-    def _check_tables(self) -> None:
+    def _checked(self, program: _Program) -> _Program:
         tables = self.reader.tables
-        for lookup in self.lookups:
+        for lookup in program.lookups:
             if tables.get(lookup.table, lookup.dim) != lookup.dim:
                 raise ConfigError(
                     f"fleet.ps.Predictor: {lookup.module} takes {lookup.dim} columns of table {lookup.table!r}; the "
                     f"reader's rows have {tables[lookup.table]}. The program and the rows are of different models."
                 )
+        return program
 
     def _newest(self) -> _Program:
         for _ in range(_TRIES):

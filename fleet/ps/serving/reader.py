@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,13 +17,16 @@ from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
 from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
+from fleet.ps.serving.server_rows import SCHEME, ServerRows, read_endpoints
 from fleet.ps.table.layout import Int64s
+from fleet.ps.wire.row_form import check_wire
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Reader"]
 
+_ACCESS = "fleet.ps_job.reader_access"  # not imported here: it reads the environment, which this package does not
 _REMOTE = ("redis://", "rediss://", "unix://")
 
 
@@ -33,22 +37,29 @@ class _Files(Protocol):
 
 
 class Reader:
-    """Looks up rows of the tables of a job, without any process of that job.
+    """Looks up rows of the tables of a job, outside that job.
 
-    A folder is mapped into memory; every 20 bytes of memory hold where one row is. Redis is asked at each lookup.
-    Lookups may come from any number of threads, while :meth:`follow` or :meth:`refresh` takes up what is new: a lookup
-    sees the rows of one state, with each delta whole or not at all.
+    A folder is mapped into memory; every 20 bytes of memory hold where one row is. Redis and servers are asked at each
+    lookup. Lookups may come from any number of threads, while :meth:`follow` or :meth:`refresh` takes up what is new.
+    From a folder or Redis a lookup sees the rows of one state, with each delta whole or not at all.
+
+    Servers are asked with the job's secret, as workers do (``FLEET_JOB_SECRET``, and ``FLEET_PS_CA`` with TLS). A
+    lookup makes no row, counts as no use of one, and no step waits for it. A server that is lost is replaced by its
+    standby, and no lookup gives values older than one before it.
 
     Args:
         source: a folder that ``fleet.ps.publish`` writes, a folder of ``fleet.save_persistables`` or
-            ``fleet.save_inference_model`` (mode 0), either with or without ``folder:`` before it; or the address of a
-            Redis that ``fleet.ps.publish`` writes to.
-        job: Redis: the job's name, needed where several jobs publish there.
+            ``fleet.save_inference_model`` (mode 0), either with or without ``folder:`` before it; the address of a
+            Redis that ``fleet.ps.publish`` writes to; or ``ps://host:port,host:port``, the servers of a running job or
+            their standbys, one of each number, as the job's lists spell them.
+        job: Redis: the job's name, needed where several jobs publish there. Servers: refused by those of another job.
+        wire: servers: the form in which rows travel, ``"float32"``, ``"bfloat16"`` or ``"int8"`` with a scale for each
+            row.
 
     Raises:
-        ConfigError: the source is none of these.
+        ConfigError: the source is none of these; servers have another secret, are of several jobs or not all of one.
         CheckpointError: files in the folder are damaged.
-        PSError: Redis does not answer.
+        PSError: Redis or a server does not answer.
 
     Example:
         >>> table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("ads", 4))
@@ -60,18 +71,29 @@ class Reader:
         ((2, 4), [True, False])
     """
 
-    def __init__(self, source: str | Path, *, job: str | None = None) -> None:
+    def __init__(self, source: str | Path, *, job: str | None = None, wire: str = "float32") -> None:
         self._label = f"fleet.ps.Reader({str(source)!r})"
-        self._redis: RedisRows | None = None
+        self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        if isinstance(source, str) and source.startswith(SCHEME):
+            self._remote = _open_servers(source, job, wire)
+            return
+        if check_wire(wire) != "float32":
+            raise ConfigError(
+                f"{self._label[:-1]}, wire={wire!r}): files and Redis hold rows in the form in which they were "
+                "published (values=). Omit wire=."
+            )
         if isinstance(source, str) and source.startswith(_REMOTE):
-            self._redis = RedisRows(source, job)
+            self._remote = RedisRows(source, job)
             return
         if not isinstance(source, str | Path) or (isinstance(source, str) and "://" in source) or not str(source):
-            raise ConfigError(f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0.")
+            raise ConfigError(
+                f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0 or "
+                "ps://host:36001."
+            )
         if job is not None:
             raise ConfigError(f"{self._label[:-1]}, job={job!r}): a folder has the rows of one job. Omit job=.")
         self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")))
@@ -86,7 +108,7 @@ class Reader:
     def position(self) -> dict[int, Position]:
         """How far the rows of each server are: its history, watermark and step, and when the newest was pushed."""
         self._check_open()
-        return dict(self._redis.positions if self._redis is not None else self._files.state.positions)
+        return dict(self._remote.positions if self._remote is not None else self._files.state.positions)
 
     def lookup(self, table: str, ids: Any, *, found: bool = False) -> Any:
         """Returns the rows of ``ids``; an id without a row gives zeros.
@@ -128,17 +150,26 @@ class Reader:
     ) -> Tensor:
         """Returns what ``fleet.SparseEmbedding`` with these arguments gives for ``ids``, to the bit.
 
-        Ids, offsets and the shape of the result are those of :class:`fleet.SparseEmbedding`; ids without a row count
-        as zeros.
+        Ids, offsets and the shape of the result are those of :class:`fleet.SparseEmbedding`, arrays do as well as
+        tensors; ids without a row count as zeros.
+
+        Raises:
+            ConfigError: ids, offsets and the other arguments do not fit, or there is no such table.
         """
         import torch
 
         from fleet.ps.worker.bags import COMBINERS, bags_of, combined, keys_of_slots
 
         self._check_open()
+        origin = "reader.lookup_bags"
         if combiner not in COMBINERS:
-            raise ConfigError(f"reader.lookup_bags(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
-        bags = bags_of(ids, offsets, combiner, num_slots)
+            raise ConfigError(f"{origin}(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
+        if type(num_slots) is not int or num_slots < 1:
+            raise ConfigError(f"{origin}(num_slots={num_slots!r}) takes an integer from 1.")
+        if padding_idx is not None and type(padding_idx) is not int:
+            raise ConfigError(f"{origin}(padding_idx={padding_idx!r}) takes an id, or None.")
+        given = [_as_tensor(value) for value in (ids, offsets)]
+        bags = bags_of(given[0], given[1], combiner, num_slots, origin)
         keys = keys_of_slots(bags, num_slots) if separate_slots else bags.ids
         present = bags.without(padding_idx)
         rows = torch.from_numpy(self._lookup(table, keys if present is None else keys[present])[0])
@@ -153,18 +184,19 @@ class Reader:
         """
         self._check_open()
         with self._refreshing:
-            return self._redis.refresh() if self._redis is not None else self._files.refresh()
+            return self._remote.refresh() if self._remote is not None else self._files.refresh()
 
     def follow(self, every_s: float = 1.0) -> Reader:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
 
-        What cannot be read is logged once and tried again; the rows from before stay. Redis needs no following.
+        What cannot be read is logged once and tried again; the rows from before stay. Redis and servers need no
+        following.
         """
         self._check_open()
         number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
         if not number or not 0 < every_s < threading.TIMEOUT_MAX:
             raise ConfigError(f"reader.follow(every_s={every_s!r}) takes a number of seconds above 0.")
-        if self._redis is None:
+        if self._remote is None:
             self._stop_following()
             self._stop = threading.Event()
             self._thread = threading.Thread(
@@ -177,8 +209,8 @@ class Reader:
         """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
         self._is_closed = True
         self._stop_following()
-        if self._redis is not None:
-            self._redis.close()
+        if self._remote is not None:
+            self._remote.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -190,11 +222,11 @@ class Reader:
 
     def _dims(self) -> Mapping[str, int]:
         self._check_open()
-        return self._redis.dims if self._redis is not None else self._files.state.dims
+        return self._remote.dims if self._remote is not None else self._files.state.dims
 
     def _lookup(self, table: str, keys: Int64s) -> Found:
-        if self._redis is not None:
-            return self._redis.lookup(table, keys)
+        if self._remote is not None:
+            return self._remote.lookup(table, keys)
         state = self._files.state  # read once: another thread may put a newer one there
         return state.lookup(check_table(self._label, table, state.dims), keys)
 
@@ -222,6 +254,12 @@ class Reader:
             self._stop = self._thread = None
 
 
+def _open_servers(source: str, job: str | None, wire: str) -> ServerRows:
+    endpoints = read_endpoints(source)
+    access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
+    return ServerRows(source, endpoints, access)
+
+
 def _open_folder(label: str, folder: Path) -> _Files:
     if not folder.is_dir():
         raise ConfigError(f"{label}: there is no such folder.")
@@ -234,6 +272,18 @@ def _open_folder(label: str, folder: Path) -> _Files:
         f"{label}: neither rows that fleet.ps.publish writes (MANIFEST.json) nor a save of tables; the folder holds "
         f"{names or 'nothing'}. A publisher's folder has rows once the servers have written the first ones."
     )
+
+
+def _as_tensor(value: Any) -> Any:
+    """Returns an array as a tensor, unsigned 64 bits as the same bits; other values as they are."""
+    if not isinstance(value, np.ndarray):
+        return value
+    import torch
+
+    if value.dtype.kind not in "iu":
+        raise ConfigError(f"reader.lookup_bags: ids are {value.dtype}; they must be integers of at most 64 bits.")
+    keys = value.view(np.int64) if value.dtype == np.uint64 else value.astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(keys))
 
 
 def _is_tensor(ids: object) -> bool:

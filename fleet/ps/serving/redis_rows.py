@@ -18,6 +18,7 @@ from fleet.ps.table.layout import Int64s
 __all__ = ["RedisRows"]
 
 _TIMEOUT_S, _RETRIES = 10.0, 5
+_POSITION = "position"  # of the key that holds the servers' positions; a sink refuses a table of this name
 _T = TypeVar("_T")
 
 
@@ -67,7 +68,7 @@ class RedisRows:
         for key in self._hashes(pattern):
             name = key.decode().removeprefix(f"fleet:{self._job}:")
             dim = self._ask(partial(self._redis.hget, key, "dim")) or b""
-            if name != "position" and dim.isdigit():
+            if name != _POSITION and dim.isdigit():
                 dims[name] = int(dim)
         return dims
 
@@ -89,6 +90,8 @@ class RedisRows:
 
     def lookup(self, table: str, keys: Int64s) -> Found:
         """Returns the rows of ``keys``, zeros where there is none, and which were found."""
+        if not isinstance(table, str) or table == _POSITION:  # its key holds no table
+            check_table(self._label, table, self.dims)
         prefix = f"fleet:{self._job}:{table}"
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(prefix)

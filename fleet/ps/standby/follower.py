@@ -13,6 +13,7 @@ from typing import Any
 from fleet.errors import ConfigError, FleetError, PSError
 from fleet.ps.files.own_folder import own_folder
 from fleet.ps.server.journal import read_records
+from fleet.ps.server.reader_requests import Readable
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import drop_snapshots, read_snapshot, write_snapshot
@@ -61,6 +62,7 @@ class Follower:
         self._line: Sealed | None = None
         self._broken_since = time.monotonic()
         self._received = 0
+        self._heard = time.monotonic()  # when everything that the server had sent was here
         self._closing = False
         self._thread: threading.Thread | None = None
         self.state: ServerState | None = None
@@ -79,6 +81,12 @@ class Follower:
         with self._changed:
             self._changed.wait_for(lambda: self.promoted or self.ended or self._closing)
         return self.promoted
+
+    def forget_job(self) -> None:
+        """Ends this standby, unless it serves: the job is over."""
+        with self._changed:
+            self.ended = not self.promoted
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stops following."""
@@ -178,6 +186,8 @@ class Follower:
                 with self._changed:
                     self.ended = True
                     self._changed.notify_all()
+            if state is not None:  # before the snapshot is here, the rows are those of an earlier line
+                self._heard = time.monotonic()
 
     def _take_snapshot(self, draft: Path, name: str) -> ServerState:
         """Makes the received snapshot the state of this standby, in memory and in its folder."""
@@ -229,6 +239,14 @@ class Follower:
             if self._line is not line:
                 return None
             return self._received if self.state is not None else 0
+
+    def readable(self) -> Readable | str:
+        """Returns what readers can be shown, or why nothing."""
+        with self._changed:
+            if self.state is None:
+                return "it has not got the rows from its server yet"
+            age_s = 0.0 if self.promoted else time.monotonic() - self._heard
+            return Readable(self.state, self._epoch.epoch, self._received, self._received, age_s)
 
     # -- promotion -----------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps.server.job_state import Refused
+from fleet.ps.server.reader_requests import Readable
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import write_snapshot
@@ -195,6 +196,25 @@ class Leader:
             lsn = self._journal.last_lsn
             self._moved.wait_for(lambda: not self.joined or (self._journal.confirmed or 0) >= lsn)
 
+    def readable(self) -> Readable | str:
+        """Returns what readers can be shown, or why nothing."""
+        if self.deposed:
+            return "another server has taken over"
+        last, confirmed = self._journal.last_lsn, self._journal.confirmed
+        kept = last if confirmed is None else min(confirmed, last)
+        return Readable(self._state, self.epoch, last, kept, confirm=self._confirm)
+
+    def _confirm(self, record: int, limit_s: float) -> bool:
+        """Returns whether a failover keeps the records up to ``record``, for which it waits a while."""
+        deadline = time.monotonic() + limit_s
+        with self._moved:
+            while (confirmed := self._journal.confirmed) is not None and confirmed < record:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._is_over():
+                    return False
+                self._moved.wait(min(left, 10 * _POLL_S))
+            return not self.deposed
+
     def renew(self) -> None:
         """Gives the standby a new snapshot, because rows have changed without a record; returns when it has it."""
         with self._moved:
@@ -330,6 +350,13 @@ class Leader:
             feed = self._feed
         if feed is not None:
             feed.finish()
+
+    def forget_job(self) -> None:
+        """Ends this server, which has stepped down: the job is over."""
+        job = self._state.job
+        with job.changed:
+            job.stopped = True
+            job.changed.notify_all()
 
     def close(self) -> None:
         """Ends the line to the standby, and whoever waits for it."""

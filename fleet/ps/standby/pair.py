@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from fleet.errors import PSError
+from fleet.errors import FleetError, PSError
 from fleet.ps.server.job_state import Refused
+from fleet.ps.server.reader_requests import Readable
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import has_snapshot
 from fleet.ps.standby.carried import Carried, send_piece
 from fleet.ps.standby.epoch_file import EpochFile
-from fleet.ps.standby.follower import Follower, ask_standing
+from fleet.ps.standby.follower import Follower, ask_standing, follow_fields, tell
 from fleet.ps.standby.leader import Leader
 from fleet.ps.wire.messages import Header, Op, control_body, decode_control
 from fleet.ps.wire.sealed import Sealed
@@ -191,6 +193,11 @@ class Pair:
         if self.leader is not None and header.op not in _FREE:
             self.leader.settle()
 
+    def readable(self) -> Readable | str:
+        """Returns what readers can be shown, or why nothing."""
+        source = self.leader or self.follower
+        return "it does not serve this shard" if source is None else source.readable()
+
     def serve(self, line: Sealed, body: memoryview) -> None:
         """Serves the other server of the pair, or tells it where this one stands."""
         asked = decode_control(body)
@@ -202,6 +209,8 @@ class Pair:
             return
         if self._is_stranger(line, asked):
             return
+        if asked.get("over"):
+            self._learn_end()
         if self.leader is not None:
             self.leader.serve(line, asked)
         elif self.follower is not None:
@@ -255,9 +264,22 @@ class Pair:
         self.follow(take_over)
 
     def end(self) -> None:
-        """Tells the standby that the job is over."""
-        if self.leader is not None:
-            self.leader.end()
+        """Tells the standby that the job is over, also one that was the server a moment ago and does not follow yet."""
+        leader, config = self.leader, self._config
+        if leader is None:
+            return
+        follows = leader.joined
+        leader.end()
+        if config.peer and not follows and not leader.deposed:
+            with suppress(FleetError):
+                tell(config, self._transport, {**follow_fields(config, probe=True), "over": True})
+
+    def _learn_end(self) -> None:
+        """Ends what waits here, unless this server leads: the one that does says that the job is over."""
+        if self.leader is not None and self.leader.deposed:
+            self.leader.forget_job()
+        elif self.leader is None and self.follower is not None:
+            self.follower.forget_job()
 
     def stop(self) -> None:
         """Ends what waits here."""

@@ -52,7 +52,17 @@ class Bags:
         return np.flatnonzero(~padding) if padding_idx is not None and padding.any() else None
 
 
-def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, num_slots: int) -> Bags:
+class _Unfit(Exception):
+    """Why ids cannot be taken apart."""
+
+
+def bags_of(
+    ids: Tensor | Sequence[Any],
+    offsets: Tensor | None,
+    combiner: str,
+    num_slots: int,
+    origin: str = "SparseEmbedding",
+) -> Bags:
     """Returns ``ids`` flat.
 
     Args:
@@ -60,6 +70,7 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
         offsets: where each sample and slot begins in flat ids.
         combiner: "none", "sum" or "mean".
         num_slots: slots per sample.
+        origin: who takes them, for messages.
 
     Raises:
         ConfigError: ids are not integers, or shape, offsets, combiner and slots do not fit.
@@ -68,29 +79,38 @@ def bags_of(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, 
         >>> bags_of([[1, 2], [], [3]], None, "sum", 1).offsets.tolist()
         [0, 2, 2]
     """
+    try:
+        return _taken_apart(ids, offsets, combiner, num_slots)
+    except _Unfit as reason:
+        raise ConfigError(f"{origin}: {reason}") from None
+
+
+def _taken_apart(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, num_slots: int) -> Bags:
     if offsets is not None and combiner == "none":
-        raise ConfigError("SparseEmbedding: offsets say which ids are combined, but combiner is 'none'.")
+        raise _Unfit("offsets say which ids are combined, but combiner is 'none'.")
     if not isinstance(ids, Tensor):
         return _of_lists(ids, combiner, num_slots, offsets)
     flat = _flat(ids)
     if offsets is not None:
+        if not isinstance(offsets, Tensor) or offsets.dtype not in _WHOLE:
+            kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+            raise _Unfit(f"offsets are {kind}; they must be a tensor of integers.")
         starts = _flat(offsets)
         if ids.ndim != 1 or len(starts) % num_slots or _bad(starts, len(flat)):
-            raise ConfigError(
-                f"SparseEmbedding: offsets {starts.tolist()[:8]} of ids {tuple(ids.shape)}; they must start with 0, "
+            raise _Unfit(
+                f"offsets {starts.tolist()[:8]} of ids {tuple(ids.shape)}; they must start with 0, "
                 f"not decrease, not exceed the number of ids, and number a multiple of {num_slots} slots."
             )
         return _bags(flat, starts, num_slots)
     if combiner == "none":
         if num_slots > 1 and (ids.ndim < 2 or ids.shape[-1] != num_slots):
-            raise ConfigError(f"SparseEmbedding: ids are {tuple(ids.shape)}; the last dim holds the {num_slots} slots.")
+            raise _Unfit(f"ids are {tuple(ids.shape)}; the last dim holds the {num_slots} slots.")
         return Bags(flat, None, tuple(ids.shape), np.ones(len(flat), np.int64))
     wanted = 2 if num_slots == 1 else 3
     if ids.ndim != wanted or (num_slots > 1 and ids.shape[1] != num_slots):
         form = "[batch, length]" if num_slots == 1 else f"[batch, {num_slots}, length]"
-        raise ConfigError(
-            f"SparseEmbedding: ids are {tuple(ids.shape)}; with combiner {combiner!r} they must be {form}, or flat "
-            "with offsets."
+        raise _Unfit(
+            f"ids are {tuple(ids.shape)}; with combiner {combiner!r} they must be {form}, or flat with offsets."
         )
     count = len(flat) // max(ids.shape[-1], 1)
     length = ids.shape[-1]
@@ -137,18 +157,16 @@ def combined(bags: Bags, present: Keys | None, rows: Tensor, places: Tensor, com
 
 def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor | None) -> Bags:
     if offsets is not None or not isinstance(ids, list | tuple):
-        raise ConfigError(f"SparseEmbedding takes a tensor, or a list of ids per sample; got {type(ids).__name__}.")
+        raise _Unfit(f"ids are a tensor, or a list of ids per sample; received {type(ids).__name__}.")
     parts = [_flat(part if isinstance(part, Tensor) else _as_tensor(part)) for part in ids]
     if len(parts) % num_slots:
-        raise ConfigError(
-            f"SparseEmbedding: {len(parts)} lists of ids; give one for each of {num_slots} slots of each sample."
-        )
+        raise _Unfit(f"{len(parts)} lists of ids; give one for each of {num_slots} slots of each sample.")
     flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
     starts = np.cumsum([0, *(len(part) for part in parts)])[: len(parts)].astype(np.int64)
     bags = _bags(flat, starts, num_slots)
     if combiner == "none":
         if num_slots > 1:
-            raise ConfigError("SparseEmbedding: lists of ids in several slots need a combiner, 'sum' or 'mean'.")
+            raise _Unfit("lists of ids in several slots need a combiner, 'sum' or 'mean'.")
         return Bags(flat, None, (len(flat),), np.ones(len(flat), np.int64))
     return bags
 
@@ -163,12 +181,12 @@ def _as_tensor(part: Any) -> Tensor:
     try:
         return torch.as_tensor(part, dtype=None if len(part) else torch.int64)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"SparseEmbedding: {part!r} is not a list of ids.") from None
+        raise _Unfit(f"{part!r} is not a list of ids.") from None
 
 
 def _flat(ids: Tensor) -> Keys:
     if ids.dtype not in _WHOLE:
-        raise ConfigError(f"SparseEmbedding: ids are {ids.dtype}; they must be integers (torch.int64).")
+        raise _Unfit(f"ids are {ids.dtype}; they must be integers (torch.int64).")
     flat: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
     return flat
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
 
 import fleet
 from fleet.errors import ConfigError, FleetError
+from tests.fleet.dataset.test_stream import TRAIN, trained
 
 PARTITIONS = 4  # of a topic that the mock broker makes
 
@@ -103,3 +105,20 @@ def test_wrong_arguments_are_refused(settings, words) -> None:
 def test_a_source_has_its_own_name_and_partitions() -> None:
     with pytest.raises(ConfigError, match="a source has its own name and partitions"):
         fleet.StreamDataset(fleet.KafkaSource("127.0.0.1:1", "c"), value_of, batch_size=1, name="other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "stale"])
+def test_each_message_is_trained_once_whatever_is_killed(broker, tmp_path: Path, mode: str) -> None:
+    """Workers and servers of a real job; the broker stays."""
+    events, (address, producer) = 1000, broker
+    for offset in range(events):
+        for partition in range(PARTITIONS):
+            producer.produce(mode, value=b"%d" % ((offset * 7 + partition) % 50), partition=partition)
+        producer.poll(0)
+    assert producer.flush(60) == 0
+    own = 'fleet.StreamDataset(events, int, batch_size=32, partitions=PARTITIONS, name="clicks")'
+    assert own in TRAIN
+    kafka = f'fleet.KafkaSource("{address}", "{mode}", stop_at_end=True)'
+    script = TRAIN.replace(own, f"fleet.StreamDataset({kafka}, lambda record: int(record.value), batch_size=32)")
+    trained(tmp_path, mode, kills=3, servers=2, events=events, script=script)

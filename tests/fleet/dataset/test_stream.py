@@ -251,10 +251,10 @@ else:
 """
 
 
-def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3000) -> None:
+def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3000, script: str = TRAIN) -> None:
     """Runs the job and compares each row with the number of its events; a lost or repeated one shows."""
     options = [f"--server_num={servers}", "--worker_num=2", f"--max_restart={kills + 2}"]
-    with Launcher(tmp_path, TRAIN, *options, args=[str(kills), str(events), mode]) as job:
+    with Launcher(tmp_path, script, *options, args=[str(kills), str(events), mode]) as job:
         assert job.wait(300.0) == 0, job.stderr
     assert len(list(tmp_path.glob("kill-*"))) == kills
     counted = torch.zeros(50)

@@ -51,10 +51,11 @@ def test_crosses_of_bags_are_all_pairs() -> None:
 
 
 def test_columns_of_different_lengths_are_not_crossed() -> None:
+    for batch in ({"a": [1, 2], "b": [1]}, {"a": [1, 2], "a.offsets": [0, 1], "b": [1]}):
+        with pytest.raises(ConfigError, match="different numbers: {'a': 2, 'b': 1}"):
+            Transforms([Cross(["a", "b"], out="ab")])(batch)
     with pytest.raises(ConfigError, match="'b' has the shape"):
-        Transforms([Cross(["a", "b"], out="ab")])({"a": [1, 2], "b": [1]})
-    with pytest.raises(ConfigError, match="'b' has 1 rows, the ones before it 2"):
-        Transforms([Cross(["a", "b"], out="ab")])({"a": [1, 2], "a.offsets": [0, 1], "b": [1]})
+        Transforms([Cross(["a", "b"], out="ab")])({"a": [[1, 2]], "b": [1]})
 
 
 def test_vocabularies() -> None:
@@ -88,3 +89,23 @@ def test_vocabularies() -> None:
 def test_wrong_values(made: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         made()
+
+
+@pytest.mark.parametrize("values", [[None, "a"], [1.5], [float("nan"), 1], [True]])
+def test_a_vocabulary_is_of_words(values: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="of text or of integers"):
+        Vocabulary.build(values)
+
+
+def test_a_vocabulary_of_any_form_of_a_column() -> None:
+    """What build gives is what Vocabulary takes."""
+    for values in ([b"b", "a", b"b"], np.array(["b", "a", "b"]), np.array([b"b", b"a", b"b"])):
+        assert Vocabulary("x", Vocabulary.build(values)).words == ("b", "a")
+    for numbers in ([np.int64(3), 1, 3], np.array([3, 1, 3], np.int8), torch.tensor([3, 1, 3])):
+        assert Vocabulary("x", Vocabulary.build(numbers)).words == (3, 1)
+    with pytest.raises(ConfigError, match="the words of all rows in one"):
+        Vocabulary.build([["a"], ["b"]])
+    with pytest.raises(ConfigError, match="some values are text and some integers"):
+        Vocabulary.build([7, "7"])
+    with pytest.raises(ConfigError, match="None is 2 of the 3 values.*a word of their own"):
+        Vocabulary.build([None, "a", None])

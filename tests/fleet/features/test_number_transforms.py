@@ -26,6 +26,19 @@ def test_bucketize_is_that_of_torch() -> None:
         assert found.tolist() == torch.bucketize(torch.from_numpy(values).double(), edges, right=True).tolist()
 
 
+def test_bucketize_is_exact_above_2_to_53() -> None:
+    big = 2**53
+    edges = [-(2.0**70), -(2**63), -2.5, big, big + 1, 2**63 - 1, 2**63, 10**30]
+    values = [-(2**63), -(2**63) + 1, -3, -2, big - 1, big, big + 1, big + 2, 2**63 - 2, 2**63 - 1]
+    found = of(Bucketize("x", edges), np.array(values))
+    assert found.tolist() == [sum(edge <= value for edge in edges) for value in values]
+    floats = [float(np.float32(value)) for value in (big, big * (1 + 2**-23), 2.0**63, 1e30, 2e30)]
+    found = of(Bucketize("x", edges), np.array(floats))
+    assert found.tolist() == [sum(edge <= value for edge in edges) for value in floats]
+    with pytest.raises(ConfigError, match="finite"):
+        Bucketize("x", [10**400])
+
+
 def test_clip() -> None:
     found = of(Clip("x", -1, 2.5), VALUES)
     assert found.dtype == np.float32

@@ -184,3 +184,20 @@ def test_every_source_of_a_value_gives_the_same() -> None:
 def test_a_chain_in_place() -> None:
     found = Transforms([Clip("x", 0, 10), Log("x"), Bucketize("x", [1.0])])({"x": [-5.0, 3.0, 1e9]})
     assert found["x"].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "one", [Hash("b"), Vocabulary("b", [1]), Bucketize("b", [1]), Clip("b", 0), Log("b"), Cross(["a", "b"], out="c")]
+)
+@pytest.mark.parametrize("b", [{"b": [1, 2]}, {"b": [1, 2, 3], "b.offsets": [0, 1]}, {"b": torch.tensor([1])}])
+def test_columns_of_different_lengths(one: Any, b: dict[str, Any]) -> None:
+    """Whatever reads them: a row of one would come beside another row of the other."""
+    with pytest.raises(ConfigError, match="different numbers"):
+        Transforms([Hash("a"), one])({"a": [1, 2, 3], **b})
+    assert Transforms([one])({"a": b["b"], **b}) if one.inputs == ("b",) else True
+
+
+def test_an_unknown_key_of_a_file() -> None:
+    text = Transforms([Hash("a")]).to_json()
+    with pytest.raises(CheckpointError, match=r"\['order'\] mean nothing"):
+        Transforms.from_json(text.replace('"format"', '"order": [0], "format"'))

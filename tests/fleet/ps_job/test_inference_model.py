@@ -44,6 +44,10 @@ def test_transforms_are_kept_beside_the_state(tmp_path: Path) -> None:
     transforms = features.Transforms([features.Hash("site", out="ads")])
     saved(tmp_path, None, transforms)
     assert features.Transforms.load(tmp_path) == transforms
+    saved(tmp_path, None, first=False)
+    assert features.Transforms.load(tmp_path) == transforms
+    saved(tmp_path, None)  # a model without them: those of the older one are not its own
+    assert not (tmp_path / "transforms.json").exists()
     with pytest.raises(ConfigError, match="it is a fleet.features.Transforms"):
         saved(tmp_path / "other", None, [features.Hash("site")])
     assert not (tmp_path / "other").exists()

@@ -96,3 +96,21 @@ def test_folders_that_hold_no_program(tmp_path: Path) -> None:
     next(tmp_path.glob("dense-*")).unlink()
     with pytest.raises(CheckpointError, match="No such file"):
         Predictor(tmp_path)
+
+
+def test_a_newer_program_of_another_model_is_not_taken(tmp_path: Path) -> None:
+    """The older one stays, as it does when the newer one is damaged."""
+    table = SparseTable(SparseTableConfig("ads", DIM))
+    table.add(np.array([1]), np.ones((1, DIM), np.float32))
+    save_table(table, tmp_path)
+    ids = torch.tensor([1, 2])
+    export(fleet.SparseEmbedding(DIM, name="ads"), (ids,), tmp_path)
+    predictor = Predictor(tmp_path)
+    wanted = predictor(ids)
+    export(fleet.SparseEmbedding(DIM + 1, name="ads"), (ids,), tmp_path)
+    with pytest.raises(ConfigError, match="different models"):
+        predictor.refresh()
+    assert torch.equal(predictor(ids), wanted)
+    export(fleet.SparseEmbedding(DIM, name="ads"), (ids,), tmp_path)
+    predictor.refresh()
+    assert torch.equal(predictor(ids), wanted)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,34 @@ def test_bags_are_those_of_the_embedding(tmp_path: Path, combiner: str, separate
             assert not reader.lookup_bags("ads", [[], [0]], **arguments).any()
     with pytest.raises(ConfigError, match="combiner='max'"):
         reader.lookup_bags("ads", ids, combiner="max")
+
+
+def test_bags_in_arrays(tmp_path: Path, saved: ReferenceTable) -> None:
+    reader = Reader(tmp_path / "save")
+    ids, offsets = np.array([-7, 5, 3]), np.array([0, 2], np.int32)
+    wanted = reader.lookup_bags("ads", torch.from_numpy(ids), torch.from_numpy(offsets))
+    assert torch.equal(reader.lookup_bags("ads", ids, offsets), wanted)
+    assert torch.equal(reader.lookup_bags("ads", ids.view(np.uint64), offsets), wanted)
+    assert torch.equal(reader.lookup_bags("ads", ids[None, :2]), wanted[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"ids": 5}, "ids are a tensor, or a list of ids per sample; received int"),
+        ({"ids": np.ones((1, 2))}, "ids are float64; they must be integers"),
+        ({"ids": torch.tensor([1, 2])}, r"ids are \(2,\); with combiner 'sum' they must be \[batch, length\]"),
+        ({"ids": torch.tensor([1, 2]), "offsets": [0]}, "offsets are list; they must be a tensor of integers"),
+        ({"ids": torch.tensor([1, 2]), "offsets": torch.tensor([1])}, r"offsets \[1\] of ids \(2,\)"),
+        ({"ids": [[1, 2], 3]}, "3 is not a list of ids"),
+        ({"ids": [[1]], "num_slots": 0}, "num_slots=0. takes an integer from 1"),
+        ({"ids": [[1]], "padding_idx": "0"}, "padding_idx='0'. takes an id, or None"),
+    ],
+)
+def test_bags_that_are_refused(tmp_path: Path, saved: ReferenceTable, arguments: dict[str, Any], said: str) -> None:
+    """By the name of what was called."""
+    with pytest.raises(ConfigError, match=f"^reader.lookup_bags.*{said}"):
+        Reader(tmp_path / "save").lookup_bags("ads", **arguments)
 
 
 def test_a_lookup_loads_neither_torch_nor_a_compiler(tmp_path: Path, saved: ReferenceTable) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,5 +125,16 @@ def test_a_table_whose_key_looks_like_a_jobs_positions(redis: RedisServer) -> No
         client.hset("fleet:shop:ads:position", mapping={"values": "float32", "dim": 4})
     rows = RedisRows(redis.url, None)
     assert rows.positions.keys() == {0}
+    rows.close()
+    sink.close()
+
+
+@pytest.mark.parametrize("table", ["position", None, ["ads"]])
+def test_the_positions_are_no_table(redis: RedisServer, table: Any) -> None:
+    sink = RedisSink(redis.url, "shop", "float32")
+    Chain(sink).write()
+    rows = RedisRows(redis.url, "shop")
+    with pytest.raises(ConfigError, match="no such table.* It has 'ads'"):
+        rows.lookup(table, np.array([1]))
     rows.close()
     sink.close()

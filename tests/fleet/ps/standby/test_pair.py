@@ -497,3 +497,22 @@ def test_wrong_pairs(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
     """A pair needs a folder, level 1 and two endpoints."""
     with pytest.raises(ConfigError, match=text):
         ServerConfig(**{"endpoint": FIRST, "folder": tmp_path, "level": 1, **fields})
+
+
+def test_a_job_that_ends_right_after_a_switch(tmp_path: Path) -> None:
+    """The one that was replaced does not follow yet; it ends at once all the same."""
+    with duo(tmp_path) as pair:
+        client = pair.client()
+        push_and_flush(client)
+        pair.switch(0)
+        push_and_flush(client)
+        old, new = pair.servers
+        assert old is not None
+        assert new is not None
+        client.goodbye()
+        assert new.wait(30)
+        new.end_standby()
+        assert old.wait(30)
+        began = time.monotonic()
+        assert old.still_leads() or not old.wait_for_turn()
+        assert time.monotonic() - began < 4

@@ -37,6 +37,9 @@ def events(partition, start):
     for offset in range(start, EVENTS):
         while sys.argv[3] == "back" and partition % 3 == 1 and offset >= EVENTS // 2 and not os.path.exists("back"):
             yield None
+        held = sys.argv[3] == "coverer" and partition % 3 != 1 and offset >= EVENTS // 2
+        while held and not os.path.exists("coverer"):
+            yield None
         yield offset, 10_000 * partition + offset
     while not os.path.exists("over"):
         yield None
@@ -52,6 +55,14 @@ class Model(torch.nn.Module):
         return self.rows(ids[:, None]).sum() + self.seen.sum() * len(ids)
 
 
+def first(name):
+    try:
+        os.open(name, os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return False
+    return True
+
+
 model = Model()
 strategy = fleet.DistributedStrategy()
 strategy.a_sync = True
@@ -62,7 +73,7 @@ if fleet.is_server():
     fleet.run_server()
 else:
     fleet.init_worker()
-    rank, steps = fleet.worker_index(), 0
+    rank, steps, covered = fleet.worker_index(), 0, 0
     dataset = fleet.StreamDataset(events, int, batch_size=16, partitions=PARTITIONS, name="clicks")
     if rank == 1 and DIES_AT < 0:
         open("back", "w").close()
@@ -73,10 +84,11 @@ else:
         steps += 1
         with open(f"steps-{rank}", "a") as file:
             file.write(" ".join(map(str, ids.tolist())) + chr(10))
-        if steps == DIES_AT:
+        covered += any(int(event) // 10_000 % 3 != rank for event in ids)
+        if steps == DIES_AT or (sys.argv[3] == "coverer" and covered == 5 and first("coverer")):
             os.kill(os.getpid(), signal.SIGKILL)
     fleet.save_persistables("model")
-    if rank == 0:
+    if rank == 0 or os.path.exists("coverer"):
         optimizer.state_dict()
         ids = torch.tensor([10_000 * p + offset for p in range(PARTITIONS) for offset in range(EVENTS)])
         torch.save({"rows": model.module.rows.lookup_rows(ids), "seen": model.module.seen.detach()}, "after.pt")
@@ -277,6 +289,23 @@ def test_each_event_of_a_lost_worker_is_trained_once(job: Any, tmp_path: Path, k
         if kind == "back" or name != "worker-1":
             assert process.wait(240) == 0, ours.logs()
     assert (ours.trained("1") > own) == (kind == "back")
+    found = torch.load(tmp_path / "after.pt")
+    assert found["rows"].flatten().tolist() == [1.0] * (6 * EVENTS)
+    assert found["seen"].tolist() == [6.0 * EVENTS] * 3
+
+
+@pytest.mark.slow
+def test_the_worker_that_covers_another_is_lost_too(job: Any, tmp_path: Path) -> None:
+    """The last one reads the partitions of both; each event is still trained once."""
+    ours = job("coverer")
+    for name in ("server-0", "server-1", "worker-0", "worker-2"):
+        ours.start(name)
+    ours.start("worker-1", dies_at=5)
+    assert ours.wait("worker-1") == -signal.SIGKILL, ours.logs()
+    until(lambda: len(ours.trained()) == 6 * EVENTS, ours)
+    (tmp_path / "over").touch()
+    codes = {name: process.wait(240) for name, process in ours.processes.items()}
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 2 + [0] * 3, ours.logs()
     found = torch.load(tmp_path / "after.pt")
     assert found["rows"].flatten().tolist() == [1.0] * (6 * EVENTS)
     assert found["seen"].tolist() == [6.0 * EVENTS] * 3
