@@ -159,7 +159,10 @@ class AcceleratePort:
         elif name == "step_scheduler_with_optimizer":
             pass
         else:
-            self._edits.hand(found, "there is no rule for this argument", "Find its option in docs/options.md.")
+            todo = (
+                "DistributedDataParallelKwargs(find_unused_parameters=True) is strategy.find_unused_parameters = True; "
+            )
+            self._edits.hand(found, "there is no rule for this argument", todo + "docs/options.md lists the others.")
 
     def _precision(self, found: cst.Arg, text: str) -> None:
         kind, strategy = text.strip("\"'"), self._port.strategy
@@ -190,6 +193,8 @@ class AcceleratePort:
             self._kind(node)
         elif name == "mixed_precision":
             self._kept_precision(node)
+        elif name == "save":
+            self._edits.replace(node, "torch.save")
         elif name == "sync_gradients" and not self._merges:
             self._edits.replace(node, "True")
         else:
@@ -315,7 +320,10 @@ class AcceleratePort:
                 self._edits.hand(given, "what it is was not found", _PREPARE)
         lines.sort(key=lambda line: "distributed_optimizer" not in line)
         indent = self._edits.indent(self._source.statement(call) or call)
-        self._edits.replace(statement, f"{self._edits.newline}{indent}".join(lines) or "pass")
+        if lines:
+            self._edits.replace(statement, f"{self._edits.newline}{indent}".join(lines))
+        else:
+            self._edits.remove(statement)
 
     def _scheduler(self, call: cst.Call, given: cst.Arg) -> None:
         if any(
@@ -376,6 +384,14 @@ class AcceleratePort:
                 todo = "On a GPU, move what the model gets: batch = {k: v.to(device) for k, v in batch.items()}."
                 self._edits.hand(loop, "prepare() moved its batches to the device", todo)
 
+    def _name_import(self, alias: cst.ImportAlias) -> None:
+        name = self._source.code(alias.name)
+        if name == "set_seed":
+            self._edits.note(alias, "it still comes from accelerate, and works without an Accelerator")
+        elif name not in ("Accelerator", "DistributedType"):
+            todo = "Use logging.getLogger." if name == "get_logger" else "Remove it with what uses it."
+            self._edits.hand(alias, "it may need an Accelerator, and there is none any more", todo)
+
     def _imports(self) -> None:
         """Removes the imports that nothing needs any more."""
         for node in self._source.nodes:
@@ -385,7 +401,7 @@ class AcceleratePort:
                 gone = ("Accelerator", "DistributedType")
                 left = [a for a in node.names if self._source.code(a.name) not in gone]
                 for alias in left:
-                    self._edits.note(alias, "it still comes from accelerate, and works without an Accelerator")
+                    self._name_import(alias)
                 if not left:
                     self._edits.remove(node)
                 else:

@@ -121,7 +121,8 @@ def _call(port: ScriptPort, call: cst.Call) -> None:
             port.edits.replace(call, CALLS[name])
             port.import_fleet()
     elif name in REMOVED:
-        port.edits.remove(call)
+        if not _is_chosen(port, call):
+            port.edits.remove(call)
     elif name == "torch.utils.data.DistributedSampler":
         _sampler(port, call)
     elif name in ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"):
@@ -136,6 +137,12 @@ def _call(port: ScriptPort, call: cst.Call) -> None:
             port.edits.hand(call, "it uses a group of its own", "See torch.distributed.new_group above.")
         elif not last.startswith(("is_", "get_", "Reduce")):
             port.edits.note(call, "stays: it uses the group that fleet.init starts for two or more workers")
+
+
+def _is_chosen(port: ScriptPort, call: cst.Call) -> bool:
+    """Returns whether the user of the script asked for this device: ``if args.gpu is not None:``."""
+    tests = [n.test for n in port.source.above(call) if isinstance(n, cst.If)]
+    return any("is not None" in port.source.code(test) for test in tests)
 
 
 def _sampler(port: ScriptPort, call: cst.Call) -> None:
@@ -255,10 +262,20 @@ def _devices(port: ScriptPort) -> None:
             inside = port.source.parent(node)
             alone = isinstance(inside, cst.Assign | cst.Arg | cst.AnnAssign)
             port.edits.replace(node, DEVICE if alone else f"({DEVICE})")
+        elif isinstance(node, cst.BinaryOperation | cst.Call) and _is_formatted(port, node):
+            around = port.source.parent(node)
+            decided = isinstance(around, cst.IfExp) and "is_available" in port.source.code(around.test)
+            port.edits.replace(node, '"cuda"' if decided else f"({DEVICE})")
         elif isinstance(node, cst.Call) and _is_numbered(port, node):
             port.edits.drop_arguments(node, [node.args[1]])
             port.edits.replace(node.args[0].value, DEVICE)
     port.name_devices()
+
+
+def _is_formatted(port: ScriptPort, node: cst.BinaryOperation | cst.Call) -> bool:
+    """Returns whether ``node`` is ``"cuda:%d" % rank``, ``"cuda:" + str(rank)`` or ``"cuda:{}".format(rank)``."""
+    left = node.left if isinstance(node, cst.BinaryOperation) else getattr(node.func, "value", None)
+    return isinstance(left, cst.SimpleString) and left.raw_value in ("cuda:%d", "cuda:%s", "cuda:", "cuda:{}")
 
 
 def _is_numbered(port: ScriptPort, call: cst.Call) -> bool:

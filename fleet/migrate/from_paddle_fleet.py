@@ -115,7 +115,12 @@ NAMES |= {f"paddle.nn.{name}": f"torch.nn.{name}" for name in _SAME_IN_NN}
 NAMES |= {f"paddle.nn.functional.{name}": f"torch.nn.functional.{name}" for name in _SAME_FUNCTIONS}
 NAMES |= {f"paddle.{name}": f"torch.{name}" for name in _SAME_IN_TORCH}
 # Calls that are moved whole, with their arguments.
-_WHOLE = ("paddle.set_device", "paddle.device.set_device", "paddle.io.DistributedBatchSampler", "paddle.io.BatchSampler")
+_WHOLE = (
+    "paddle.set_device",
+    "paddle.device.set_device",
+    "paddle.io.DistributedBatchSampler",
+    "paddle.io.BatchSampler",
+)
 # Modules that keep the name under which the script imports them.
 _MODULES = {"paddle.nn": "torch.nn", "paddle.nn.functional": "torch.nn.functional"}
 # Names that start so are the static graph: the network is a module here, and the loop calls it.

@@ -122,8 +122,11 @@ class ScriptEdits:
         self.replace_span(start, start, self._lines(self.indent(statement), lines))
         return True
 
-    def insert_after(self, node: cst.CSTNode, *lines: str) -> bool:
-        """Inserts lines after the statement of ``node``; returns False where it has no lines of its own."""
+    def insert_after(self, node: cst.CSTNode, *lines: str, first: bool = False) -> bool:
+        """Inserts lines after the statement of ``node``; returns False where it has no lines of its own.
+
+        With ``first`` they stand before what other edits insert there.
+        """
         statement = self.source.statement(node)
         if statement is None:
             return False
@@ -133,7 +136,8 @@ class ScriptEdits:
         stop = data.find(b"\n", end)
         before = "" if stop >= 0 else self.newline
         stop = len(data) if stop < 0 else stop + 1
-        self.replace_span(stop, stop, before + self._lines(self.indent(statement), lines))
+        made = (stop, stop, before + self._lines(self.indent(statement), lines))
+        self._spans.insert(0 if first else len(self._spans), made)
         return True
 
     def insert_first(self, block: cst.BaseSuite, *lines: str) -> bool:

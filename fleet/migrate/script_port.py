@@ -166,7 +166,7 @@ class ScriptPort:
         if place is None or (place in future and not ours):
             place = top[-1] if top else None
         if place is not None:
-            self.edits.insert_after(place, *sorted(self._imports, key=_import_order))
+            self.edits.insert_after(place, *sorted(self._imports, key=_import_order), first=True)
         else:
             self.edits.replace_span(0, 0, "\n".join(self._imports) + "\n")
 
@@ -222,19 +222,30 @@ class ScriptPort:
             self.edits.replace_span(end, end, ")")
         if with_models:
             function = id(self.source.function(one.call))
-            lines += [
-                f"{name} = fleet.distributed_model({name})" for name in one.models if (function, name) not in wrapped
-            ]
+            fresh = [name for name in one.models if (function, name) not in wrapped]
             wrapped |= {(function, name) for name in one.models}
-            if not one.models or (not one.name and lines):
-                lines = lines[:1] if one.name else []
-                self.edits.hand(
-                    one.call, "the model of this optimizer was not found", "Add model = fleet.distributed_model(model)."
-                )
+            if one.models and one.name:
+                late = [name for name in fresh if self._wrap_compiled(one, name)]
+                lines += [_wrapping(name) for name in fresh if name not in late]
+            else:
+                todo = ", ".join(_wrapping(name) for name in one.models or ("model",))
+                self.edits.hand(one.call, "there is no line for its model", f"Add {todo}.")
         if condition and lines:
             lines = [f"if {condition}:", *(f"    {line}" for line in lines)]
         if lines and not self.edits.insert_after(one.call, *lines):
             self.edits.hand(one.call, "it shares its line with an if or a loop", "After it: " + "; ".join(lines))
+
+    def _wrap_compiled(self, one: MadeOptimizer, name: str) -> bool:
+        """Wraps a model that is compiled after its optimizer was made, behind that: torch compiles plain modules."""
+        for value in self.source.values.get(name, ()):
+            compiled = isinstance(value.node, cst.Call) and self.source.called(value.node) == "torch.compile"
+            later = self.source.span(value.statement)[0] > self.source.span(one.call)[0]
+            if compiled and later and value.function is self.source.function(one.call):
+                block = self.source.parent(self.source.statement(one.call) or one.call)
+                around = (value.statement, *self.source.above(value.statement))
+                beside = next((node for node in around if self.source.parent(node) is block), None)
+                return beside is not None and self.edits.insert_after(beside, _wrapping(name))
+        return False
 
     def name_hidden_models(self, models: set[str]) -> None:
         """Names what would run a model past its wrapper: compiled copies under another name, methods that compute."""
@@ -284,7 +295,7 @@ class ScriptPort:
             method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             if name in SHARED_OUTPUTS:
                 self._name_output(call)
-            elif name in WRITERS or (method in WRITING_METHODS and not name):
+            elif name in WRITERS or (method in WRITING_METHODS and not name and not argument(call, "is_main_process")):
                 self._guard(call, done)
 
     def _name_output(self, call: cst.Call) -> None:
@@ -342,7 +353,8 @@ class ScriptPort:
     def name_devices(self) -> None:
         """Makes "cuda:0" the worker's own device, and names other fixed indices."""
         for node in self.source.nodes:
-            if isinstance(node, cst.SimpleString) and node.raw_value.startswith("cuda:"):
+            fixed = isinstance(node, cst.SimpleString) and re.fullmatch(r"cuda:\d+", node.raw_value)
+            if fixed and isinstance(node, cst.SimpleString):
                 if node.raw_value == "cuda:0":
                     self.edits.replace(node, f"{node.quote}cuda{node.quote}")
                 else:
@@ -367,6 +379,10 @@ def argument_free(source: ScriptSource, node: cst.BaseExpression) -> bool:
     calls = [found for found in (node, *source.inside(node)) if isinstance(found, cst.Call)]
     names = [source.code(call.func).rpartition(".")[2] for call in calls]
     return any(name in ("item", "sum", "mean", "detach", "float", "tolist") for name in names)
+
+
+def _wrapping(name: str) -> str:
+    return f"{name} = fleet.distributed_model({name})"
 
 
 def _import_order(line: str) -> tuple[bool, str]:

@@ -164,6 +164,8 @@ class ScriptSource:
             return []
         if isinstance(node, cst.Call):
             return self._origins_of_call(node, depth)
+        if isinstance(node, cst.IfExp):
+            return [*self.origins(node.body, depth - 1), *self.origins(node.orelse, depth - 1)]
         if not isinstance(node, cst.Name | cst.Attribute):
             return [node]
         name, function = self.code(node), self.function(node)
