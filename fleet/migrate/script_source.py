@@ -65,11 +65,14 @@ class ScriptSource:
         self.data = text.encode()
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.module = wrapper.module
-        self._spans = wrapper.resolve(ByteSpanPositionProvider)
-        self._lines = wrapper.resolve(PositionProvider)
-        self._parents = wrapper.resolve(ParentNodeProvider)
-        self._names = wrapper.resolve(QualifiedNameProvider)
-        self.nodes = list(_walk(self.module))
+        found: Any = wrapper.resolve_many(
+            (ByteSpanPositionProvider, PositionProvider, ParentNodeProvider, QualifiedNameProvider)
+        )
+        self._spans, self._lines = found[ByteSpanPositionProvider], found[PositionProvider]
+        self._parents, self._names = found[ParentNodeProvider], found[QualifiedNameProvider]
+        self.nodes: list[cst.CSTNode] = []
+        self._places: dict[cst.CSTNode, tuple[int, int]] = {}
+        self._list(self.module)
         self.calls = [node for node in self.nodes if isinstance(node, cst.Call)]
         self.functions = {node.name.value: node for node in self.nodes if isinstance(node, cst.FunctionDef)}
         self.values: dict[str, list[Value]] = {}
@@ -81,7 +84,7 @@ class ScriptSource:
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Returns where ``node`` starts and ends in ``data``, without the white space around it."""
         found = self._spans[node]
-        return found.start, found.start + found.length
+        return int(found.start), int(found.start + found.length)
 
     def code(self, node: cst.CSTNode) -> str:
         """Returns the text of ``node`` as it stands in the script."""
@@ -94,7 +97,8 @@ class ScriptSource:
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Returns the node around ``node``."""
-        return self._parents.get(node)
+        found: cst.CSTNode | None = self._parents.get(node)
+        return found
 
     def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yields the nodes around ``node``, from the inside out."""
@@ -154,7 +158,8 @@ class ScriptSource:
 
     def inside(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """Returns the nodes inside ``node``."""
-        return list(_walk(node))
+        first, last = self._places[node]
+        return self.nodes[first:last]
 
     # ---- values --------------------------------------------------------------------------------------------------
 
@@ -185,7 +190,7 @@ class ScriptSource:
 
     def _origins_of_value(self, value: Value, name: str, depth: int) -> list[cst.CSTNode]:
         if value.element is None:
-            again = [node for node in _walk(value.node) if isinstance(node, cst.Name) and self.code(node) == name]
+            again = [node for node in self.inside(value.node) if isinstance(node, cst.Name) and self.code(node) == name]
             same = isinstance(value.node, cst.Call) and isinstance(value.node.func, cst.Attribute) and again
             return [] if same or self.code(value.node) == name else self.origins(value.node, depth)
         if _is_prepare(value.node) and value.element < len(value.node.args):
@@ -206,7 +211,9 @@ class ScriptSource:
         own = self.functions.get(function.value) if isinstance(function, cst.Name) else None
         if own is None or self.called(call):
             return [call]
-        returned = [node for node in _walk(own.body) if isinstance(node, cst.Return) and self.function(node) is own]
+        returned = [
+            node for node in self.inside(own.body) if isinstance(node, cst.Return) and self.function(node) is own
+        ]
         return [found for node in returned if node.value for found in self.origins(node.value, depth - 1)]
 
     def _passed(self, name: str, function: Function) -> list[cst.CSTNode]:
@@ -232,6 +239,13 @@ class ScriptSource:
         """Returns the name of the class whose body holds ``function``."""
         around = [node for node in self.above(function) if isinstance(node, cst.FunctionDef | cst.ClassDef)]
         return around[0].name.value if around and isinstance(around[0], cst.ClassDef) else None
+
+    def _list(self, node: cst.CSTNode) -> None:
+        first = len(self.nodes)
+        for child in node.children:
+            self.nodes.append(child)
+            self._list(child)
+        self._places[node] = first, len(self.nodes)
 
     def _note_assignment(self, node: cst.CSTNode) -> None:
         if isinstance(node, cst.Assign):
@@ -268,9 +282,3 @@ def _is_dotted(node: cst.CSTNode) -> bool:
 
 def _is_prepare(node: cst.CSTNode) -> TypeGuard[cst.Call]:
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "prepare"
-
-
-def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for child in node.children:
-        yield child
-        yield from _walk(child)

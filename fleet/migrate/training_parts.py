@@ -44,6 +44,7 @@ class TrainingParts:
     ) -> None:
         self.source, self._loaders, self._prefixes = source, loaders, optimizers
         self._training: dict[str, bool] = {}
+        self._optimizers: list[MadeOptimizer] | None = None
 
     # ---- loops ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +147,9 @@ class TrainingParts:
 
     def optimizers(self) -> list[MadeOptimizer]:
         """Returns the optimizers that the script makes."""
-        return [self._made(call) for call in self.source.calls if self._makes_optimizer(call)]
+        if self._optimizers is None:
+            self._optimizers = [self._made(call) for call in self.source.calls if self._makes_optimizer(call)]
+        return self._optimizers
 
     def _makes_optimizer(self, call: cst.Call) -> bool:
         name = self.source.called(call)
