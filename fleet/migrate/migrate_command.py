@@ -71,7 +71,8 @@ def migrate(text: str, name: str = "script.py") -> MigratedScript:
     Raises ConfigError where libcst is missing, and where the text is not Python or no training script.
 
     Example:
-        >>> migrate(Path("train.py").read_text()).text
+        >>> migrate("from fleet import fleet").kind
+        'fleet'
     """
     if find_spec("libcst") is None:
         raise ConfigError("migrate needs libcst, which is not installed: pip install 'torch-fleet[migrate]'.")
