@@ -221,9 +221,10 @@ class ScriptPort:
             self.edits.replace_span(start, start, "fleet.distributed_optimizer(")
             self.edits.replace_span(end, end, ")")
         if with_models:
-            function = id(self.source.function(one.call))
-            fresh = [name for name in one.models if (function, name) not in wrapped]
-            wrapped |= {(function, name) for name in one.models}
+            statement = self.source.statement(one.call) or one.call
+            blocks = {id(node) for node in self.source.above(statement)}
+            fresh = [name for name in one.models if not any((block, name) in wrapped for block in blocks)]
+            wrapped |= {(id(self.source.parent(statement)), name) for name in one.models}
             if one.models and one.name:
                 late = [name for name in fresh if self._wrap_compiled(one, name)]
                 lines += [_wrapping(name) for name in fresh if name not in late]
@@ -295,8 +296,14 @@ class ScriptPort:
             method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             if name in SHARED_OUTPUTS:
                 self._name_output(call)
+            elif name == "open" and self._writes(call) and not self.guarded(call):
+                self.edits.hand(call, "every worker would write this file", f"Open it under `if {FIRST}:`.")
             elif name in WRITERS or (method in WRITING_METHODS and not name and not argument(call, "is_main_process")):
                 self._guard(call, done)
+
+    def _writes(self, call: cst.Call) -> bool:
+        mode = argument(call, "mode", 1)
+        return mode is not None and bool(set(self.source.code(mode.value)) & set("wax"))
 
     def _name_output(self, call: cst.Call) -> None:
         if not self.guarded(call):

@@ -63,6 +63,7 @@ def test_data_that_is_not_divided_is_named(data: str) -> None:
         (LOADER, "w = torch.utils.tensorboard.SummaryWriter()", "", "every worker would open it"),
         (LOADER, "", "ok = torch.save(model, 'x')", "every worker would write it"),
         (LOADER, "device = 'cuda:1'", "", "a fixed GPU"),
+        (LOADER, "log = open('log.txt', 'a')", "", "every worker would write this file"),
     ],
 )
 def test_what_goes_wrong_on_many_workers_is_named(data: str, before: str, after: str, part: str) -> None:
@@ -89,6 +90,20 @@ def test_a_compiled_model_is_wrapped_after_it_is_compiled() -> None:
     text = single(before="if fast:\n    model = torch.compile(model)").text
     assert "    model = torch.compile(model)\nmodel = fleet.distributed_model(model)\n" in text
     assert text.count("distributed_model") == 1
+
+
+def test_a_model_is_wrapped_in_each_branch_that_makes_its_optimizer() -> None:
+    made_by = "    optimizer = torch.optim.{}(model.parameters())".format
+    branches = f"if a:\n{made_by('SGD')}\nelse:\n{made_by('Adam')}"
+    script = single().text.replace("from fleet import fleet\n", "")
+    plain = "\n".join(line for line in script.splitlines() if "fleet" not in line)
+    made = migrate(
+        plain.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", branches).replace(
+            "loader:", "DataLoader(d):"
+        )
+    )
+    assert made.text.count("    model = fleet.distributed_model(model)\n") == 2
+    assert made.text.count("    optimizer = fleet.distributed_optimizer(optimizer)\n") == 2
 
 
 def test_data_parallel_goes() -> None:
