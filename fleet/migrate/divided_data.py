@@ -34,7 +34,7 @@ def divide_data(port: ScriptPort, *, samplers: bool = True) -> None:
         fresh = [call for call in loaders if call not in done]
         done |= set(loaders)
         shuffled = [_divide(port, call, samplers) for call in fresh]
-        if loaders and (any(shuffled) or not fresh) and not _sets_epoch(port, items, loaders):
+        if loaders and (any(shuffled) or not fresh) and not _sets_epoch(port):
             _set_epoch(port, loop, items)
 
 
@@ -98,6 +98,8 @@ def _has_sampler(port: ScriptPort, call: cst.Call) -> bool:
     given = argument(call, "sampler") or argument(call, "batch_sampler")
     found = port.source.origins(given.value) if given is not None else []
     calls = [n for n in found if isinstance(n, cst.Call)]
+    around = [n for n in calls if port.source.called(n) == "torch.utils.data.BatchSampler" and n.args]
+    calls += [m for n in around for m in port.source.origins(n.args[0].value) if isinstance(m, cst.Call)]
     good = [n for n in calls if port.source.called(n) == "torch.utils.data.DistributedSampler"]
     if not good:
         port.edits.hand(
@@ -163,7 +165,7 @@ def _sampler_class(port: ScriptPort) -> str:
     return "DistributedSampler"
 
 
-def _sets_epoch(port: ScriptPort, items: cst.BaseExpression, loaders: list[cst.Call]) -> bool:
+def _sets_epoch(port: ScriptPort) -> bool:
     return any(isinstance(c.func, cst.Attribute) and c.func.attr.value == "set_epoch" for c in port.source.calls)
 
 
@@ -173,6 +175,8 @@ def _set_epoch(port: ScriptPort, loop: cst.For, items: cst.BaseExpression) -> No
     advice = f"Before the loop of each epoch: {name}.sampler.set_epoch(epoch)."
     if not isinstance(items, cst.Name | cst.Attribute):
         port.edits.hand(loop, "its order would be the same in every epoch", advice)
+    elif any(argument(call, "batch_sampler") is not None for call in port.parts.loaders_of(items)[0]):
+        port.edits.hand(loop, "its order would be the same in every epoch", "Call set_epoch of the sampler inside.")
     elif epoch:
         port.edits.insert_before(loop, f"{name}.sampler.set_epoch({epoch})")
     elif (place := _calling_loop(port, loop)) is not None:

@@ -135,6 +135,8 @@ def _call(port: ScriptPort, call: cst.Call) -> None:
             port.edits.hand(call, "it is not known here", "It works if it uses the default group of torch.")
         elif argument(call, "group") is not None:
             port.edits.hand(call, "it uses a group of its own", "See torch.distributed.new_group above.")
+        elif last == "all_reduce" and any(".grad" in port.source.code(a.value) for a in call.args):
+            port.edits.hand(call, "fleet.distributed_model averages gradients in backward()", "Remove this exchange.")
         elif not last.startswith(("is_", "get_", "Reduce")):
             port.edits.note(call, "stays: it uses the group that fleet.init starts for two or more workers")
 
@@ -285,6 +287,8 @@ def _is_numbered(port: ScriptPort, call: cst.Call) -> bool:
 
 def _named_attributes(port: ScriptPort) -> None:
     for node in port.source.nodes:
+        if isinstance(node, cst.Name | cst.Attribute) and port.source.qualified(node) == _DDP:
+            _name_class(port, node)
         if not isinstance(node, cst.Attribute):
             continue
         if node.attr.value == "require_backward_grad_sync" and isinstance(port.source.parent(node), cst.AssignTarget):
@@ -295,6 +299,19 @@ def _named_attributes(port: ScriptPort) -> None:
             )
         elif node.attr.value == "register_comm_hook":
             port.edits.hand(node, "hooks are options here", "For fp16_compress_hook: strategy.fp16_allreduce = True.")
+
+
+def _name_class(port: ScriptPort, node: cst.Name | cst.Attribute) -> None:
+    """Makes ``isinstance(model, DistributedDataParallel)`` ask for the class that fleet returns."""
+    parent = port.source.parent(node)
+    inside = [n for n in port.source.above(node) if isinstance(n, cst.Import | cst.ImportFrom | cst.ClassDef)]
+    is_base = isinstance(parent, cst.Arg) and isinstance(port.source.parent(parent), cst.ClassDef)
+    if is_base:
+        port.edits.hand(node, "a class of its own around the exchange", "Pass the module to fleet.distributed_model.")
+    elif not (isinstance(parent, cst.Call) and parent.func is node) and not isinstance(
+        inside[0] if inside else None, cst.Import | cst.ImportFrom
+    ):
+        port.edits.replace(node, "fleet.FleetModel")
 
 
 def _name_indices(port: ScriptPort) -> None:

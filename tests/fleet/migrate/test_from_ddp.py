@@ -37,6 +37,8 @@ def test_a_plain_script_is_moved_whole() -> None:
         ("model.require_backward_grad_sync = False", "no_sync"),
         ("fast = torch.device('cuda:3')", "its own GPU"),
         ("dist.some_new_call(x)", "default group"),
+        ("dist.all_reduce(p.grad.data)", "Remove this exchange"),
+        ("class Own(DDP):\n    pass", "fleet.distributed_model"),
         ("from torch.distributed.optim import ZeroRedundancyOptimizer\nz = ZeroRedundancyOptimizer(p)", "sharding"),
         ("writer = torch.utils.tensorboard.SummaryWriter()", "is_first_worker"),
     ],
@@ -73,6 +75,18 @@ def test_devices_of_ranks_become_the_workers_own(device: str) -> None:
     assert '"cuda" if torch.cuda.is_available() else "cpu"' in text
     assert "cuda:" not in text
     assert "', rank)" not in text
+
+
+def test_the_class_of_a_wrapped_model_is_asked_for() -> None:
+    text = ddp("raw = model.module if isinstance(model, DDP) else model").text
+    assert "raw = model.module if isinstance(model, fleet.FleetModel) else model" in text
+    assert "DDP" not in text
+
+
+def test_a_batch_sampler_around_a_distributed_one_divides() -> None:
+    batches = "b = torch.utils.data.BatchSampler(DistributedSampler(data), 4, True)"
+    made = ddp(f"{batches}\nloader = DataLoader(data, batch_sampler=b)")
+    assert made.by_hand == []
 
 
 def test_a_chosen_gpu_stays_and_others_are_set_by_fleet() -> None:
