@@ -40,8 +40,8 @@ REMOVED = ("end_training", "free_memory", "clear", "register_for_checkpointing")
 FIRST_ARGUMENT = {"unwrap_model": ".module", "no_sync": ".no_sync()", "get_state_dict": ".full_state_dict()"}
 GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 BY_HAND = {
-    "save_state": "Use fleet.checkpoint.save(folder, model=model, optimizer=optimizer) on every worker.",
-    "load_state": "Use fleet.checkpoint.load(folder, model=model, optimizer=optimizer) on every worker.",
+    "save_state": 'Use fleet.checkpoint.save(folder, {"model": model, "optimizer": optimizer}) on every worker.',
+    "load_state": 'Use fleet.checkpoint.load(folder, {"model": model, "optimizer": optimizer}) on every worker.',
     "save_model": "On every worker: state = model.full_state_dict(); on worker 0: torch.save(state, path).",
     "init_trackers": "Name the trackers in strategy.trackers.",
     "log": "Use fleet.log(values, step=step).",
