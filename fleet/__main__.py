@@ -18,6 +18,7 @@ COMMANDS = {
     "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module will take"),
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
+    "migrate": ("fleet.migrate.migrate_command", "print the diff that moves a script of another kind here"),
     "run_check": ("fleet.utils._run_check", "train two small layers on every device of this machine"),
 }
 
