@@ -1,4 +1,4 @@
-"""StepProfiler: torch's profiler for some steps of this worker, and the files from which the launcher makes one trace."""
+"""StepProfiler: torch's profiler for some steps of this worker, and the files that the launcher joins."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ class StepProfiler:
         device: what it trains on.
     """
 
-    def __init__(
-        self, times: StepTimes, first: int, last: int, folder: Path, rank: int, device: torch.device
-    ) -> None:
-        self._times, self._first, self._last = times, first, last
+    def __init__(self, times: StepTimes, first: int, last: int, folder: Path, rank: int, device: torch.device) -> None:
+        self.times, self._first, self._last = times, first, last
         self._folder, self._rank, self._device = folder, rank, device
         self._profile: Any = None
         self._is_done = False
@@ -46,9 +44,9 @@ class StepProfiler:
     def after_step(self, step: int) -> None:
         """Called when ``step`` steps are finished."""
         if self._profile is not None:
-            spans = self._times.spans or []
+            spans = self.times.spans or []
             self._steps.append({"step": step - 1, "begin_ns": self._begun, "end_ns": spans[-1][2]})
-            self._steps[-1]["parts_ns"] = self._times.take()
+            self._steps[-1]["parts_ns"] = self.times.take()
             self._begun = spans[-1][2]
             if step >= self._last:
                 self.close()
@@ -61,24 +59,24 @@ class StepProfiler:
             return
         profile, self._profile, self._is_done = self._profile, None, True
         profile.stop()
-        spans, self._times.spans, self._times.waits = self._times.spans, None, None
+        spans, self.times.spans, self.times.waits = self.times.spans, None, None
         try:
             self._write(profile, spans or [])
         except OSError as error:
             LOGGER.warning(f"--profile: {self._folder} cannot be written: {error.strerror}. Training goes on.")
-        self._times.restart()
+        self.times.restart()
 
     def _start(self, step: int) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             # Otherwise kernels of one part would run, and be counted, in another.
-            self._times.waits = lambda: torch.cuda.current_stream(self._device).synchronize()
+            self.times.waits = lambda: torch.cuda.current_stream(self._device).synchronize()
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()
-        self._times.spans = []
-        self._times.restart()
-        self._begun = self._times.since
+        self.times.spans = []
+        self.times.restart()
+        self._begun = self.times.since
         LOGGER.info("Profiling steps %d to %d", step, self._last - 1)
 
     def _write(self, profile: Any, spans: list[tuple[str, int, int]]) -> None:
@@ -92,8 +90,8 @@ class StepProfiler:
         part.replace(whole)
 
 
-def start_profiler(rank: int, device: torch.device) -> tuple[StepTimes, StepProfiler] | None:
-    """Returns what measures and profiles the steps that FLEET_PROFILE names; None when it names none.
+def start_profiler(rank: int, device: torch.device) -> StepProfiler | None:
+    """Returns what profiles the steps that FLEET_PROFILE names; None when it names none.
 
     Raises ConfigError when FLEET_PROFILE is no range.
     """
@@ -102,6 +100,5 @@ def start_profiler(rank: int, device: torch.device) -> tuple[StepTimes, StepProf
     if text is None:
         return None
     first, last = read_range(text, PROFILE)
-    times = StepTimes()
     folder = Path(environment.str("PADDLE_LOG_DIR")) / FOLDER
-    return times, StepProfiler(times, first, last, folder, rank, device)
+    return StepProfiler(StepTimes(), first, last, folder, rank, device)

@@ -1,8 +1,8 @@
 """StepTimes: how the time of a worker's steps divides into data, forward, backward, exchange, update and the rest.
 
 [Note: Parts of a step]
-A step ends where ``step()`` of an optimizer returns. The wrapped model and optimizer say where forwards, backward passes
-and updates begin and end. What lies between two of these belongs to the part that the next one shows it to be: before a
+A step ends where ``step()`` of an optimizer returns. The wrapped model and optimizer say where forwards, backward
+passes and updates begin and end. What lies between two of them belongs to the part that the next one shows: before a
 forward the loop waited for data, between forward and backward it computed the loss, before an update it clipped. So
 loops with accumulation, several models or optimizers, a GradScaler or closures need no settings.
 

@@ -26,7 +26,7 @@ from fleet.strategies._shared.passes import passes_of
 from fleet.strategies._shared.whole_states import WholeStates
 
 if TYPE_CHECKING:
-    from fleet.profile.step_times import StepTimes
+    from fleet.profile.step_watch import StepWatch
 
 # Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
 UsersClass: Any = cast("Any", object)
@@ -61,8 +61,8 @@ class ModelObserver(Protocol):
     """What the model tells the session."""
 
     @property
-    def times(self) -> StepTimes | None:
-        """Measures the parts of steps; None when nobody wants to know."""
+    def step_watch(self) -> StepWatch:
+        """Measures steps."""
 
     def before_forward(self, model: FleetModel) -> None:
         """Called before each forward of ``model``."""
@@ -154,7 +154,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         if self._observer is None:
             return self._run(*args, **kwargs)
         self._observer.before_forward(self)
-        times = self._observer.times
+        times = self._observer.step_watch.times
         if times is not None:
             times.forward_begins()
         try:

@@ -28,7 +28,7 @@ from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
-from fleet.profile.step_profiler import start_profiler
+from fleet.profile.step_watch import StepWatch
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.util import UtilBase
@@ -38,7 +38,6 @@ from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared import norm
 from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from fleet.strategies._shared.experts import share_experts
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
 from fleet.strategies._shared.whole_states import WholeStates
@@ -103,7 +102,7 @@ class Session:
         self.role_maker.set_util(self.util)
         self.health = start_health(self)
         self.checks = TrainingChecks(self)
-        self.times, self.profiler = start_profiler(self.global_rank, self.device) or (None, None)
+        self.step_watch = StepWatch(self.global_rank, self.device)
         self.sequences = SameSequences(self.axes, self.device)
 
     @property
@@ -307,10 +306,7 @@ class Session:
 
     def _watch_model(self, model: FleetModel) -> None:
         self.checks.watch_model(model)
-        if self.times is not None:
-            self.times.watch_model(model)
-        if self.profiler is not None and data_parallel_in(model._chain) is not None:
-            exchange_of(model._chain).name_buckets()
+        self.step_watch.watch_model(model)
 
     def _cut(self, module: nn.Module, loss_fn: Any) -> nn.Module:
         """Returns the stage of ``module`` on this worker, with ``loss_fn``, where a pipeline cuts it."""
@@ -376,8 +372,7 @@ class Session:
                 stacklevel=4,
             )
         self._checked = True
-        if self.times is not None:
-            self.times.update_begins()
+        self.step_watch.before_step()
 
     def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
         """Returns the context in which ``optimizer`` steps; raises ConfigError where its gradients are wrong."""
@@ -386,10 +381,7 @@ class Session:
     def after_step(self) -> None:
         """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
         self.num_steps += 1
-        if self.times is not None:
-            self.times.update_ends()
-        if self.profiler is not None:
-            self.profiler.after_step(self.num_steps)
+        self.step_watch.after_step(self.num_steps)
         if self.health is not None:
             self.health.after_step(self.num_steps)
         for call in self.each_step:
@@ -423,8 +415,7 @@ class Session:
         if self.checkpoints and not self.num_loops and torch.is_grad_enabled() and self.models[0].training:
             self.after_batch()
         self.checks.before_forward(model)
-        if self.profiler is not None:
-            self.profiler.before_forward(self.num_steps)
+        self.step_watch.before_forward(self.num_steps)
         if torch.is_grad_enabled() and model.training:
             self.sequences.check()
         if self.optimizers or not torch.is_grad_enabled():
@@ -440,8 +431,7 @@ class Session:
         """Releases everything the strategies hold; the session is over."""
         self.closed = True
         self._leave_roll_call()
-        if self.profiler is not None:
-            self.profiler.close()
+        self.step_watch.close()
         self.checks.close()
         for strategy in self.strategies:
             strategy.close()

@@ -20,9 +20,9 @@ from fleet.launch.processes.profile_range import FOLDER
 PREVIOUS = "previous"
 _LOCK = ".launchers"
 _PROCESS_FILES = re.compile(
-    r"((worker|server)log\.\d+|envlog\.\d+|backup_env\.(server\.)?\d+\.json|endpoints\.log|[\w.-]+\.gpu\.log"
-    r"|rank\d+\.(trace|steps)\.json|trace\.json|table\.txt)"
+    r"((worker|server)log\.\d+|envlog\.\d+|backup_env\.(server\.)?\d+\.json|endpoints\.log|[\w.-]+\.gpu\.log)"
 )
+_PROFILE_FILES = re.compile(r"rank\d+\.(trace|steps)\.json|trace\.json|table\.txt")
 _LAUNCHER_FILE = re.compile(r"[\w.-]+\.[a-z]{6}\.log")
 _LAUNCHER_LINE = b"LAUNCH "
 
@@ -72,6 +72,8 @@ def _files_of_a_job(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    if folder.name == FOLDER:
+        return [path for path in files if _PROFILE_FILES.fullmatch(path.name)]
     return [path for path in files if _PROCESS_FILES.fullmatch(path.name) or _is_launchers(path)]
 
 

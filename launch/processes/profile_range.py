@@ -21,8 +21,8 @@ def read_range(text: str, source: str) -> tuple[int, int]:
     found = re.fullmatch(r"\s*(\d{1,12}):(\d{1,12})\s*", text)
     if found is None:
         raise ConfigError(
-            f"{source} is {text!r:.80}; it takes FIRST:LAST, numbers of steps counted from 0, as in 10:13 for the steps "
-            "10, 11 and 12."
+            f"{source} is {text!r:.80}; it takes FIRST:LAST, numbers of steps counted from 0, as in 10:13 for the "
+            "steps 10, 11 and 12."
         )
     first, last = int(found[1]), int(found[2])
     if not first < last <= first + _MOST:

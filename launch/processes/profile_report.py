@@ -33,8 +33,8 @@ def show_profile(config: LaunchConfig, log: LaunchLog) -> None:
         log.plain(table)
     else:
         log.warning(
-            f"--profile {config.profile}: no worker of this node has finished one of these steps, so there is nothing to "
-            "show. A step is a call of an optimizer's step(); fleet.distributed_optimizer() counts them from 0."
+            f"--profile {config.profile}: no worker of this node has finished one of these steps, so there is nothing "
+            "to show. A step is a call of an optimizer's step(); fleet.distributed_optimizer() counts them from 0."
         )
 
 
@@ -46,7 +46,7 @@ def write_report(folder: Path) -> str:
     trace = folder / TRACE
     with trace.open("w", encoding="utf-8") as file:
         merge(workers, folder, file)
-    table = "\n".join([*table_lines(workers), *straggler_lines(workers), f"Trace, for https://ui.perfetto.dev: {trace}"])
+    table = "\n".join([*table_lines(workers), *straggler_lines(workers), f"Trace, for Perfetto: {trace}"])
     (folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
     for worker in workers:
         _trace_of(folder, worker).unlink(missing_ok=True)
@@ -146,8 +146,8 @@ def straggler_lines(workers: Sequence[dict[str, Any]]) -> list[str]:
             more = {part: means[rank][part] - usual_parts[part] for part in PARTS if part != "exchange"}
             part = max(more, key=lambda name: more[name])
             lines.append(
-                f"Straggler: rank {rank} needs {spent:.2f} ms for a step without the exchange, {spent / usual:.1f} times "
-                f"the median of {usual:.2f} ms; most of that in {part}, {means[rank][part]:.2f} against "
+                f"Straggler: rank {rank} needs {spent:.2f} ms for a step without the exchange, {spent / usual:.1f} "
+                f"times the median of {usual:.2f} ms; most of that in {part}, {means[rank][part]:.2f} against "
                 f"{usual_parts[part]:.2f} ms."
             )
     return lines

@@ -16,7 +16,7 @@ def named_exchange(strategy: str, tensor: Tensor, what: str = "") -> AbstractCon
         >>> with named_exchange("localsgd", flat, "average"):  # "fleet: localsgd average, 1.5 MiB"
         ...     dist.all_reduce(flat)
     """
-    if not torch.autograd._profiler_enabled():
+    if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return nullcontext()
     size = tensor.numel() * tensor.element_size() / 2**20
     return torch.profiler.record_function(f"fleet: {' '.join(filter(None, (strategy, what)))}, {size:.3g} MiB")

@@ -34,6 +34,7 @@ class GradientExchange:
             they would lose otherwise; the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
         route: exchanges a bucket by other means than a sum of its buffer; it reads the other fields itself.
+        names: the strategies that changed it; profilers show them.
         registered: whether any of this differs from what DistributedDataParallel does by itself.
     """
 
@@ -44,6 +45,7 @@ class GradientExchange:
         self.wire_factor: Callable[[], float] = lambda: 1.0
         self.sum: Sum = self._all_reduce
         self.route: Route | None = None
+        self.names: list[str] = []
         self._module = module
         self.registered = False
 
@@ -60,8 +62,10 @@ class GradientExchange:
         wire_dtype: torch.dtype | None = None,
         sum: Sum | None = None,
         route: Route | None = None,
+        strategy: str = "",
     ) -> None:
-        """Sets the given fields and makes sure that the hook is registered."""
+        """Sets the given fields for ``strategy`` and makes sure that the hook is registered."""
+        self.names += [strategy] if strategy else []
         if average is not None:
             self.average = average
         if divisor is not None:
@@ -87,7 +91,7 @@ class GradientExchange:
             self.register()
 
     def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        with named_exchange("data_parallel", bucket.buffer(), f"bucket {bucket.index()}"):
+        with named_exchange(" + ".join(self.names) or "data_parallel", bucket.buffer(), f"bucket {bucket.index()}"):
             return self._sent(bucket)
 
     def _sent(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
