@@ -127,3 +127,35 @@ def test_a_bad_range_starts_nothing(tmp_path: Path) -> None:
         assert job.process.wait(timeout=60) == 2
     assert "LAST is greater than FIRST" in job.stderr
     assert not (tmp_path / "log").exists()
+
+
+PIPELINE = """
+import torch
+from torch import nn
+
+import fleet
+from fleet.meta_parallel import LayerDesc, PipelineLayer
+
+strategy = fleet.DistributedStrategy()
+strategy.hybrid_configs = {"pp_degree": 2}
+strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 4}
+fleet.init(is_collective=True, strategy=strategy)
+layers = PipelineLayer([LayerDesc(nn.Linear, 8, 8) for _ in range(2)], num_stages=2, loss_fn=nn.MSELoss())
+model = fleet.distributed_model(layers)
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    model.train_batch((torch.ones(8, 8), torch.ones(8, 8)), optimizer)
+"""
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_wait_for_each_other_in_the_exchange(tmp_path: Path) -> None:
+    with Launcher(tmp_path, PIPELINE, "--nproc_per_node=2", "--profile=1:2") as job:
+        assert job.process.wait(timeout=120) == 0, job.stderr
+    events = json.loads((tmp_path / "log" / "profile" / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        parts = [event["name"] for event in events if event.get("cat") == "fleet" and event["pid"] == rank]
+        assert (parts.count("forward"), parts.count("backward"), parts.count("update")) == (2, 2, 1)
+        assert parts.count("exchange") >= 3
+    names = {event["name"].split(",")[0] for event in events if event["name"].startswith("fleet: ")}
+    assert names >= {"fleet: pipeline send to worker 1", "fleet: pipeline receive from worker 0"}
