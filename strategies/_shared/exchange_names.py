@@ -13,8 +13,8 @@ def named_exchange(strategy: str, tensor: Tensor, what: str = "") -> AbstractCon
     """Returns the context in which ``strategy`` exchanges ``tensor``; while no profiler is on, it does nothing.
 
     Example:
-        >>> with named_exchange("localsgd", flat, "average"):  # "fleet: localsgd average, 1.5 MiB"
-        ...     dist.all_reduce(flat)
+        >>> with named_exchange("localsgd", torch.zeros(1 << 18), "average"):
+        ...     pass  # an exchange that profilers show as "fleet: localsgd average, 1 MiB"
     """
     if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return nullcontext()
