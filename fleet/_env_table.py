@@ -41,6 +41,12 @@ VARIABLES: dict[str, Variable] = _table(
     ("PADDLE_DISTRI_BACKEND", "launcher", None, "process-group backend: gloo or nccl"),
     ("PADDLE_BACKUP_ENV_PATH", "launcher", None, "JSON file that holds variables too long for the environment"),
     ("PADDLE_LOG_DIR", "launcher", "log", "folder of the log files"),
+    (
+        "FLEET_PROFILE",
+        "user",
+        None,
+        "steps that torch's profiler records, FIRST:LAST; the launcher's --profile sets it and shows the report",
+    ),
     ("PADDLE_JOB_ID", "user", "default", "name that keeps jobs apart"),
     ("POD_NAME", "launcher", None, "name of the pod (node) in logs"),
     ("FLAGS_selected_gpus", "launcher", None, "device index of this worker"),

@@ -54,6 +54,7 @@ from fleet.launch.processes.hook import run_hook
 from fleet.launch.processes.job_files import write_job_files
 from fleet.launch.processes.log_folder import own_log_folder
 from fleet.launch.processes.logs import LaunchLog
+from fleet.launch.processes.profile_report import show_profile
 from fleet.launch.processes.report import failure_report, first_failure_line, oom_kill_count
 from fleet.launch.processes.signals import SignalInbox
 from fleet.launch.processes.supervisor import Supervisor
@@ -159,6 +160,8 @@ def _run_logged(
     except FleetError as error:
         log.error(f"{error}")
         code = error.exit_code if isinstance(error, LaunchError) else 1
+    if config.profile:
+        show_profile(config, log)
     log.info(f"Exit code {code}")
     return code
 

@@ -92,7 +92,9 @@ class Dgc(Strategy):
         """Returns ``model``, whose exchange sends the largest entries of each large gradient."""
         if data_parallel_in(model) is not None:
             exchange, passes = exchange_of(model), passes_of(model)
-            exchange.change(route=lambda bucket: exchange_bucket(bucket, exchange, self.compressors))
+            exchange.change(
+                route=lambda bucket: exchange_bucket(bucket, exchange, self.compressors), strategy=self.name
+            )
 
             def check() -> None:
                 for compressor in self.compressors:

@@ -50,7 +50,7 @@ class Fp16Allreduce(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with its exchange in the narrow type."""
         if data_parallel_in(model) is not None:
-            exchange_of(model).change(wire_dtype=getattr(torch, self.config.dtype))
+            exchange_of(model).change(wire_dtype=getattr(torch, self.config.dtype), strategy=self.name)
         elif (reducer := reducer_in(model)) is not None:
             reducer.wire_dtype = getattr(torch, self.config.dtype)
         return model

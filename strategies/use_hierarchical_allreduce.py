@@ -71,7 +71,7 @@ class UseHierarchicalAllreduce(Strategy):
             if reducer is not None:
                 reducer.sum = levels.sum
             else:
-                exchange_of(model).change(sum=levels.sum)
+                exchange_of(model).change(sum=levels.sum, strategy=self.name)
         return model
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from fleet.strategies._shared.gradient_exchange import copied_chain, data_parall
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
 from fleet.strategies._shared.passes import passes_of
 from fleet.strategies._shared.whole_states import WholeStates
+
+if TYPE_CHECKING:
+    from fleet.profile.step_watch import StepWatch
 
 # Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
 UsersClass: Any = cast("Any", object)
@@ -56,6 +59,10 @@ _GIVES_WAY = (
 
 class ModelObserver(Protocol):
     """What the model tells the session."""
+
+    @property
+    def step_watch(self) -> StepWatch:
+        """Measures steps."""
 
     def before_forward(self, model: FleetModel) -> None:
         """Called before each forward of ``model``."""
@@ -147,11 +154,17 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         if self._observer is None:
             return self._run(*args, **kwargs)
         self._observer.before_forward(self)
+        times = self._observer.step_watch.times
+        if times is not None:
+            times.forward_begins()
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
             self._observer.explain(error)
             raise
+        finally:
+            if times is not None:
+                times.forward_ends()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         result = self._passes.forward(self._chain, args, kwargs)

@@ -28,6 +28,7 @@ from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
+from fleet.profile.step_watch import StepWatch
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.util import UtilBase
@@ -101,6 +102,7 @@ class Session:
         self.role_maker.set_util(self.util)
         self.health = start_health(self)
         self.checks = TrainingChecks(self)
+        self.step_watch = StepWatch(self.global_rank, self.device)
         self.sequences = SameSequences(self.axes, self.device)
 
     @property
@@ -230,7 +232,7 @@ class Session:
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
-            self.checks.watch_model(model)
+            self._watch_model(model)
 
     def _leave_roll_call(self) -> None:
         if self._roll_call is not None and self._uncaught is not None:
@@ -297,10 +299,14 @@ class Session:
         if self.whole_states.has_stages:
             model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
-        self.checks.watch_model(model)
+        self._watch_model(model)
         if self.health is not None:
             self.health.watch_model(module)
         return model
+
+    def _watch_model(self, model: FleetModel) -> None:
+        self.checks.watch_model(model)
+        self.step_watch.watch_model(model)
 
     def _cut(self, module: nn.Module, loss_fn: Any) -> nn.Module:
         """Returns the stage of ``module`` on this worker, with ``loss_fn``, where a pipeline cuts it."""
@@ -366,6 +372,7 @@ class Session:
                 stacklevel=4,
             )
         self._checked = True
+        self.step_watch.before_step()
 
     def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
         """Returns the context in which ``optimizer`` steps; raises ConfigError where its gradients are wrong."""
@@ -374,6 +381,7 @@ class Session:
     def after_step(self) -> None:
         """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
         self.num_steps += 1
+        self.step_watch.after_step(self.num_steps)
         if self.health is not None:
             self.health.after_step(self.num_steps)
         for call in self.each_step:
@@ -407,6 +415,7 @@ class Session:
         if self.checkpoints and not self.num_loops and torch.is_grad_enabled() and self.models[0].training:
             self.after_batch()
         self.checks.before_forward(model)
+        self.step_watch.before_forward(self.num_steps)
         if torch.is_grad_enabled() and model.training:
             self.sequences.check()
         if self.optimizers or not torch.is_grad_enabled():
@@ -422,6 +431,7 @@ class Session:
         """Releases everything the strategies hold; the session is over."""
         self.closed = True
         self._leave_roll_call()
+        self.step_watch.close()
         self.checks.close()
         for strategy in self.strategies:
             strategy.close()

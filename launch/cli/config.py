@@ -29,6 +29,7 @@ from fleet.launch.plan.devices import DeviceChoice, choose_devices, visible_card
 from fleet.launch.plan.local_machine import Machine
 from fleet.launch.plan.nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready
 from fleet.launch.plan.records import LaunchConfig
+from fleet.launch.processes.profile_range import read_range
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _LONGEST_NAME = 200
@@ -146,10 +147,17 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "preempt_grace_s": float(settings.values["preempt_grace"] or 0),
         "sort_ip": settings.values["sort_ip"],
         "enable_gpu_log": settings.values["enable_gpu_log"],
+        "profile": _profile(settings),
         "port_range": _port_range(environment),
         "fixed_port": first_port(settings, environment),
         "environment_limit": environment.int("PADDLE_ENV_LIMIT_LEN"),
     }
+
+
+def _profile(settings: Settings) -> str:
+    """Returns the steps to profile as the workers read them; an empty text for none."""
+    text = settings.text("profile")
+    return "" if text is None else "{}:{}".format(*read_range(text, settings.named("profile")))
 
 
 def _heartbeat_timeout_s(settings: Settings, environment: Environment) -> float:

@@ -239,6 +239,14 @@ _LOGS = (
         "lines; fleetrun: the argument block and the tables as well; default by the flags used",
         choices=(LAUNCH, FLEETRUN),
     ),
+    make_flag(
+        "profile",
+        LOGS,
+        None,
+        "steps that torch's profiler records on every worker, FIRST:LAST, counted from 0, LAST not among them; one "
+        "trace and a table of where the time went lie in profile/ in the log folder",
+        env=("FLEET_PROFILE",),
+    ),
     make_flag("enable_gpu_log", LOGS, True, "write {job_id}.gpu.log while GPU workers run"),
 )
 

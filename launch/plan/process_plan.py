@@ -15,6 +15,7 @@ from fleet.env import Environment
 from fleet.errors import LaunchError
 from fleet.launch.cli.script import python_command
 from fleet.launch.plan.records import LaunchConfig, Peer, ProcessSpec
+from fleet.launch.processes.profile_range import PROFILE
 
 PROXIES = ("http_proxy", "https_proxy")
 # Of an outer torchrun: they would send the worker to a store and a run that are not this job's.
@@ -132,6 +133,8 @@ def place(
     if role == "worker" and config.watches_workers:
         kept["FLEET_WORKER_FILE"] = f"{config.scratch_path / f'worker.{index}'}"
         kept["FLEET_PREEMPT_GRACE"] = f"{config.preempt_grace_s:g}"
+    if role == "worker" and config.profile:
+        kept[PROFILE] = config.profile
     backup = None
     if role == "worker":
         backup = config.log_dir.absolute() / f"backup_env.{index}.json"

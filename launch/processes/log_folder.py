@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fleet.launch.processes.logs import no_plain_file, open_log
+from fleet.launch.processes.profile_range import FOLDER
 
 PREVIOUS = "previous"
 _LOCK = ".launchers"
 _PROCESS_FILES = re.compile(
     r"((worker|server)log\.\d+|envlog\.\d+|backup_env\.(server\.)?\d+\.json|endpoints\.log|[\w.-]+\.gpu\.log)"
 )
+_PROFILE_FILES = re.compile(r"rank\d+\.(trace|steps)\.json|trace\.json|table\.txt")
 _LAUNCHER_FILE = re.compile(r"[\w.-]+\.[a-z]{6}\.log")
 _LAUNCHER_LINE = b"LAUNCH "
 
@@ -50,24 +52,28 @@ def _is_alone(lock: int) -> bool:
 
 
 def _clear(folder: Path, *, keep: bool) -> None:
-    old = _files_of_a_job(folder)
     previous = folder / PREVIOUS
-    if not old:
+    places = {folder: previous, folder / FOLDER: previous / FOLDER}
+    old = {place: _files_of_a_job(place) for place in places}
+    if not any(old.values()):
         return
-    if keep and previous.is_symlink():
-        raise no_plain_file(previous)
-    for path in _files_of_a_job(previous) if keep else old:
-        path.unlink()
-    if keep:
-        previous.mkdir(exist_ok=True)
-        for path in old:
-            path.rename(previous / path.name)
+    for place in (folder / FOLDER, *(places.values() if keep else ())):
+        if place.is_symlink():
+            raise no_plain_file(place)
+    for place, aside in places.items():
+        for path in _files_of_a_job(aside) if keep else old[place]:
+            path.unlink()
+        for path in old[place] if keep else ():
+            aside.mkdir(parents=True, exist_ok=True)
+            path.rename(aside / path.name)
 
 
 def _files_of_a_job(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    if folder.name == FOLDER:
+        return [path for path in files if _PROFILE_FILES.fullmatch(path.name)]
     return [path for path in files if _PROCESS_FILES.fullmatch(path.name) or _is_launchers(path)]
 
 

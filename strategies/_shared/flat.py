@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleet.strategies._shared.exchange_names import named_exchange
+
 # A flat copy of the whole model would double its memory; 64 MiB is large enough for the wire to be busy.
 _CHUNK_BYTES = 64 * 1024 * 1024
 
@@ -23,12 +25,13 @@ def broadcast_from_rank_0(tensors: Sequence[Tensor], group: Any) -> None:
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], group: Any) -> None:
-    """Replaces ``tensors`` by their mean over the workers of ``group``, in place."""
+def average(tensors: Sequence[Tensor], group: Any, strategy: str = "average") -> None:
+    """Replaces ``tensors`` by their mean over the workers of ``group``, in place; profilers show ``strategy``."""
     num_workers = dist.get_world_size(group)
-    for chunk in chunks(tensors):
+    for number, chunk in enumerate(chunks(tensors)):
         flat = flattened(chunk)
-        dist.all_reduce(flat, group=group)
+        with named_exchange(strategy, flat, f"bucket {number}"):
+            dist.all_reduce(flat, group=group)
         copy_back(flat.div_(num_workers), chunk)
 
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fleet.strategies._shared.exchange_names import named_exchange
+
 Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
 # Adds a tensor up over all workers, in place; the future holds a list of that tensor.
 Sum = Callable[[torch.Tensor], "torch.futures.Future[list[torch.Tensor]]"]
@@ -32,6 +34,7 @@ class GradientExchange:
             they would lose otherwise; the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
         route: exchanges a bucket by other means than a sum of its buffer; it reads the other fields itself.
+        names: the strategies that changed it; profilers show them.
         registered: whether any of this differs from what DistributedDataParallel does by itself.
     """
 
@@ -42,6 +45,7 @@ class GradientExchange:
         self.wire_factor: Callable[[], float] = lambda: 1.0
         self.sum: Sum = self._all_reduce
         self.route: Route | None = None
+        self.names: list[str] = []
         self._module = module
         self.registered = False
 
@@ -58,8 +62,10 @@ class GradientExchange:
         wire_dtype: torch.dtype | None = None,
         sum: Sum | None = None,
         route: Route | None = None,
+        strategy: str = "",
     ) -> None:
-        """Sets the given fields and makes sure that the hook is registered."""
+        """Sets the given fields for ``strategy`` and makes sure that the hook is registered."""
+        self.names += [strategy] if strategy else []
         if average is not None:
             self.average = average
         if divisor is not None:
@@ -79,7 +85,16 @@ class GradientExchange:
         self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
         self.registered = True
 
+    def name_buckets(self) -> None:
+        """Makes profilers show each bucket under its number and strategy: exchanges through the hook of this class."""
+        if not self.registered:
+            self.register()
+
     def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        with named_exchange(" + ".join(self.names) or "data_parallel", bucket.buffer(), f"bucket {bucket.index()}"):
+            return self._sent(bucket)
+
+    def _sent(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.route is not None:
             return self.route(bucket)
         gradients = bucket.buffer()

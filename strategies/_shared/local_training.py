@@ -125,7 +125,8 @@ class LocalOptimizer(OptimizerWrapper):
     def average(self) -> None:
         """Averages the parameters of all workers now; every worker must call it at the same step."""
         if self._session.process_group is not None:
-            average([p for p in self.parameters() if p.requires_grad], self._session.process_group)
+            trained = [p for p in self.parameters() if p.requires_grad]
+            average(trained, self._session.process_group, self._option)
         self.averaged_at = self.steps
 
     @property

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.exchange_names import named_exchange
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
 
 # Buckets of a chunk that is exchanged while its backward runs: more of them start earlier, and cost messages.
@@ -162,6 +163,11 @@ class GradientReducer:
             )
 
     @property
+    def num_started(self) -> int:
+        """How many buckets of this step are on their way."""
+        return len(self._started)
+
+    @property
     def finds_unused(self) -> bool:
         """Whether parameters may be without a gradient."""
         return self._finds_unused
@@ -214,7 +220,8 @@ class _Sent:
         self._flat = flat if narrow is None else (flat if self._factor == 1.0 else flat.mul_(self._factor)).to(narrow)
         # Before the sum, as DistributedDataParallel does: a float16 sum over many workers overflows first.
         self._flat.div_(reducer.divisor)
-        self._work = reducer.sum(self._flat)
+        with named_exchange("pipeline", self._flat, f"bucket {reducer.num_started}"):
+            self._work = reducer.sum(self._flat)
         if self._used is not None:
             self._works = dist.all_reduce(self._used, group=reducer.group, async_op=True)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fleet.strategies._shared.exchange_names import named_exchange
 from fleet.strategies._shared.flat import average, broadcast_from_rank_0, chunks, copy_back, flattened
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
@@ -66,7 +67,8 @@ class Ties:
                 gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
                 used = flattened(gradients).new_tensor([float(p.grad is not None) for p in bucket])
                 flat = torch.cat([flattened(gradients), used])
-                dist.all_reduce(flat, group=group)
+                with named_exchange("pipeline", flat, "tied parameters"):
+                    dist.all_reduce(flat, group=group)
                 copy_back(flat[: -len(bucket)], gradients)
                 for parameter, gradient, count in zip(bucket, gradients, flat[-len(bucket) :].tolist(), strict=True):
                     parameter.grad = gradient if count else None

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.exchange_names import named_exchange
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -149,11 +150,13 @@ class StageLink:
 
     def send(self, tensor: Tensor) -> Any:
         """Begins to send ``tensor``; returns what to wait for, ``None`` when there is nothing in it."""
-        return dist.isend(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
+        with named_exchange("pipeline", tensor, f"send to worker {self.peer}"):
+            return dist.isend(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
 
     def receive(self, tensor: Tensor) -> Any:
         """Begins to receive into ``tensor``; returns what to wait for."""
-        return dist.irecv(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
+        with named_exchange("pipeline", tensor, f"receive from worker {self.peer}"):
+            return dist.irecv(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
 
     def integers(self, values: Sequence[int]) -> Tensor:
         """Returns ``values`` as this link sends them."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
+from fleet.strategies._shared.exchange_names import named_exchange
 from fleet.strategies._shared.exchanged_texts import gather_texts
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.flat import chunks, copy_back, flattened
@@ -128,7 +129,8 @@ class PartitionedOptimizer(OptimizerWrapper):
                 if turn < len(queue):
                     chunk = queue[turn]
                     flat = flattened(chunk) if owner == rank else _flat_like(chunk)
-                    work = dist.broadcast(flat, group=group, group_src=owner, async_op=True)
+                    with named_exchange("sharding", flat, f"parameters of {owner}, bucket {turn}"):
+                        work = dist.broadcast(flat, group=group, group_src=owner, async_op=True)
                     sent.append((work, owner, flat, chunk))
             for work, owner, flat, chunk in sent:
                 work.wait()

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.exchange_names import named_exchange
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 
@@ -142,7 +143,8 @@ def _check_divides(x: Tensor, group: dist.ProcessGroup, dim: int, call: str) -> 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the sum of ``x`` over ``group`` as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with named_exchange("tensor_parallel", total, "sum"):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -158,7 +160,8 @@ def gathered(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         raise ConfigError("a number has no dimension to gather along: give it one with unsqueeze(0).")
     x, size = x.contiguous(), group.size()
     whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    _all_gather(whole, x, group=group)
+    with named_exchange("tensor_parallel", whole, "gather"):
+        _all_gather(whole, x, group=group)
     return whole if dim in (0, -x.dim()) else torch.cat(whole.chunk(size), dim)
 
 
@@ -167,7 +170,8 @@ def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     size = group.size()
     whole = x.contiguous() if dim in (0, -x.dim()) else torch.cat(x.chunk(size, dim))
     part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
-    _reduce_scatter(part, whole, group=group)
+    with named_exchange("tensor_parallel", whole, "sum of slices"):
+        _reduce_scatter(part, whole, group=group)
     return part
 
 
@@ -176,7 +180,8 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: i
     size = group.size()
     out = x.contiguous() if split_dim in (0, -x.dim()) else torch.cat(x.chunk(size, split_dim))
     into = torch.empty_like(out)
-    dist.all_to_all_single(into, out, group=group)
+    with named_exchange("tensor_parallel", out, "all to all"):
+        dist.all_to_all_single(into, out, group=group)
     return into if concat_dim in (0, -x.dim()) else torch.cat(into.chunk(size), concat_dim)
 
 
@@ -212,7 +217,8 @@ class _ReduceInPlace(Function):
         ctx.group = group
         if not x.is_contiguous():
             return summed(x, group)
-        dist.all_reduce(x, group=group)
+        with named_exchange("tensor_parallel", x, "sum"):
+            dist.all_reduce(x, group=group)
         ctx.mark_dirty(x)
         return x
 

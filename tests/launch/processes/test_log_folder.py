@@ -35,6 +35,25 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("keep", [True, False])
+def test_the_profile_of_an_earlier_job_goes_where_its_logs_go(tmp_path: Path, keep: bool) -> None:
+    own = {"trace.json", "table.txt", "rank0.steps.json", "rank3.trace.json"}
+    for folder in (tmp_path, tmp_path / "profile"):
+        folder.mkdir(exist_ok=True)
+        for name in ("trace.json", "table.txt", "mine.txt"):
+            (folder / name).touch()
+    for name in own:
+        (tmp_path / "profile" / name).touch()
+    with own_log_folder(tmp_path, keep=keep):
+        assert names(tmp_path) == {"trace.json", "table.txt", "mine.txt"}, "these are the user's"
+        assert names(tmp_path / "profile") == {"mine.txt"}
+    if keep:
+        assert names(tmp_path / "previous" / "profile") == own
+        (tmp_path / "workerlog.1").touch()
+        with own_log_folder(tmp_path, keep=True):
+            assert names(tmp_path / "previous" / "profile") == set(), "the job before had none"
+
+
+@pytest.mark.parametrize("keep", [True, False])
 def test_what_an_earlier_job_left_is_moved_or_removed(tmp_path: Path, keep: bool) -> None:
     fill(tmp_path)
     (tmp_path / "workerlog.7").symlink_to(tmp_path / "notes.log")

@@ -1,0 +1,140 @@
+"""StepTimes: how the time of a worker's steps divides into data, forward, backward, exchange, update and the rest.
+
+[Note: Parts of a step]
+A step ends where ``step()`` of an optimizer returns. The wrapped model and optimizer say where forwards, backward
+passes and updates begin and end. What lies between two of them belongs to the part that the next one shows: before a
+forward the loop waited for data, between forward and backward it computed the loss, before an update it clipped. So
+loops with accumulation, several models or optimizers, a GradScaler or closures need no settings.
+
+With data parallel the exchange runs beside backward; ``exchange`` is what is left of it when the last gradient of this
+worker is there. torch's reducer waits in a callback at the end of a backward pass, so one callback before it and one
+behind it measure that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleet.strategies.pipeline.hooks import PipelineParallelMicroStepLocations as Locations
+
+if TYPE_CHECKING:
+    from fleet.runtime.fleet_model import FleetModel
+
+PARTS = ("data", "forward", "backward", "exchange", "update", "other")
+
+
+class StepTimes:
+    """Nanoseconds of each part of the step under way; see [Note: Parts of a step].
+
+    Attributes:
+        parts: nanoseconds since the last :meth:`take`, by name.
+        spans: (part, begin, end) in nanoseconds since 1970; kept while it is a list.
+        waits: called before the clock is read, to wait for a device; None: it is not waited for.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self.parts = dict.fromkeys(PARTS, 0)
+        self.spans: list[tuple[str, int, int]] | None = None
+        self.waits: Callable[[], None] | None = None
+        self._clock = clock
+        self._since = clock()
+        self._was = "step"  # what ended last: step, forward or backward
+        self._depth = 0  # of forwards inside forwards
+        self._evaluates = self._in_backward = self._in_update = self._in_pipeline = False
+
+    def take(self) -> dict[str, int]:
+        """Returns the parts since the last call, and begins anew."""
+        taken, self.parts = self.parts, dict.fromkeys(PARTS, 0)
+        return taken
+
+    @property
+    def since(self) -> int:
+        """When the part under way began."""
+        return self._since
+
+    def restart(self) -> None:
+        """Forgets what was measured so far."""
+        self.take()
+        self._since = self._clock()
+
+    def watch_model(self, model: FleetModel) -> None:
+        """Measures the backward passes of ``model``, and the micro-batches of a pipeline."""
+        if not isinstance(getattr(type(model), "_hooks", None), property):
+            if self._backward_starts not in model._passes.starts:
+                model._passes.starts.append(self._backward_starts)
+            return
+        hooks = model._hooks
+        self._in_pipeline = True
+        hooks.add(Locations.FORWARD_BEGIN, lambda **_: self.forward_begins())
+        hooks.add(Locations.FORWARD_END, lambda **_: self.forward_ends())
+        hooks.add(Locations.BACKWARD_BEGIN, lambda **_: self._pass(self._gap()))
+        hooks.add(Locations.BACKWARD_END, lambda **_: self._end("backward"))
+
+    def forward_begins(self) -> None:
+        """Called before a forward of a wrapped model."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._in_backward = False  # a pass that failed has no end
+        self._evaluates = not torch.is_grad_enabled()
+        self._pass("other" if self._evaluates else self._gap())
+
+    def forward_ends(self) -> None:
+        """Called after it, also when it failed."""
+        self._depth -= 1
+        if self._depth == 0:
+            if self._evaluates:
+                self._pass("other")
+            else:
+                self._end("forward")
+
+    def update_begins(self) -> None:
+        """Called before a step of an optimizer."""
+        self._in_backward, self._in_update = False, True
+        self._pass("exchange" if self._in_pipeline and self._was != "step" else "other")
+
+    def update_ends(self) -> None:
+        """Called after it."""
+        self._end("update")
+        self._was, self._in_update = "step", False
+
+    def _gap(self) -> str:
+        """Returns the part that the time before a forward belongs to."""
+        if self._in_update:
+            return "update"
+        if self._in_pipeline and self._was != "step":
+            return "exchange"  # the stage waited for a neighbour
+        return "forward" if self._was == "forward" else "data"
+
+    def _backward_starts(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._pass("forward" if self._was == "forward" else "other")
+        torch.autograd.Variable._execution_engine.queue_callback(self._gradients_ready)
+
+    def _gradients_ready(self) -> None:
+        self._end("backward")
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._end("exchange")
+        self._was, self._in_backward = "backward", False
+
+    def _end(self, part: str) -> None:
+        self._pass(part)
+        self._was = part
+
+    def _pass(self, part: str) -> None:
+        """Counts the time since the last mark as ``part``."""
+        if self.waits is not None:
+            self.waits()
+        now = self._clock()
+        self.parts[part] += now - self._since
+        if self.spans is not None:
+            self.spans.append((part, self._since, now))
+        self._since = now

@@ -1,0 +1,58 @@
+"""StepWatch: who measures the steps of a session; nobody, unless a profile or a tracker wants to know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleet.profile.step_profiler import start_profiler
+from fleet.profile.step_times import StepTimes
+from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+
+if TYPE_CHECKING:
+    from fleet.runtime.fleet_model import FleetModel
+
+
+class StepWatch:
+    """Passes on what the session says of its steps.
+
+    Attributes:
+        times: measures the parts of steps; None while nobody wants to know.
+
+    Raises:
+        ConfigError: FLEET_PROFILE is no range of steps.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._profiler = start_profiler(rank, device)
+        self.times: StepTimes | None = None if self._profiler is None else self._profiler.times
+
+    def watch_model(self, model: FleetModel) -> None:
+        """Measures ``model`` from now on."""
+        if self.times is not None:
+            self.times.watch_model(model)
+        if self._profiler is not None and data_parallel_in(model._chain) is not None:
+            exchange_of(model._chain).name_buckets()
+
+    def before_forward(self, step: int) -> None:
+        """Called before each forward, after ``step`` steps."""
+        if self._profiler is not None:
+            self._profiler.before_forward(step)
+
+    def before_step(self) -> None:
+        """Called before each step of an optimizer."""
+        if self.times is not None:
+            self.times.update_begins()
+
+    def after_step(self, step: int) -> None:
+        """Called when ``step`` steps are finished."""
+        if self.times is not None:
+            self.times.update_ends()
+        if self._profiler is not None:
+            self._profiler.after_step(step)
+
+    def close(self) -> None:
+        """Writes what was profiled."""
+        if self._profiler is not None:
+            self._profiler.close()
