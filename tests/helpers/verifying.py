@@ -18,18 +18,7 @@ TIME_LIMIT_S = 240
 def verify(script: Path, folder: Path, *flags: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the report on ``script``, run with ``arguments`` in ``folder``; the exit code agrees with it."""
     report = folder / "report.json"
-    command = [
-        sys.executable,
-        "-m",
-        "fleet",
-        "verify",
-        "--json",
-        str(report),
-        *flags,
-        str(ROOT / script),
-        "--",
-        *arguments,
-    ]
+    program = [sys.executable, "-m", "fleet", "verify", "--json", str(report), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / ".editable")])}
     command = [*program, str(ROOT / script), "--", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S, env=env)
