@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
     "run_check": ("fleet.utils._run_check", "train two small layers on every device of this machine"),
+    "verify": ("fleet.verify.verify_command", "train a script on one process and on several, and compare them"),
 }
 
 
