@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from fleet.verify.line_chart import Series, line_chart
 
@@ -81,8 +81,7 @@ def write_page(report: Report, path: Path) -> None:
     Raises:
         OSError: ``path`` cannot be written.
     """
-    made = report.to_json()
-    path.write_text(page_text(json.loads(made) if isinstance(made, str) else made), encoding="utf-8")
+    path.write_text(page_text(report.to_json()), encoding="utf-8")
 
 
 def page_text(data: Mapping[str, Any]) -> str:
@@ -151,7 +150,7 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
     steps = [float(row.get("step", i)) for i, row in enumerate(rows)]
 
     def series(name: str) -> Series:
-        values = [row.get(name) for row in rows]
+        values: list[object] = [row.get(name) for row in rows]
         points = [(step, float(v) if _is_number(v) else None) for step, v in zip(steps, values, strict=True)]
         return Series(_words(name), points)
 
@@ -232,7 +231,7 @@ def _words(name: str) -> str:
     return _HEADINGS.get(name, name.replace("_", " "))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleet.verify.report_page import page_text
+from fleet.verify.report import Finding, Report
+from fleet.verify.report_page import page_text, write_page
 
 FIRST = {
     "cause": "gradients-clipped-per-part",
@@ -95,6 +97,15 @@ def test_findings_options_steps_notes_and_time_are_there() -> None:
     for said in ("amp", "0.008", "bfloat16 keeps 8 bits", "loss one", "1e-07", "3.00 s", "2.5", *report()["notes"]):
         assert said in texts, said
     assert Page(page_text(report())).tags.count("polyline") == 3  # both losses, and the gradients
+
+
+def test_a_report_is_written_to_a_file(tmp_path: Path) -> None:
+    made = Report(outcome="differs", steps=4, workers=2, tolerance={"gradients": 1e-6}, findings=[Finding(**FIRST)])  # type: ignore[arg-type]
+    write_page(made, tmp_path / "verify.html")
+    texts = Page((tmp_path / "verify.html").read_text(encoding="utf-8")).texts
+    assert texts[:2] == ["Differs", ": 2 workers against 1 process, 4 steps, 1 finding"]
+    assert "Compared within: gradients 1e-06" in texts
+    assert FIRST["sentence"] in texts
 
 
 def test_an_equal_run_has_no_findings() -> None:
