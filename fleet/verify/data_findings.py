@@ -64,7 +64,7 @@ def _repeated(many: Run, ranks: Sequence[int], key: str, facts: Sequence[dict[st
     first: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
     for rank in ranks:
         for batch in (b for b in many.of_kind(rank, "batch") if b["key"] == key):
-            indices = batch["indices"] or [None] * len(batch["rows"])
+            indices = batch["samples"] or [None] * len(batch["rows"])
             for index, row in zip(indices, batch["rows"], strict=False):
                 sample = (batch["round"], index, row)
                 holders[sample].add(rank)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fleet.verify.record_files import RecordFile, load_tensors, pack, read_record, save_tensors, unpack
@@ -64,7 +64,7 @@ class Batches:
         self.record.write("round", key=key, round=self._rounds[key], epoch=getattr(sampler, "epoch", None))
         return key, self._rounds[key]
 
-    def gave(self, key: str, number: tuple[int, int], batch: Any, indices: Any) -> None:
+    def gave(self, key: str, number: tuple[int, int], batch: Any, indices: Any, samples: Any) -> None:
         """Keeps a batch until it is known whether a model is trained with it."""
         tensors: list[Tensor] = []
         try:
@@ -73,6 +73,7 @@ class Batches:
             self.record.write("unpacked", key=key, why=str(error))
             return
         facts = {"key": key, "round": number[0], "n": number[1], "packed": packed, "indices": indices}
+        facts["samples"] = samples
         self._pending[key] = (facts, [tensor.detach().clone() for tensor in tensors])
 
     def trained(self) -> None:
@@ -221,8 +222,8 @@ def is_library(file: str) -> bool:
 class _Loop:
     """An iterator over a DataLoader that tells what it gives."""
 
-    def __init__(self, batches: Batches, inner: Any, key: str, number: int) -> None:
-        self._batches, self._inner = batches, inner
+    def __init__(self, batches: Batches, loader: Any, inner: Any, key: str, number: int) -> None:
+        self._batches, self._data, self._inner = batches, loader.dataset, inner
         self._key, self._round, self._n = key, number, 0
 
     def __iter__(self) -> _Loop:
@@ -245,7 +246,8 @@ class _Loop:
             self._batches.entered(False)
         asked = self._inner.__dict__.get("_fleet_asked", [])
         indices = _numbers(asked[self._n]) if self._n < len(asked) else None
-        self._batches.gave(self._key, (self._round, self._n), batch, indices)
+        samples = None if indices is None else [_sample(self._data, i) for i in indices]
+        self._batches.gave(self._key, (self._round, self._n), batch, indices, samples)
         self._n += 1
         return batch
 
@@ -255,6 +257,13 @@ def _numbers(index: Any) -> list[int] | None:
         return [int(i) for i in index] if isinstance(index, list | tuple) else [int(index)]
     except (TypeError, ValueError):
         return None
+
+
+def _sample(data: Any, index: int) -> int:
+    """Returns the index of a sample in the data set that subsets are made of."""
+    while isinstance(data, Subset):
+        data, index = data.dataset, int(data.indices[index])
+    return index
 
 
 def install_batches(batches: Batches) -> None:
@@ -275,7 +284,7 @@ def install_batches(batches: Batches) -> None:
             batches.entered(False)
         key, number = batches.begin(self)
         joined = batches.joined(self, key, number)
-        return _Loop(batches, inner, key, number) if joined is None else joined
+        return _Loop(batches, self, inner, key, number) if joined is None else joined
 
     def long(self: Any) -> int:
         known = batches.lengths.get(self.__dict__.get("_fleet_key", ""))

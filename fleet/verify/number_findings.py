@@ -39,8 +39,8 @@ class Comparison:
     findings: list[Finding] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     compared: int = 0
+    matched: int = 0  # gradients, losses and parameters that were laid beside each other
     foreign_inputs: str = ""
-    grown: float = 0.0
 
 
 def compare_numbers(
@@ -69,12 +69,13 @@ def compare_numbers(
         found = [] if parts else [*step.forward(made)]
         if made.foreign_inputs:
             return made
-        found += step.loss(row, first_of_sums=bool(found)) if parts else []
+        found += step.loss(row) if parts else []
         if not parts:
-            found += step.gradients(row, many)
-        if not only_first:
+            found += step.gradients(row)
+        if not only_first and not found:
             found += step.parameters(row)
-            found += step.states() if not parts else []
+            found += step.states() if not parts and not found else []
+        made.matched += sum(row[name] is not None for name in ("gradients", "parameters"))
         made.findings += _one_cause(found)
     return made
 
@@ -146,7 +147,7 @@ class _Step:
                 )
                 return
 
-    def loss(self, row: dict[str, Any], *, first_of_sums: bool) -> Iterator[Finding]:
+    def loss(self, row: dict[str, Any]) -> Iterator[Finding]:
         """Yields a finding where the mean loss of the workers is not that of one process."""
         one, many = row["loss_one"], row["loss_many"]
         if one is None or many is None or abs(one - many) <= self.tolerance.at(self.n, 65536) * max(abs(one), 1e-6):
@@ -163,7 +164,7 @@ class _Step:
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def gradients(self, row: dict[str, Any], many: Run) -> Iterator[Finding]:
+    def gradients(self, row: dict[str, Any]) -> Iterator[Finding]:
         """Yields findings where the gradients of the update are not those of one process."""
         mine = {name: whole([u["gradients"].get(name) for u in self.ours]) for name in self.alone["gradients"]}
         pairs = [(name, g, mine[name]) for name, g in self.alone["gradients"].items() if mine[name] is not None]

@@ -126,7 +126,7 @@ class _Judge:
                 f"The inputs of {numbers.foreign_inputs} differ between the runs: they come from something other than a "
                 "torch DataLoader or torch's random numbers, and one process cannot be given what the workers had."
             )
-        if not self.findings and not self.steps:
+        if not self.findings and not numbers.matched:
             raise _NotComparable(_nothing(many))
 
     # ---- the runs ------------------------------------------------------------------------------------------------

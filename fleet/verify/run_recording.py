@@ -73,11 +73,9 @@ class Recording:
 
     def _enter_root(self, module: nn.Module) -> bool:
         """Begins a pass of training through a model; False for wrappers, losses and models without parameters."""
-        if isinstance(module, FleetModel | DistributedDataParallel) or id(module) in self.names:
+        if id(module) in self.names or _is_wrapper(module):
             return id(module) in self.names
-        inner = self._stack[-1][0] if self._stack else None
-        wrapped = isinstance(inner, FleetModel | DistributedDataParallel)
-        if self._stack and not wrapped and type(inner).__module__.partition(".")[0] != "fleet":
+        if any(not _is_wrapper(outer) for outer, _ in self._stack):
             return False
         if not any(p.requires_grad for p in module.parameters()):
             return not self._stack and any(True for _ in module.buffers())
@@ -294,6 +292,18 @@ class Recording:
     def counts(self) -> dict[str, int]:
         """Returns how many updates each optimizer made."""
         return {str(number): count for number, count in self._updates.items()}
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Returns whether ``module`` stands around a user's module, whose names count."""
+    if isinstance(module, FleetModel | DistributedDataParallel):
+        return True
+    session = running_session()
+    inner = [model.module for model in session.models] if session is not None else []
+    if any(module is one for one in inner):
+        return False
+    held = {id(one) for one in module.modules()}
+    return any(id(one) in held for one in inner)
 
 
 def _empty() -> dict[str, Any]:

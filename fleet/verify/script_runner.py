@@ -36,6 +36,7 @@ from fleet.checks.roll_call import RollCall
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.update_rule import RuleWrapper
 from fleet.verify.draw_replay import Draws, install_draws
 from fleet.verify.loader_replay import Batches, install_batches, is_library, user_site
 from fleet.verify.record_files import RecordFile
@@ -137,6 +138,7 @@ def _install(recording: Recording, draws: Draws, batches: Batches, plan: dict[st
     register_optimizer_step_pre_hook(recording.before_update)
     register_optimizer_step_post_hook(recording.after_update)
     FleetOptimizer.step = recording.around_step(FleetOptimizer.step)  # type: ignore[method-assign]
+    RuleWrapper.step = _rule_step(recording, RuleWrapper.step)  # type: ignore[method-assign]
     _watch_optimizers(recording)
     _watch_collectives(recording.record)
     _choose_options(plan, alone)
@@ -154,6 +156,19 @@ def _before(recording: Recording) -> Callable[[nn.Module, tuple[Any, ...]], None
             recording.entry_buffers(module)
 
     return before
+
+
+def _rule_step(recording: Recording, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the step of Fleet's own update rules, which then tells of its update as torch's optimizers do."""
+
+    @wraps(step)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recording.before_update(self)
+        result = step(self, *args, **kwargs)
+        recording.after_update(self)
+        return result
+
+    return run
 
 
 def _watch_optimizers(recording: Recording) -> None:
@@ -232,7 +247,7 @@ def alone_options(options: Any) -> Any:
     made = copy.deepcopy(options)
     for name in DIVIDING:
         if made[name]:
-            made[name] = False
+            setattr(made, name, False)
     if made.is_set("hybrid_configs"):
         made.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1, "sep_degree": 1}
     return made
