@@ -19,6 +19,7 @@ from fleet.verify.record_files import read_record
 
 __all__ = ["Request", "Run", "start_run"]
 
+_MOST_ENTRIES = 5000
 _LOOK_EVERY_S = 0.05
 _STILL_S = 3.0
 _STILL_SHARE = 0.04  # of a core: what watching threads use while the main thread waits
@@ -85,15 +86,18 @@ def start_run(
     synced: bool = False,
 ) -> Run:
     """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late."""
+    folder = folder.resolve()
     folder.mkdir(parents=True)
     began = time.perf_counter()
     run = Run(folder=folder)
     port = _free_port()
     processes = []
+    place = _own_folder(Path.cwd(), folder / "cwd")
     for rank in range(workers):
         plan = {
             "script": str(request.script),
-            "arguments": list(request.arguments),
+            "arguments": [_reaching(argument) for argument in request.arguments],
+            "initial": str(sources[0] / "initial.npz") if sources else "",
             "folder": str(folder / f"rank{rank}"),
             "rank": rank,
             "steps": request.steps,
@@ -105,7 +109,7 @@ def start_run(
             "go": str(folder / "go"),
             "parent": os.getpid(),
         }
-        processes.append(_start(plan, folder, rank, workers, port))
+        processes.append(_start(plan, folder, rank, workers, port, place))
     try:
         _watch(run, processes, request.timeout_s)
     finally:
@@ -120,7 +124,31 @@ def start_run(
     return run
 
 
-def _start(plan: dict[str, Any], folder: Path, rank: int, workers: int, port: int) -> subprocess.Popen[bytes]:
+def _own_folder(folder: Path, made: Path) -> Path:
+    """Returns a folder with links to all that is in ``folder``: what one run writes there, the next does not find.
+
+    A folder with very many entries is returned as it is.
+    """
+    entries = list(folder.iterdir())
+    if len(entries) > _MOST_ENTRIES:
+        return folder
+    made.mkdir()
+    for entry in entries:
+        (made / entry.name).symlink_to(entry)
+    return made
+
+
+def _reaching(argument: str) -> str:
+    """Returns ``argument`` with a path that leaves the folder by ".." made absolute."""
+    name, equals, value = argument.rpartition("=")
+    path = Path(value)
+    leaves = ".." in path.parts and not path.is_absolute() and path.exists()
+    return f"{name}{equals}{path.resolve()}" if leaves else argument
+
+
+def _start(
+    plan: dict[str, Any], folder: Path, rank: int, workers: int, port: int, place: Path
+) -> subprocess.Popen[bytes]:
     path = folder / f"plan{rank}.json"
     path.write_text(json.dumps(plan), encoding="utf-8")
     inherited = Environment().inherited()
@@ -141,7 +169,9 @@ def _start(plan: dict[str, Any], folder: Path, rank: int, workers: int, port: in
     env["PYTHONPATH"] = os.pathsep.join(p for p in (_package_folder(), kept.get("PYTHONPATH", "")) if p)
     with (folder / f"rank{rank}.log").open("wb") as log:
         command = [sys.executable, "-m", "fleet.verify.script_runner", str(path)]
-        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command, env=env, cwd=place, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
 
 
 def _package_folder() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.running import running_session
 from fleet.verify.draw_replay import Draws
 from fleet.verify.loader_replay import Batches
-from fleet.verify.record_files import RecordFile
+from fleet.verify.record_files import RecordFile, load_tensors, save_tensors
 from fleet.verify.tensor_digest import content, rows_digest, whole_digest
 
 __all__ = ["Recording", "StopTraining"]
@@ -45,6 +46,7 @@ class Recording:
         self, record: RecordFile, batches: Batches, draws: Draws, steps: int, rates: dict[str, list[float]]
     ) -> None:
         self.record, self.batches, self.draws, self.steps, self.rates = record, batches, draws, steps, rates
+        self.initial: Path | None = None
         self.roots: dict[int, tuple[nn.Module, str]] = {}
         self.names: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
@@ -90,6 +92,7 @@ class Recording:
         for name, parameter in module.named_parameters():
             self.parameters.setdefault(id(parameter), f"{prefix}{name}")
         self._describe_job()
+        self._start_alike(module)
         by_id: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             by_id.setdefault(id(parameter), []).append(name)
@@ -113,6 +116,26 @@ class Recording:
             notes=list(session.plan.notes),
             plan=[step.name for step in session.plan.steps],
         )
+
+    def _start_alike(self, module: nn.Module) -> None:
+        """Keeps the whole weights that divided ones begin with; one process begins with those.
+
+        A layer that is divided draws its parts on each worker, so that no seed gives one process the same weights.
+        """
+        session = running_session()
+        if self.initial is not None:
+            if self.initial.exists():
+                known = load_tensors(self.initial)
+                with torch.no_grad():
+                    for name, value in module.state_dict().items():
+                        if name in known and known[name].shape == value.shape:
+                            value.copy_(known[name])
+        elif session is not None and session.collective and session.axes.size("mp") > 1 == session.axes.size("pp"):
+            self._inside_step += 1
+            state = session.models[0].full_state_dict(keep=session.global_rank == 0)
+            self._inside_step -= 1
+            plain = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            save_tensors(self.record.folder / "initial.npz", plain)
 
     def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Writes down what went in and came out, where training passes through ``module``."""

@@ -77,6 +77,7 @@ def main(argv: list[str]) -> int:
     loading = _Loading(draws)
     batches = Batches(record, loading, sources)
     recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
+    recording.initial = Path(plan["initial"]) if plan["initial"] else None
     _install(recording, draws, batches, plan, alone=bool(sources))
     started = time.perf_counter()
     how, error = _run_script(plan)
