@@ -81,7 +81,13 @@ def _repeated(many: Run, ranks: Sequence[int], key: str, facts: Sequence[dict[st
     step = update_after(many, rank, batch)
     divided = any((one.get("replicas") or 1) > 1 for one in facts)
     others = sorted(holders[twice[0]])
-    common = {"step": step, "rank": others[-1], "where": _place(key), "expected": 0, "received": len(twice)}
+    common: dict[str, Any] = {
+        "step": step,
+        "rank": others[-1],
+        "where": _place(key),
+        "expected": 0,
+        "received": len(twice),
+    }
     if share >= 0.9 and not divided:
         kind = f"its sampler is a {sampler}" if known else "its data set gives every worker all samples"
         return [
@@ -124,7 +130,7 @@ def _left_out(key: str, facts: Sequence[dict[str, Any]], alone: dict[str, Any]) 
     return [
         Finding(
             cause="samples-left-out",
-            sentence=f"The workers train on {together} of the {wanted} samples in each epoch: the data is divided among "
+            sentence=f"The workers train on {together} of {wanted} samples in each epoch: the data is divided among "
             "the workers more than once, or part of it is given to none.",
             step=1,
             expected=wanted,

@@ -1,4 +1,4 @@
-"""Batches: each worker writes down what its DataLoaders gave, and one process gets the batches of all workers joined."""
+"""Batches: workers write down what their DataLoaders gave, and one process gets the batches of all, joined."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -195,12 +196,12 @@ def _length(thing: Any) -> int | None:
 
 def user_site() -> str:
     """Returns file:line of the innermost frame that is in no installed package and not in this project."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not is_library(name):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
@@ -268,8 +269,10 @@ def _sample(data: Any, index: int) -> int:
 
 def install_batches(batches: Batches) -> None:
     """Makes every DataLoader of this process tell ``batches`` what it gives, or give what the workers had."""
-    build, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
-    ask, reset = _BaseDataLoaderIter._next_index, _BaseDataLoaderIter._reset  # type: ignore[attr-defined]
+    build: Any = DataLoader.__init__
+    iterate, length = DataLoader.__iter__, DataLoader.__len__
+    inner: Any = _BaseDataLoaderIter
+    ask, reset = inner._next_index, inner._reset
 
     @wraps(build)
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,12 +282,12 @@ def install_batches(batches: Batches) -> None:
     def iterated(self: Any) -> Any:
         batches.entered(True)
         try:
-            inner = iterate(self)
+            begun = iterate(self)
         finally:
             batches.entered(False)
         key, number = batches.begin(self)
         joined = batches.joined(self, key, number)
-        return _Loop(batches, self, inner, key, number) if joined is None else joined
+        return _Loop(batches, self, begun, key, number) if joined is None else joined
 
     def long(self: Any) -> int:
         known = batches.lengths.get(self.__dict__.get("_fleet_key", ""))
@@ -299,8 +302,6 @@ def install_batches(batches: Batches) -> None:
         self.__dict__["_fleet_asked"] = []
         reset(self, *args, **kwargs)
 
-    DataLoader.__init__ = built  # type: ignore[method-assign]
-    DataLoader.__iter__ = iterated  # type: ignore[method-assign]
-    DataLoader.__len__ = long  # type: ignore[method-assign]
-    _BaseDataLoaderIter._next_index = asked  # type: ignore[attr-defined]
-    _BaseDataLoaderIter._reset = cleared  # type: ignore[attr-defined]
+    loader: Any = DataLoader
+    loader.__init__, loader.__iter__, loader.__len__ = built, iterated, long
+    inner._next_index, inner._reset = asked, cleared

@@ -29,7 +29,7 @@ class Tolerance:
         """Returns the limit after ``step`` updates for a tensor of ``elements`` numbers."""
         if self.eps > 1e-4:
             return min(0.5, 8 * self.eps * step)
-        return 64 * self.eps * max(elements, 256) ** 0.5 * step
+        return float(64 * self.eps * max(elements, 256) ** 0.5 * step)
 
 
 @dataclass
@@ -279,13 +279,13 @@ class _Step:
             got = whole([update["states"].get(name) for update in self.ours])
             if got is None:
                 continue
+            parameter, _, key = name.rpartition(" ")
             size = max(expected["s"] ** 0.5, _SMALL * largest, 1e-30)
             apart = abs(got["p"] - expected["p"]) / size
             if not apart <= 4 * max(self.tolerance.at(self.n, expected["n"]), 5e-5 * self.n):
                 yield Finding(
                     cause="unknown",
-                    sentence=f"The optimizer's {name.rpartition(' ')[2]} of {name.rpartition(' ')[0]} is not that of one "
-                    f"process after update {self.n}.",
+                    sentence=f"The optimizer's {key} of {parameter} is not that of one process after update {self.n}.",
                     step=self.n,
                     tensor=name,
                     expected=expected["s"] ** 0.5,
@@ -340,9 +340,10 @@ def _apart(ours: Sequence[Sequence[Any]], alone: Sequence[Any]) -> float | None:
     found = None
     for i, other in enumerate(alone):
         own = [group[i] if i < len(group) else None for group in ours]
-        if other is None or any(one is None for one in own):
+        known = [one for one in own if one is not None]
+        if other is None or len(known) < len(own):
             continue
-        apart = _tensor_apart(own, other)
+        apart = _tensor_apart(known, other)
         if apart is not None:
             found = max(found or 0.0, apart)
     return found

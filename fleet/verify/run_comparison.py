@@ -123,8 +123,8 @@ class _Judge:
         self.steps = numbers.compared
         if not self.findings and foreign:
             raise _NotComparable(
-                f"The inputs of {numbers.foreign_inputs} differ between the runs: they come from something other than a "
-                "torch DataLoader or torch's random numbers, and one process cannot be given what the workers had."
+                f"The inputs of {numbers.foreign_inputs} differ between the runs: they come from something other than "
+                "a torch DataLoader or torch's random numbers, and one process cannot be given what the workers had."
             )
         if not self.findings and not numbers.matched:
             raise _NotComparable(_nothing(many))
@@ -268,5 +268,3 @@ def _nothing(many: Run) -> str:
         "No update of an optimizer was seen that follows a pass through a torch module, within the run of the script; "
         f"worker 0 printed: {many.log(0)}"
     )
-
-

@@ -345,5 +345,3 @@ def _nodes(losses: Sequence[Tensor]) -> list[str]:
         found.append(node.name() + (" sum" if adds_up else ""))
         waiting += [following for following, _ in node.next_functions]
     return found
-
-

@@ -222,7 +222,8 @@ def _watch_collectives(record: RecordFile) -> None:
 
 def _choose_options(plan: dict[str, Any], alone: bool) -> None:
     """Makes ``fleet.init`` take the strategy of ``--strategy``; one process leaves out what divides the work."""
-    start = facade.start_session
+    place: Any = facade
+    start = place.start_session
 
     def started(role_maker: Any, is_collective: bool, options: Any) -> Any:
         if plan["strategy"]:
@@ -234,7 +235,7 @@ def _choose_options(plan: dict[str, Any], alone: bool) -> None:
         Path(plan["folder"], "options.json").write_text(json.dumps(values), encoding="utf-8")
         return session
 
-    facade.start_session = started  # type: ignore[assignment]
+    place.start_session = started
 
 
 def _switches(options: Any) -> list[str]:

@@ -38,7 +38,7 @@ def _pairs(many: Run, ranks: Sequence[int]) -> Iterator[tuple[int, list[dict[str
 
 
 def differing(digests: Sequence[dict[str, Any]], tolerance: float = _CLOSE) -> float | None:
-    """Returns the relative difference of the digests of one tensor on several workers; ``None`` where they are equal."""
+    """Returns the relative difference of one tensor on several workers; ``None`` where it is equal."""
     if len({d["part"] for d in digests}) > 1 or digests[0]["part"]:
         return None
     size = max(d["s"] for d in digests) ** 0.5
@@ -220,8 +220,8 @@ def _gradients(many: Run, ranks: Sequence[int]) -> list[Finding]:
             return [
                 Finding(
                     cause="gradients-not-averaged",
-                    sentence=f"Each worker updates {name} with the gradient of its own samples: its model was not given "
-                    "to distributed_model(), or a pass went around the wrapped model.",
+                    sentence=f"Each worker updates {name} with the gradient of its own samples: its model was not "
+                    "given to distributed_model(), or a pass went around the wrapped model.",
                     step=n,
                     rank=ranks[1],
                     module=name.rpartition(".")[0],
