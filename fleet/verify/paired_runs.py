@@ -166,9 +166,10 @@ def _start(
         "PYTHONHASHSEED": "0",
         "FLEET_WAIT_LIMIT": inherited.get("FLEET_WAIT_LIMIT", "5"),
     }
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (_package_folder(), kept.get("PYTHONPATH", "")) if p)
+    paths = [str(Path(p).absolute()) for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p]
+    env["PYTHONPATH"] = os.pathsep.join([_package_folder(), *paths])
     with (folder / f"rank{rank}.log").open("wb") as log:
-        command = [sys.executable, "-m", "fleet.verify.script_runner", str(path)]
+        command = [sys.executable, "-P", "-m", "fleet.verify.script_runner", str(path)]
         return subprocess.Popen(
             command, env=env, cwd=place, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
@@ -178,7 +179,7 @@ def _package_folder() -> str:
     """Returns the folder that ``import fleet`` was found in."""
     import fleet
 
-    return str(Path(str(fleet.__file__)).parent.parent)
+    return str(Path(str(fleet.__file__)).absolute().parent.parent)
 
 
 def _free_port() -> int:

@@ -24,9 +24,8 @@ def worker_findings(many: Run, one: Run, ranks: Sequence[int], *, parts: bool, l
         found += _ties(many, one, ranks[0])
     found += _rates(many, one, ranks)
     if not parts:
-        found += _modes(many, ranks)
-        found += _buffers(many, one, ranks)
-        found += [] if local else _gradients(many, ranks)
+        found += _modes(many, ranks, local=local)
+        found += [] if local else _buffers(many, one, ranks) + _gradients(many, ranks)
     found += _masks(many, ranks)
     return found + _uncovered(one)
 
@@ -133,7 +132,7 @@ def _scaled_rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
     return []
 
 
-def _modes(many: Run, ranks: Sequence[int]) -> list[Finding]:
+def _modes(many: Run, ranks: Sequence[int], *, local: bool) -> list[Finding]:
     """Batch norm that trains on one worker and not on another, or starts a step with statistics of its own."""
     for n, updates in _pairs(many, ranks):
         for name, training in updates[0]["modes"].items():
@@ -153,7 +152,7 @@ def _modes(many: Run, ranks: Sequence[int]) -> list[Finding]:
                             received="evaluation mode",
                         )
                     ]
-        found = _entry(n, updates, ranks)
+        found = [] if local else _entry(n, updates, ranks)
         if found:
             return found
     return []
