@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,62 +59,57 @@ def update_after(run: Run, rank: int, wanted: dict[str, Any]) -> int:
 
 def _repeated(many: Run, ranks: Sequence[int], key: str, facts: Sequence[dict[str, Any]]) -> list[Finding]:
     """Returns a finding where workers got the same samples in one epoch."""
-    holders: dict[tuple[Any, ...], set[int]] = defaultdict(set)
-    total: Counter[int] = Counter()
-    first: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+    holders: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = defaultdict(dict)
     for rank in ranks:
         for batch in (b for b in many.of_kind(rank, "batch") if b["key"] == key):
             indices = batch["samples"] or [None] * len(batch["rows"])
             for index, row in zip(indices, batch["rows"], strict=False):
-                sample = (batch["round"], index, row)
-                holders[sample].add(rank)
-                total[rank] += 1
-                first.setdefault(sample, (rank, batch))
+                holders[batch["round"], index, row].setdefault(rank, batch)
     twice = [sample for sample, held in holders.items() if len(held) > 1]
-    size = max(total.values(), default=0)
     known = all(sample[1] is not None for sample in holders)
     share = len(twice) / max(1, len(holders))
     if len(twice) < max(len(ranks), 2) or (not known and share < 0.9):
         return []
-    sampler = facts[0].get("sampler", "")
-    rank, batch = first[twice[0]]
-    step = update_after(many, rank, batch)
-    divided = any((one.get("replicas") or 1) > 1 for one in facts)
-    others = sorted(holders[twice[0]])
-    common: dict[str, Any] = {
-        "step": step,
-        "rank": others[-1],
-        "where": _place(key),
-        "expected": 0,
-        "received": len(twice),
-    }
-    if share >= 0.9 and not divided:
-        kind = f"its sampler is a {sampler}" if known else "its data set gives every worker all samples"
-        return [
-            Finding(
-                cause="no-distributed-sampler",
-                sentence=f"Every worker trains on the same samples ({len(twice)} of {size} in these steps): the "
-                f"DataLoader has no DistributedSampler; {kind}.",
-                **common,
-            )
-        ]
-    if not divided and all(one.get("planned") == one.get("samples") for one in facts) and sampler == "RandomSampler":
-        return [
-            Finding(
-                cause="no-distributed-sampler",
-                sentence="Every worker draws from all samples, so some are trained on by several workers in one epoch: "
-                "the DataLoader has no DistributedSampler.",
-                **common,
-            )
-        ]
+    held = holders[twice[0]]
+    rank, batch = next(iter(held.items()))
+    cause, sentence = _why_repeated(len(twice), share, facts, f"{sorted(held)}", twice[0][1])
     return [
         Finding(
-            cause="samples-seen-twice",
-            sentence=f"{len(twice)} samples were given to more than one worker in the same epoch (workers "
-            f"{', '.join(map(str, others))} both had sample {twice[0][1]}): the workers' parts of the data overlap.",
-            **common,
+            cause=cause,
+            sentence=sentence,
+            step=update_after(many, rank, batch),
+            rank=max(held),
+            where=_place(key),
+            expected=0,
+            received=len(twice),
         )
     ]
+
+
+def _why_repeated(
+    number: int, share: float, facts: Sequence[dict[str, Any]], holders: str, sample: int | None
+) -> tuple[str, str]:
+    """Returns the cause and the sentence for ``number`` samples that several workers had."""
+    sampler = facts[0].get("sampler", "")
+    divided = any((one.get("replicas") or 1) > 1 for one in facts)
+    if share >= 0.9 and not divided:
+        kind = "its data set gives every worker all samples" if sample is None else f"its sampler is a {sampler}"
+        return (
+            "no-distributed-sampler",
+            f"Every worker trains on the same samples ({number} in these steps): the DataLoader has no "
+            f"DistributedSampler; {kind}.",
+        )
+    if not divided and all(one.get("planned") == one.get("samples") for one in facts) and sampler == "RandomSampler":
+        return (
+            "no-distributed-sampler",
+            "Every worker draws from all samples, so some are trained on by several workers in one epoch: the "
+            "DataLoader has no DistributedSampler.",
+        )
+    return (
+        "samples-seen-twice",
+        f"{number} samples were given to more than one worker in the same epoch (workers {holders} all had sample "
+        f"{sample}): the workers' parts of the data overlap.",
+    )
 
 
 def _left_out(key: str, facts: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[Finding]:

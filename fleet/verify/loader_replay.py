@@ -20,14 +20,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fleet.verify.record_files import RecordFile, load_tensors, pack, read_record, save_tensors, unpack
 from fleet.verify.tensor_digest import content
 
-__all__ = ["Batches", "CannotReplay", "install_batches", "rows_of"]
+__all__ = ["ReplayedBatches", "CannotReplay", "install_batches", "rows_of"]
 
 
 class CannotReplay(Exception):
     """One process cannot be given what the workers had; the text says why."""
 
 
-class Batches:
+class ReplayedBatches:
     """What the DataLoaders of this process give.
 
     A batch is written down once a model is trained with it; batches of an evaluation are not. With ``sources``, the
@@ -223,7 +223,7 @@ def is_library(file: str) -> bool:
 class _Loop:
     """An iterator over a DataLoader that tells what it gives."""
 
-    def __init__(self, batches: Batches, loader: Any, inner: Any, key: str, number: int) -> None:
+    def __init__(self, batches: ReplayedBatches, loader: Any, inner: Any, key: str, number: int) -> None:
         self._batches, self._data, self._inner = batches, loader.dataset, inner
         self._key, self._round, self._n = key, number, 0
 
@@ -267,7 +267,7 @@ def _sample(data: Any, index: int) -> int:
     return index
 
 
-def install_batches(batches: Batches) -> None:
+def install_batches(batches: ReplayedBatches) -> None:
     """Makes every DataLoader of this process tell ``batches`` what it gives, or give what the workers had."""
     build: Any = DataLoader.__init__
     iterate, length = DataLoader.__iter__, DataLoader.__len__

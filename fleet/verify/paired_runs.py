@@ -17,7 +17,7 @@ from typing import Any
 from fleet.env import Environment
 from fleet.verify.record_files import read_record
 
-__all__ = ["Request", "Run", "start_run"]
+__all__ = ["VerifyRequest", "Run", "start_run"]
 
 _MOST_ENTRIES = 5000
 _LOOK_EVERY_S = 0.05
@@ -28,7 +28,7 @@ _WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class VerifyRequest:
     """What to run: the script with its arguments, the updates to make, the seconds a run may take."""
 
     script: Path
@@ -77,7 +77,7 @@ class Run:
 
 
 def start_run(
-    request: Request,
+    request: VerifyRequest,
     folder: Path,
     workers: int,
     *,
@@ -94,21 +94,8 @@ def start_run(
     processes = []
     place = _own_folder(Path.cwd(), folder / "cwd")
     for rank in range(workers):
-        plan = {
-            "script": str(request.script),
-            "arguments": [_reaching(argument) for argument in request.arguments],
-            "initial": str(sources[0] / "initial.npz") if sources else "",
-            "folder": str(folder / f"rank{rank}"),
-            "rank": rank,
-            "steps": request.steps,
-            "strategy": request.strategy,
-            "sources": [str(source) for source in sources],
-            "replicas": len(sources),
-            "rates": rates or {},
-            "synced": synced,
-            "go": str(folder / "go"),
-            "parent": os.getpid(),
-        }
+        plan = _plan(request, folder, rank, sources)
+        plan |= {"rates": rates or {}, "synced": synced}
         processes.append(_start(plan, folder, rank, workers, port, place))
     try:
         _watch(run, processes, request.timeout_s)
@@ -122,6 +109,23 @@ def start_run(
     options = folder / "rank0" / "options.json"
     run.options = json.loads(options.read_text(encoding="utf-8")) if options.exists() else {}
     return run
+
+
+def _plan(request: VerifyRequest, folder: Path, rank: int, sources: Sequence[Path]) -> dict[str, Any]:
+    """Returns what the process of ``rank`` is told."""
+    return {
+        "script": str(request.script),
+        "arguments": [_reaching(argument) for argument in request.arguments],
+        "initial": str(sources[0] / "initial.npz") if sources else "",
+        "folder": str(folder / f"rank{rank}"),
+        "rank": rank,
+        "steps": request.steps,
+        "strategy": request.strategy,
+        "sources": [str(source) for source in sources],
+        "replicas": len(sources),
+        "go": str(folder / "go"),
+        "parent": os.getpid(),
+    }
 
 
 def _own_folder(folder: Path, made: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Tolerance, compare_numbers
-from fleet.verify.paired_runs import Request, Run, start_run
+from fleet.verify.paired_runs import VerifyRequest, Run, start_run
 from fleet.verify.report import Finding, Outcome, Report
 from fleet.verify.waiting_findings import uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
@@ -32,7 +32,7 @@ class _NotComparable(Exception):
     """The two runs cannot be compared; the text says why."""
 
 
-def compare_runs(request: Request, keep: Path | None = None) -> Report:
+def compare_runs(request: VerifyRequest, keep: Path | None = None) -> Report:
     """Returns the report on a script; the records go to ``keep``, or to a folder that is deleted again."""
     folder = Path(tempfile.mkdtemp(prefix="fleet-verify-")) if keep is None else keep
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def compare_runs(request: Request, keep: Path | None = None) -> Report:
 class _Judge:
     """Makes the runs one after the other, each only where the one before leaves the question open."""
 
-    def __init__(self, request: Request, folder: Path) -> None:
+    def __init__(self, request: VerifyRequest, folder: Path) -> None:
         self.request, self.folder = request, folder
         self.notes: list[str] = []
         self.timings: dict[str, float] = {}
@@ -110,6 +110,7 @@ class _Judge:
             found += self._again(many)
         found += worker_findings(many, one, ranks, parts=parts, local=bool(local))
         found += _idle_options(job)
+        self.notes += [note for note in job["notes"] if "changes nothing" in note]
         self.notes += data_notes(many, ranks)
         self.notes += [f"{name}: {_LOCAL[name]}. By design this differs from one process after the first update; until "
                        "then it was compared." for name in local]  # fmt: skip
@@ -243,12 +244,16 @@ def _synced(many: Run, job: dict[str, Any]) -> bool:
 
 
 def _idle_options(job: dict[str, Any]) -> list[Finding]:
-    """Returns a finding for each strategy that is on and, by its own account, changes nothing."""
-    return [
-        Finding(cause="option-changed-nothing", sentence=note, step=0, tensor=note.partition(" ")[0])
-        for note in job["notes"]
-        if note.partition(" ")[0] in job["plan"] and "changes nothing" in note
-    ]
+    """Returns a finding for each strategy that is on and, by its own account, changes nothing as it is set.
+
+    Where the reason is this machine (no GPU, one node), there is a note and no finding.
+    """
+    found = []
+    for note in job["notes"]:
+        name = note.partition(" ")[0]
+        if name in job["plan"] and "changes nothing" in note and f"{name}_configs" in note:
+            found.append(Finding(cause="option-changed-nothing", sentence=note, step=0, tensor=name))
+    return found
 
 
 def _described(options: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.running import running_session
 from fleet.verify.draw_replay import Draws
-from fleet.verify.loader_replay import Batches
+from fleet.verify.loader_replay import ReplayedBatches
 from fleet.verify.record_files import RecordFile, load_tensors, save_tensors
 from fleet.verify.tensor_digest import content, rows_digest, whole_digest
 
@@ -43,7 +43,7 @@ class Recording:
     """
 
     def __init__(
-        self, record: RecordFile, batches: Batches, draws: Draws, steps: int, rates: dict[str, list[float]]
+        self, record: RecordFile, batches: ReplayedBatches, draws: Draws, steps: int, rates: dict[str, list[float]]
     ) -> None:
         self.record, self.batches, self.draws, self.steps, self.rates = record, batches, draws, steps, rates
         self.initial: Path | None = None

@@ -38,7 +38,7 @@ from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.update_rule import RuleWrapper
 from fleet.verify.draw_replay import Draws, install_draws
-from fleet.verify.loader_replay import Batches, install_batches, is_library, user_site
+from fleet.verify.loader_replay import ReplayedBatches, install_batches, is_library, user_site
 from fleet.verify.record_files import RecordFile
 from fleet.verify.run_recording import Recording, StopTraining
 
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     sources = [Path(source) for source in plan["sources"]]
     draws = Draws(record.folder, sources)
     loading = _Loading(draws)
-    batches = Batches(record, loading, sources)
+    batches = ReplayedBatches(record, loading, sources)
     recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
     recording.initial = Path(plan["initial"]) if plan["initial"] else None
     _install(recording, draws, batches, plan, alone=bool(sources))
@@ -129,7 +129,9 @@ def _wait_for_parent(plan: dict[str, Any]) -> None:
         time.sleep(0.02)
 
 
-def _install(recording: Recording, draws: Draws, batches: Batches, plan: dict[str, Any], *, alone: bool) -> None:
+def _install(
+    recording: Recording, draws: Draws, batches: ReplayedBatches, plan: dict[str, Any], *, alone: bool
+) -> None:
     install_batches(batches)
     install_draws(draws)
     backward = recording.around_backward(torch.autograd.backward)

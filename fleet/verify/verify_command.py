@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleet.errors import ConfigError
-from fleet.verify.paired_runs import Request
+from fleet.verify.paired_runs import VerifyRequest
 from fleet.verify.report import Finding, Report
 from fleet.verify.run_comparison import compare_runs
 
@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.strategy and not Path(arguments.strategy).is_file():
         raise ConfigError(f"--strategy {arguments.strategy!r} is no file. Give the path of a strategy as YAML.")
     given = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
-    request = Request(
+    request = VerifyRequest(
         script=script.resolve(),
         arguments=tuple(given),
         workers=arguments.nproc_per_node,
