@@ -12,7 +12,7 @@ from typing import Any
 
 from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Tolerance, compare_numbers
-from fleet.verify.paired_runs import VerifyRequest, Run, start_run
+from fleet.verify.paired_runs import Run, VerifyRequest, start_run
 from fleet.verify.report import Finding, Outcome, Report
 from fleet.verify.waiting_findings import uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
@@ -24,7 +24,7 @@ _LOCAL = {
     "adaptive_localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
     "dgc": "only the largest gradients are exchanged",
 }
-_HALF = ("amp", "fp16_allreduce")
+_HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
 
 
@@ -114,6 +114,11 @@ class _Judge:
         self.notes += data_notes(many, ranks)
         self.notes += [f"{name}: {_LOCAL[name]}. By design this differs from one process after the first update; until "
                        "then it was compared." for name in local]  # fmt: skip
+        if parts and not found and "dropout" in (one.end(0).get("unequal_draws") or []):
+            raise _NotComparable(
+                "The model has dropout and is divided among the workers: one process cannot be given the masks of its "
+                "parts. Set the rates of dropout to 0 to compare the rest."
+            )
         numbers = compare_numbers(many, one, ranks, self.tolerance, parts=parts, only_first=bool(local))
         self.rows = numbers.rows
         self._note_equal_things(many, one, ranks)
@@ -190,7 +195,7 @@ class _Judge:
         }
         half = [name for name in _HALF if name in job["plan"]] + [name for name in _HALF_TYPES if name in formats]
         if half:
-            self.tolerance = Tolerance(2.0**-8, f"16-bit numbers ({', '.join(half)})")
+            self.tolerance = Tolerance(2.0**-8, f"numbers of 8 or 16 bits ({', '.join(half)})")
 
     def _note_equal_things(self, many: Run, one: Run, ranks: Sequence[int]) -> None:
         """Adds notes on what was made comparable, and how."""
@@ -262,7 +267,7 @@ def _described(options: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
         if name in _LOCAL:
             made[name] = {"tolerance": "differs by design", "why": _LOCAL[name]}
         elif name in _HALF:
-            made[name] = {"tolerance": "16 bit", "why": "numbers are rounded to 16 bits"}
+            made[name] = {"tolerance": "16 bit", "why": "numbers are rounded to 16 bits or fewer"}
         else:
             made[name] = {"tolerance": "order of sums", "why": tolerance.why}
     return made
