@@ -18,4 +18,5 @@ def test_a_sample_of_a_subset_is_that_of_the_data_set() -> None:
 
 
 def test_torch_is_a_library_and_this_file_is_not() -> None:
-    assert is_library(str(torch.__file__)) and not is_library(__file__)
+    assert is_library(str(torch.__file__))
+    assert not is_library(__file__)

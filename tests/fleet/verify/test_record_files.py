@@ -20,7 +20,8 @@ def test_batches_come_back() -> None:
     batch = {"x": torch.ones(2), "names": ["a", "b"], "pair": (1, None)}
     found = unpack(pack(batch, tensors), tensors)
     assert torch.equal(found["x"], batch["x"])  # type: ignore[arg-type]
-    assert found["names"] == ["a", "b"] and found["pair"] == (1, None)
+    assert found["names"] == ["a", "b"]
+    assert found["pair"] == (1, None)
     with pytest.raises(TypeError, match="a object in the batches"):
         pack(object(), tensors)
 

@@ -21,7 +21,8 @@ def test_a_changed_number_changes_the_projection() -> None:
 def test_rows_are_projected_one_by_one() -> None:
     x = torch.randn(6, 3, 2)
     whole, part = rows_digest(x), rows_digest(x[2:4])
-    assert whole is not None and part is not None
+    assert whole is not None
+    assert part is not None
     assert whole["rows0"][2:4] == part["rows0"]
     assert abs(sum(whole["rows0"]) - whole["total0"]) < 1e-4
 
