@@ -27,6 +27,10 @@ class RecordFile:
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """Closes the file; nothing is written after that."""
+        self._file.close()
+
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
     """Returns the documents in ``folder``; a last line that was cut off is left out."""

@@ -27,7 +27,9 @@ def test_batches_come_back() -> None:
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    RecordFile(tmp_path).write("update", n=1)
+    record = RecordFile(tmp_path)
+    record.write("update", n=1)
+    record.close()
     with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "upd')
     assert read_record(tmp_path) == [{"kind": "update", "n": 1}]
