@@ -6,6 +6,7 @@
     python benchmarks/ps.py --only script --data PATH  # the untuned script, on files in Criteo's format
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
     python benchmarks/ps.py --only standby   # what a standby costs its server: a minute or two
+    python benchmarks/ps.py --only scale     # what shards that can move cost, and steps while they do: a minute
 
 Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
 one client and one server process over loopback, in turn with the same bytes without a server and the same table calls
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _table import markdown, ratios, spread  # noqa: E402
 
 HERE = Path(__file__).parent
-PARTS = ("training", "script", "large", "standby", "tables", "wire", "publish", "serving")
+PARTS = ("training", "script", "large", "standby", "scale", "tables", "wire", "publish", "serving")
 # Samples per second of both workers of Paddle 2.6.2 with one server and two workers, as recorded on another day on a
 # machine of this kind (2 shared cores), on the 200 rows of the seed's sample.
 PADDLE = {
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=50_000_000, help="rows of --only large (default: %(default)s)")
     args = parser.parse_args()
-    if args.only in ("large", "standby"):  # print themselves
+    if args.only in ("large", "standby", "scale"):  # print themselves
         own = [str(args.rows)] if args.only == "large" else ["--pushes", "500"] if args.quick else []
         subprocess.run([sys.executable, str(HERE / f"_ps_{args.only}.py"), *own], check=True)
         return

@@ -86,6 +86,13 @@ VARIABLES: dict[str, Variable] = _table(
         "ip:port of the standby of each parameter server, in their order; set alike for all processes",
     ),
     ("FLEET_PS_STANDBY", "user", 0, "1: this parameter server is the standby at POD_IP:PADDLE_PORT"),
+    (
+        "FLEET_PS_SHARD_ENDPOINTS",
+        "user",
+        None,
+        "for each server process, ip:port of every shard there, comma-separated, the first one its POD_IP:PADDLE_PORT; "
+        "semicolons between processes; set alike for all processes",
+    ),
     ("FLEET_PS_CERT", "user", None, "certificate file of a parameter server; turns TLS on"),
     ("FLEET_PS_KEY", "user", None, "key file of that certificate; by default the certificate file holds it"),
     ("FLEET_PS_CA", "user", None, "CA file of the parameter servers' certificates"),

@@ -25,7 +25,7 @@ from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import load_tables
-from fleet.ps.server.server_process import run_server
+from fleet.ps.server.server_process import Prepare, run_servers
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.auth import check_secret
@@ -39,9 +39,11 @@ from fleet.ps_job.hybrid_job import make_hybrid_trainer
 from fleet.ps_job.server_metrics import Metrics
 from fleet.ps_job.server_settings import (
     Keeping,
+    other_places,
     read_bound_socket,
     read_count,
     read_keeping,
+    read_places,
     read_seconds,
     read_server_tls,
     read_standbys,
@@ -78,9 +80,8 @@ class ServerJob:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._environment = Environment()
-        self._serve_config: ServerConfig | None = None
+        self._parts: list[tuple[ServerConfig, Prepare | None]] = []  # what this process serves
         self._server_tls: ssl.SSLContext | None = None
-        self._prepare: Callable[[ServerState], None] | None = None
         self._watch: Callable[[ServerState], Callable[[], None]] = lambda machine: lambda: None
         self._embedded: Server | None = None
         self._metrics: list[Callable[[], None]] = []  # what ends them
@@ -208,12 +209,8 @@ class ServerJob:
         record = self._session.record
         keeping = read_keeping(self._environment, record.global_rank)
         self._server_tls = read_server_tls(self._environment)
-        config = replace(
-            self._server_config(self._strategy(), keeping),
-            **self._pair(record.global_rank),
-            num_workers=record.world_size,
-            index=record.global_rank,
-            secret=self._secret(),
+        shared = replace(
+            self._server_config(self._strategy(), keeping), num_workers=record.world_size, secret=self._secret()
         )
         if dirname is None and var_names is not None:
             raise ConfigError(
@@ -221,11 +218,32 @@ class ServerJob:
                 "dirname."
             )
         metrics = self._read_metrics()
-        self._prepare = None if dirname is None else self._loader(config, dirname, var_names)
-        self._watch = lambda machine: metrics.serve_server(machine, config.index, config.endpoint)
-        self._serve_config = config
+        index, configs = record.global_rank, self._shards(shared, record.global_rank)
+        self._watch = lambda machine: metrics.serve_server(machine, index, configs[0].endpoint)
+        self._parts = [
+            (config, None if dirname is None else self._loader(config, dirname, var_names)) for config in configs
+        ]
         if keeping.note:
             self._session.say(keeping.note)
+
+    def _shards(self, shared: ServerConfig, process: int) -> list[ServerConfig]:
+        """Returns the configs of the servers of this process: of every shard where they can move, else one."""
+        servers = self._session.record.server_endpoints
+        places = read_places(self._environment, servers)
+        if not places:
+            return [replace(shared, index=process, **self._pair(process))]
+        assert shared.folder is not None
+        return [
+            replace(
+                shared,
+                index=shard,
+                endpoint=endpoint,
+                places=places,
+                standby=endpoint != servers[shard],
+                folder=shared.folder / f"shard-{shard}",
+            )
+            for shard, endpoint in enumerate(places[process])
+        ]
 
     def _pair(self, index: int) -> dict[str, Any]:
         """Returns the settings of a server that has a standby, or is one, and of one without: where it listens."""
@@ -239,24 +257,26 @@ class ServerJob:
 
     def run_server(self) -> None:
         """Serves until every worker has left."""
-        if self._serve_config is None:
+        if not self._parts:
             raise NotInitializedError("fleet.run_server() needs fleet.init_server() first.")
         self._has_served = True
+        first = self._parts[0][0]
         transport = SocketTransport(
             server_tls=self._server_tls,
-            client_tls=read_worker_tls(self._environment) if self._serve_config.peer else None,
+            client_tls=read_worker_tls(self._environment) if first.peer or first.places else None,
             bound=read_bound_socket(self._environment),
         )
         say = self._session.say
-        config = replace(self._serve_config, publish=self._read_publication(self._strategy()))
-        run_server(config, transport=transport, notify=say, prepare=self._prepare, watch=self._watch)
+        publish = self._read_publication(self._strategy())
+        parts = [(replace(config, publish=publish), prepare) for config, prepare in self._parts]
+        run_servers(parts, transport=transport, notify=say, watch=self._watch)
 
     def check_served(self) -> None:
         """Ends this process with code 1 when it is a server that trains a model and never served, at its exit.
 
         Its workers would wait for it; so the launcher ends the job at once. After an exception there is no more to say.
         """
-        begun = self._session.optimizers or self._serve_config is not None
+        begun = self._session.optimizers or self._parts
         is_server = (self._environment.raw("TRAINING_ROLE") or "").strip().upper() == "PSERVER"
         if self._has_served or not begun or not is_server or getattr(sys, "last_value", None) is not None:
             return
@@ -270,9 +290,7 @@ class ServerJob:
             stream.flush()
         os._exit(1)
 
-    def _loader(
-        self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None
-    ) -> Callable[[ServerState], None]:
+    def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Prepare:
         session = self._session
         if not Path(dirname).is_dir():
             raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
@@ -387,6 +405,7 @@ class ServerJob:
 
     def _client_maker(self, endpoints: Sequence[str], wire: str) -> Callable[[int], Client]:
         record, environment, session = self._session.record, self._environment, self._session
+        places = read_places(environment, record.server_endpoints)
         base = ClientConfig(
             endpoints=endpoints,
             rank=record.global_rank,
@@ -397,6 +416,7 @@ class ServerJob:
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
             wire=wire,
             standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
+            places=[other_places(places, *one) for one in enumerate(endpoints)] if places else (),
         )
         remainders = Remainders()  # of all connections: a table may change from one to another
         # What is inside this process needs no TLS.

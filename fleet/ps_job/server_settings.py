@@ -17,9 +17,11 @@ from fleet.errors import ConfigError
 
 __all__ = [
     "Keeping",
+    "other_places",
     "read_count",
     "read_keeping",
     "read_bound_socket",
+    "read_places",
     "read_standbys",
     "read_seconds",
     "read_server_tls",
@@ -47,6 +49,13 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
     """
     folder = environment.raw("FLEET_PS_FOLDER")
     has_standbys = bool(environment.list("FLEET_PS_STANDBY_ENDPOINTS"))
+    level_set = environment.raw("FLEET_PS_LEVEL")
+    if environment.has("FLEET_PS_SHARD_ENDPOINTS") and (folder is None or level_set not in (None, "1")):
+        raise ConfigError(
+            f"FLEET_PS_FOLDER is {folder!r} and FLEET_PS_LEVEL {level_set!r} in the environment, and "
+            "FLEET_PS_SHARD_ENDPOINTS is set: shards that can move need a folder, and level 1. Set FLEET_PS_FOLDER, "
+            "and unset FLEET_PS_LEVEL."
+        )
     usual = 3 if has_standbys else 0 if folder is None else 1
     level = environment.int("FLEET_PS_LEVEL") if environment.has("FLEET_PS_LEVEL") else usual
     if level not in LEVELS:
@@ -93,6 +102,42 @@ def read_standbys(environment: Environment, servers: Sequence[str]) -> list[str]
             "serves itself, and would be lost together with its rows; it is for jobs with servers. Unset it."
         )
     return [join_endpoint(*split_endpoint(each, "FLEET_PS_STANDBY_ENDPOINTS")) for each in listed]
+
+
+def read_places(environment: Environment, servers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Returns the endpoint of every shard on every server process, ``[process][shard]``; empty: shards do not move.
+
+    Raises:
+        ConfigError: the lists do not fit ``servers``, or something else is set that shards cannot have.
+    """
+    name = "FLEET_PS_SHARD_ENDPOINTS"
+    if not environment.has(name):
+        return ()
+    for other in ("FLEET_PS_STANDBY_ENDPOINTS", "FLEET_PS_STANDBY", "FLEET_PS_METRICS_PORT"):
+        if environment.has(other):
+            raise ConfigError(
+                f"{other} is {environment.raw(other)!r} in the environment, and {name} is set: shards that can move "
+                "have neither standbys nor a port for metrics. Unset one of the two."
+            )
+    groups = environment.str(name).split(";")
+    places = tuple(
+        tuple(join_endpoint(*split_endpoint(each, name)) for each in group.split(",") if each.strip())
+        for group in groups
+    )
+    listed = [endpoint for group in places for endpoint in group]
+    fits = all(len(group) == len(servers) for group in places) and len(set(listed)) == len(listed)
+    if not fits or any(all(group[i] != one for group in places) for i, one in enumerate(servers)):
+        raise ConfigError(
+            f"{name} is {environment.raw(name)!r} in the environment, and PADDLE_PSERVERS_IP_PORT_LIST lists "
+            f"{len(servers)} servers, {','.join(servers)}: each server process has one endpoint of its own for each of "
+            "them, in their order, and each of them is at one of these at first. Correct one of the two."
+        )
+    return places
+
+
+def other_places(places: Sequence[Sequence[str]], shard: int, first: str) -> list[str]:
+    """Returns where else than at ``first`` a shard may be served."""
+    return [group[shard] for group in places if group[shard] != first]
 
 
 def read_server_tls(environment: Environment) -> ssl.SSLContext | None:

@@ -12,6 +12,7 @@ from fleet.role.fleet_contract import read_device_ids, read_list
 from fleet.role.record import Role, RoleRecord, check_endpoints, check_rank, place_by_endpoints, read_hosts
 
 _STANDBYS = "FLEET_PS_STANDBY_ENDPOINTS"
+_SHARDS = "FLEET_PS_SHARD_ENDPOINTS"
 _SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 _GLOO_OFFSET = 18
@@ -117,11 +118,13 @@ def _worker_rank(env: Environment, world_size: int) -> int:
 
 
 def _listed_servers(env: Environment, servers: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the list in which this server finds itself: that of the standbys, if it is one.
+    """Returns the list in which this server finds itself: that of the standbys, if it is one, or of the processes.
 
     Raises:
         ConfigError: the standbys' list does not fit the servers'.
     """
+    if env.has(_SHARDS):
+        return tuple(group.split(",")[0].strip() for group in env.str(_SHARDS).split(";"))
     standbys = read_list(env, _STANDBYS)
     distinct = len({*servers, *standbys})
     if standbys and (len(standbys) != len(servers) or distinct < 2 * len(servers)):
@@ -153,7 +156,7 @@ def _server_index(env: Environment, servers: tuple[str, ...]) -> int:
     same_host = [index for index, place in enumerate(places) if place[0] == host]
     if len(same_host) == 1 and env.has("PADDLE_TRAINER_ID") and env.int("PADDLE_TRAINER_ID") == same_host[0]:
         return same_host[0]
-    name = _STANDBYS if env.bool("FLEET_PS_STANDBY") else _SERVERS
+    name = _SHARDS if env.has(_SHARDS) else _STANDBYS if env.bool("FLEET_PS_STANDBY") else _SERVERS
     raise ConfigError(
         f"POD_IP:PADDLE_PORT is {join_endpoint(host, port)!r}, which is not in {name}={','.join(servers)!r}. "
         "Correct one of the three."

@@ -7,21 +7,10 @@ accepted with one warning that gives the reason, or refused with the reason; ``f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-USED, WARNED, REFUSED = "used", "warned", "refused"
-LAUNCH, FLEETRUN = "launch", "fleetrun"
-
-NODES = "Nodes"
-PROCESSES = "Processes and devices"
-SERVERS = "Parameter server"
-LOGS = "Logs"
-FAILURE = "Failure and elastic"
-NO_EFFECT = "Accepted without effect (one warning says why)"
-NOT_HERE = "Known and refused (the message says why)"
-GROUPS = (NODES, PROCESSES, SERVERS, LOGS, FAILURE, NO_EFFECT, NOT_HERE)
-
+from fleet.launch.cli.flag import FAILURE, FLEETRUN, LAUNCH, LOGS, NODES, PROCESSES, SERVERS, WARNED, Flag, make_flag
+from fleet.launch.cli.unused_flags import REFUSED_FLAGS, WITHOUT_EFFECT
 
 HEALTH_FLAGS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
     (
@@ -41,38 +30,8 @@ HEALTH_FLAGS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
     ),
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One flag; ``name`` is its key in the configuration block and its spelling after two dashes."""
-
-    name: str
-    group: str
-    meaning: str
-    default: str | int | bool | None = None
-    kind: str = "text"  # text, int, seconds or switch
-    aliases: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()  # twins in the environment, the first that is set counts
-    style: str = ""  # the log style its presence on the command line asks for
-    choices: tuple[str, ...] = ()
-    fate: str = USED
-    reason: str = ""
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Every spelling the command line takes: the name and its aliases, with ``_`` and with ``-``."""
-        both = [s for name in (self.name, *self.aliases) for s in (f"--{name}", f"--{name.replace('_', '-')}")]
-        short = ("-m",) if self.name == "module" else ()
-        return (*short, *dict.fromkeys(both))
-
-
-def _flag(name: str, group: str, default: str | int | bool | None, meaning: str, **more: object) -> Flag:
-    kind = "switch" if isinstance(default, bool) else "int" if isinstance(default, int) else "text"
-    return Flag(name=name, group=group, default=default, meaning=meaning, **{"kind": kind, **more})  # type: ignore[arg-type]
-
-
 _NODES = (
-    _flag(
+    make_flag(
         "nnodes",
         NODES,
         "1",
@@ -80,7 +39,7 @@ _NODES = (
         env=("PADDLE_NNODES", "PET_NNODES"),
         style=LAUNCH,
     ),
-    _flag(
+    make_flag(
         "master",
         NODES,
         None,
@@ -90,7 +49,7 @@ _NODES = (
         env=("PADDLE_MASTER", "PET_RDZV_ENDPOINT"),
         style=LAUNCH,
     ),
-    _flag(
+    make_flag(
         "rank",
         NODES,
         -1,
@@ -98,7 +57,7 @@ _NODES = (
         aliases=("node_rank",),
         env=("PADDLE_RANK", "PADDLE_TRAINER_ID", "PET_NODE_RANK"),
     ),
-    _flag(
+    make_flag(
         "ips",
         NODES,
         None,
@@ -106,7 +65,7 @@ _NODES = (
         env=("PADDLE_IPS",),
         style=FLEETRUN,
     ),
-    _flag(
+    make_flag(
         "host",
         NODES,
         None,
@@ -114,15 +73,15 @@ _NODES = (
         aliases=("local_addr",),
         env=("POD_IP", "PET_LOCAL_ADDR"),
     ),
-    _flag(
+    make_flag(
         "start_port",
         NODES,
         6070,
         "first port of each node: its servers, if any, then its workers; without it and --ips free ports are taken",
         env=("PADDLE_START_PORT",),
     ),
-    _flag("sort_ip", NODES, False, "order the nodes by address", env=("PADDLE_SORT_IP",)),
-    _flag(
+    make_flag("sort_ip", NODES, False, "order the nodes by address", env=("PADDLE_SORT_IP",)),
+    make_flag(
         "job_id",
         NODES,
         "default",
@@ -130,15 +89,17 @@ _NODES = (
         aliases=("rdzv_id",),
         env=("PADDLE_ELASTIC_JOB_ID", "PADDLE_JOB_ID", "PET_RDZV_ID"),
     ),
-    _flag("standalone", NODES, False, "one node, whatever the environment says about others", env=("PET_STANDALONE",)),
-    _flag(
+    make_flag(
+        "standalone", NODES, False, "one node, whatever the environment says about others", env=("PET_STANDALONE",)
+    ),
+    make_flag(
         "master_addr",
         NODES,
         None,
         "address of node 0; with --master_port the same as --master",
         env=("PET_MASTER_ADDR",),
     ),
-    _flag(
+    make_flag(
         "master_port",
         NODES,
         None,
@@ -146,7 +107,7 @@ _NODES = (
         kind="int",
         env=("PET_MASTER_PORT",),
     ),
-    _flag(
+    make_flag(
         "rdzv_backend",
         NODES,
         None,
@@ -156,7 +117,7 @@ _NODES = (
 )
 
 _PROCESSES = (
-    _flag(
+    make_flag(
         "nproc_per_node",
         PROCESSES,
         None,
@@ -164,7 +125,7 @@ _PROCESSES = (
         aliases=("nproc",),
         env=("PADDLE_NPROC_PER_NODE", "PET_NPROC_PER_NODE"),
     ),
-    _flag(
+    make_flag(
         "devices",
         PROCESSES,
         None,
@@ -172,19 +133,21 @@ _PROCESSES = (
         env=("PADDLE_DEVICES",),
         style=LAUNCH,
     ),
-    _flag("gpus", PROCESSES, None, "the same, with the fleetrun output", style=FLEETRUN),
-    _flag("npus", PROCESSES, None, "the same for an NPU backend", style=FLEETRUN),
-    _flag("xpus", PROCESSES, None, "the same for an XPU backend", style=FLEETRUN),
-    _flag("backend", PROCESSES, "auto", "process-group backend: auto, gloo or nccl", env=("PADDLE_DISTRI_BACKEND",)),
-    _flag("run_mode", PROCESSES, None, "collective or ps; default from the other flags", env=("PADDLE_RUN_MODE",)),
-    _flag("module", PROCESSES, False, "the script is the name of a module, run as python -m does"),
-    _flag(
+    make_flag("gpus", PROCESSES, None, "the same, with the fleetrun output", style=FLEETRUN),
+    make_flag("npus", PROCESSES, None, "the same for an NPU backend", style=FLEETRUN),
+    make_flag("xpus", PROCESSES, None, "the same for an XPU backend", style=FLEETRUN),
+    make_flag(
+        "backend", PROCESSES, "auto", "process-group backend: auto, gloo or nccl", env=("PADDLE_DISTRI_BACKEND",)
+    ),
+    make_flag("run_mode", PROCESSES, None, "collective or ps; default from the other flags", env=("PADDLE_RUN_MODE",)),
+    make_flag("module", PROCESSES, False, "the script is the name of a module, run as python -m does"),
+    make_flag(
         "no_python", PROCESSES, False, "run the script itself instead of handing it to Python", env=("PET_NO_PYTHON",)
     ),
 )
 
 _SERVERS = (
-    _flag(
+    make_flag(
         "server_num",
         SERVERS,
         None,
@@ -193,9 +156,25 @@ _SERVERS = (
         env=("PADDLE_SERVER_NUM",),
         style=FLEETRUN,
     ),
-    _flag("server_standby", SERVERS, False, "a standby for every server, which takes over if it is lost, disk and all"),
-    _flag("worker_num", SERVERS, None, "parameter-server workers on this node", kind="int", style=FLEETRUN),
-    _flag(
+    make_flag(
+        "server_standby", SERVERS, False, "a standby for every server, which takes over if it is lost, disk and all"
+    ),
+    make_flag(
+        "server_shards",
+        SERVERS,
+        None,
+        "shards that the servers divide among themselves; python -m fleet.ps scale moves them while training goes on",
+        kind="int",
+    ),
+    make_flag(
+        "server_spare",
+        SERVERS,
+        None,
+        "servers beside those of --server_num that serve no shard until python -m fleet.ps scale gives them some",
+        kind="int",
+    ),
+    make_flag("worker_num", SERVERS, None, "parameter-server workers on this node", kind="int", style=FLEETRUN),
+    make_flag(
         "trainer_num",
         SERVERS,
         None,
@@ -204,7 +183,7 @@ _SERVERS = (
         env=("PADDLE_TRAINER_NUM",),
         style=LAUNCH,
     ),
-    _flag(
+    make_flag(
         "servers",
         SERVERS,
         "",
@@ -212,18 +191,18 @@ _SERVERS = (
         env=("PADDLE_SERVERS_ENDPOINTS",),
         style=FLEETRUN,
     ),
-    _flag("workers", SERVERS, "", "ip:port or ip of every worker of the job, comma separated", style=FLEETRUN),
-    _flag(
+    make_flag("workers", SERVERS, "", "ip:port or ip of every worker of the job, comma separated", style=FLEETRUN),
+    make_flag(
         "trainers", SERVERS, "", "the same as --workers, newer name", env=("PADDLE_TRAINERS_ENDPOINTS",), style=LAUNCH
     ),
-    _flag(
+    make_flag(
         "with_gloo",
         SERVERS,
         0,
         "barriers between PS processes: 0 off, 1 workers, 2 workers and servers",
         env=("PADDLE_WITH_GLOO",),
     ),
-    _flag(
+    make_flag(
         "http_port",
         SERVERS,
         None,
@@ -231,26 +210,28 @@ _SERVERS = (
         kind="int",
         style=FLEETRUN,
     ),
-    _flag("gloo_port", SERVERS, 6767, "port of the gloo HTTP rendezvous with several nodes", env=("PADDLE_GLOO_PORT",)),
+    make_flag(
+        "gloo_port", SERVERS, 6767, "port of the gloo HTTP rendezvous with several nodes", env=("PADDLE_GLOO_PORT",)
+    ),
 )
 
 _LOGS = (
-    _flag(
+    make_flag(
         "log_dir",
         LOGS,
         "log",
         "folder of the log files; those of the job before move to previous/",
         env=("PADDLE_LOG_DIR", "PET_LOG_DIR"),
     ),
-    _flag(
+    make_flag(
         "log_level",
         LOGS,
         "INFO",
         "level of the launcher's own lines: DEBUG, INFO, WARNING, ERROR",
         env=("PADDLE_LOG_LEVEL",),
     ),
-    _flag("log_overwrite", LOGS, False, "remove the log files of the job before", env=("PADDLE_LOG_OVERWRITE",)),
-    _flag(
+    make_flag("log_overwrite", LOGS, False, "remove the log files of the job before", env=("PADDLE_LOG_OVERWRITE",)),
+    make_flag(
         "log_style",
         LOGS,
         None,
@@ -258,11 +239,11 @@ _LOGS = (
         "lines; fleetrun: the argument block and the tables as well; default by the flags used",
         choices=(LAUNCH, FLEETRUN),
     ),
-    _flag("enable_gpu_log", LOGS, True, "write {job_id}.gpu.log while GPU workers run"),
+    make_flag("enable_gpu_log", LOGS, True, "write {job_id}.gpu.log while GPU workers run"),
 )
 
 _FAILURE = (
-    _flag(
+    make_flag(
         "max_restart",
         FAILURE,
         3,
@@ -270,17 +251,17 @@ _FAILURE = (
         aliases=("max_restarts",),
         env=("PADDLE_MAX_RESTART", "PET_MAX_RESTARTS"),
     ),
-    _flag(
+    make_flag(
         "elastic_level",
         FAILURE,
         -1,
         "-1: no handling (1 in an elastic job); 0: stop on a failure; 1: restart in place up to --max_restart",
         env=("PADDLE_ELASTIC_LEVEL",),
     ),
-    _flag(
+    make_flag(
         "elastic_timeout", FAILURE, 30, "seconds to wait for the peers", kind="seconds", env=("PADDLE_ELASTIC_TIMEOUT",)
     ),
-    _flag(
+    make_flag(
         "shutdown_timeout",
         FAILURE,
         30,
@@ -288,7 +269,7 @@ _FAILURE = (
         kind="seconds",
         env=("PET_SHUTDOWN_TIMEOUT",),
     ),
-    _flag(
+    make_flag(
         "elastic_server",
         FAILURE,
         None,
@@ -296,9 +277,9 @@ _FAILURE = (
         env=("PADDLE_ELASTIC_SERVER",),
         style=FLEETRUN,
     ),
-    _flag("np", FAILURE, None, "nodes of an elastic job, N or MIN:MAX", env=("PADDLE_ELASTIC_NP",), style=FLEETRUN),
-    _flag("scale", FAILURE, 0, "nodes to add to --np", env=("PADDLE_ELASTIC_SCALE",), style=FLEETRUN),
-    _flag(
+    make_flag("np", FAILURE, None, "nodes of an elastic job, N or MIN:MAX", env=("PADDLE_ELASTIC_NP",), style=FLEETRUN),
+    make_flag("scale", FAILURE, 0, "nodes to add to --np", env=("PADDLE_ELASTIC_SCALE",), style=FLEETRUN),
+    make_flag(
         "force",
         FAILURE,
         False,
@@ -306,100 +287,14 @@ _FAILURE = (
         env=("PADDLE_ELASTIC_FORCE",),
         style=FLEETRUN,
     ),
-    _flag(
+    make_flag(
         "elastic_pre_hook",
         FAILURE,
         None,
         "command with arguments, run without a shell before each start of the workers",
         style=FLEETRUN,
     ),
-    *(_flag(name, FAILURE, default, meaning, **more) for name, default, meaning, more in HEALTH_FLAGS),
-)
-
-_WITHOUT_EFFECT = (
-    _flag(
-        "legacy",
-        NO_EFFECT,
-        False,
-        "Paddle's switch to the older launcher",
-        reason="one launcher takes both families of flags; --log_style fleetrun gives the older output",
-    ),
-    _flag(
-        "auto_parallel_config",
-        NO_EFFECT,
-        None,
-        "Paddle's auto-parallel file",
-        env=("PADDLE_AUTO_PARALLEL_CONFIG",),
-        reason="the auto-parallel planner is not part of this project; set the degrees in DistributedStrategy",
-    ),
-    _flag(
-        "auto_cluster_config",
-        NO_EFFECT,
-        "0",
-        "Paddle's auto-parallel switch",
-        env=("PADDLE_AUTO_CLUSTER",),
-        reason="the auto-parallel planner is not part of this project; set the degrees in DistributedStrategy",
-    ),
-    _flag(
-        "auto_tuner_json",
-        NO_EFFECT,
-        None,
-        "Paddle's auto-tuner file",
-        reason="the auto tuner is not part of this project; run the launcher once per configuration",
-    ),
-    _flag(
-        "monitor_interval",
-        NO_EFFECT,
-        None,
-        "torchrun's polling interval",
-        env=("PET_MONITOR_INTERVAL",),
-        reason="the end of a process is noticed without such an interval",
-    ),
-    _flag(
-        "start_method",
-        NO_EFFECT,
-        None,
-        "torchrun's way to start functions",
-        env=("PET_START_METHOD",),
-        reason="every worker is a program of its own, never a fork of the launcher",
-    ),
-    _flag(
-        "role",
-        NO_EFFECT,
-        None,
-        "torchrun's role name",
-        env=("PET_ROLE",),
-        reason="roles are worker and server here; --run_mode and the PS flags choose them",
-    ),
-)
-
-_HETER = "heterogeneous parameter servers (workers on several kinds of devices) are not part of this project"
-_COORDINATOR = "the federated-learning coordinator is not part of this project"
-_MAPPING = "rank mapping by topology files is not part of this project; --ips in the order you want sets the ranks"
-_TEE = "every process writes to its own file in --log_dir, and worker 0 is copied to the terminal"
-
-_REFUSED = tuple(
-    _flag(name, NOT_HERE, default, meaning, fate=REFUSED, reason=reason, env=env)
-    for name, default, meaning, reason, env in (
-        ("heter_worker_num", None, "heterogeneous workers", _HETER, ()),
-        ("heter_workers", "", "endpoints of heterogeneous workers", _HETER, ()),
-        ("heter_devices", "", "devices of heterogeneous workers", _HETER, ()),
-        ("coordinator_num", None, "coordinators", _COORDINATOR, ()),
-        ("coordinators", "", "endpoints of coordinators", _COORDINATOR, ()),
-        ("cluster_topo_path", None, "topology file", _MAPPING, ("PADDLE_CLUSTER_TOPO_PATH",)),
-        ("rank_mapping_path", None, "rank mapping file", _MAPPING, ("PADDLE_RANK_MAPPING_PATH",)),
-        ("enable_auto_mapping", False, "automatic rank mapping", _MAPPING, ("PADDLE_ENABLE_AUTO_MAPPING",)),
-        ("redirects", None, "torchrun's redirection", _TEE, ("PET_REDIRECTS",)),
-        ("tee", None, "torchrun's copy to the terminal", _TEE, ("PET_TEE",)),
-        ("local_ranks_filter", None, "torchrun's choice of ranks on the terminal", _TEE, ("PET_LOCAL_RANKS_FILTER",)),
-        (
-            "rdzv_conf",
-            None,
-            "torchrun's rendezvous settings",
-            "the meeting point has one setting, --elastic_timeout",
-            ("PET_RDZV_CONF",),
-        ),
-    )
+    *(make_flag(name, FAILURE, default, meaning, **more) for name, default, meaning, more in HEALTH_FLAGS),
 )
 
 
@@ -409,24 +304,25 @@ def _with_fate(flags: tuple[Flag, ...], fate: str) -> tuple[Flag, ...]:
 
 FLAGS: dict[str, Flag] = {
     flag.name: flag
-    for flag in (*_NODES, *_PROCESSES, *_SERVERS, *_LOGS, *_FAILURE, *_with_fate(_WITHOUT_EFFECT, WARNED), *_REFUSED)
+    for flag in (
+        *_NODES,
+        *_PROCESSES,
+        *_SERVERS,
+        *_LOGS,
+        *_FAILURE,
+        *_with_fate(WITHOUT_EFFECT, WARNED),
+        *REFUSED_FLAGS,
+    )
 }
 
 BY_SPELLING: dict[str, Flag] = {spelling: flag for flag in FLAGS.values() for spelling in flag.spellings}
-
-REMOVED: dict[str, str] = {
-    "cluster_node_ips": "use --ips",
-    "selected_gpus": "use --gpus",
-    "node_ip": "use --host; the address is found by itself when absent",
-    "use_paddlecloud": "the scheduler's environment is read without a flag",
-    "started_port": "use --start_port",
-    "print_config": "the configuration is in the launcher's log file; --log_level DEBUG prints it",
-}
 
 PS_FLAGS = (
     "worker_num",
     "server_num",
     "server_standby",
+    "server_shards",
+    "server_spare",
     "heter_worker_num",
     "servers",
     "workers",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.launch.cli.flags import FLAGS, FLEETRUN, LAUNCH, PS_FLAGS
+from fleet.launch.cli.flag import FLEETRUN, LAUNCH
+from fleet.launch.cli.flags import FLAGS, PS_FLAGS
 from fleet.launch.cli.settings import Settings
 
 COLLECTIVE, PS = "collective", "ps"

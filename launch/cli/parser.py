@@ -13,7 +13,9 @@ from typing import NoReturn
 
 from fleet._version import __version__
 from fleet.errors import ConfigError, did_you_mean
-from fleet.launch.cli.flags import BY_SPELLING, FLAGS, GROUPS, REFUSED, REMOVED, Flag
+from fleet.launch.cli.flag import GROUPS, REFUSED, Flag
+from fleet.launch.cli.flags import BY_SPELLING, FLAGS
+from fleet.launch.cli.unused_flags import REMOVED
 
 SWITCH_WORDS = frozenset({"1", "0", "true", "false", "yes", "no", "on", "off"})
 

@@ -20,6 +20,8 @@ class Roles:
 
     server_num: int = 0
     server_standby: bool = False
+    server_shards: int = 0
+    server_spare: int = 0
     worker_num: int = 0
     servers: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
@@ -36,11 +38,12 @@ def read_roles(settings: Settings, environment: Environment, machine: Machine, *
     server_num = _count(settings, ("server_num",))
     worker_num = _count(settings, ("worker_num", "trainer_num"))
     if not any((servers, workers)) and server_num is None and worker_num is None and is_scheduled_ps(environment):
-        if settings.values["server_standby"]:
-            raise ConfigError(
-                f"{settings.named('server_standby')}: a scheduler starts the pods of this job, so the launcher cannot "
-                "add standbys. Omit it."
-            )
+        for name in ("server_standby", "server_shards", "server_spare"):
+            if settings.values[name]:
+                raise ConfigError(
+                    f"{settings.named(name)}: a scheduler starts the pods of this job, so the launcher cannot add "
+                    "servers or ports. Omit it."
+                )
         return _from_scheduler(environment)
     _check_count(settings, "server_num", server_num, servers)
     _check_count(settings, "worker_num", worker_num, workers)
@@ -51,14 +54,46 @@ def read_roles(settings: Settings, environment: Environment, machine: Machine, *
             "counts. For servers on several nodes, start each standby as a server with FLEET_PS_STANDBY=1, and list "
             "them in FLEET_PS_STANDBY_ENDPOINTS for all processes."
         )
+    shards, spare = _read_shards(settings, server_num, counts_alone=not (servers or meets))
     if not servers and not workers:
-        return replace(_from_counts(server_num, worker_num, meets=meets), server_standby=has_standbys)
+        counts = _from_counts(server_num, worker_num, meets=meets)
+        return replace(counts, server_standby=has_standbys, server_shards=shards, server_spare=spare)
     if meets:
         raise ConfigError(
             "--servers and --workers list every node beforehand, and --nnodes or --master lets the nodes "
             "meet. Use the lists, or counts (--server_num, --worker_num) with --nnodes."
         )
     return _from_lists(settings, machine, servers, workers, server_num, worker_num)
+
+
+def _read_shards(settings: Settings, server_num: int | None, *, counts_alone: bool) -> tuple[int, int]:
+    """Returns --server_shards and --server_spare.
+
+    Raises:
+        ConfigError: there are fewer shards than servers, or the servers are not counted on one node.
+    """
+    shards, spare = _count(settings, ("server_shards",)) or 0, _count(settings, ("server_spare",)) or 0
+    if not shards and not spare:
+        return 0, 0
+    name = "server_shards" if shards else "server_spare"
+    if not shards:
+        raise ConfigError(
+            f"{settings.named(name)} is {spare}, and --server_shards is absent: a spare server takes shards over from "
+            "others. Write for example --server_num=2 --server_shards=6 --server_spare=1."
+        )
+    if settings.values["server_standby"] or not counts_alone:
+        other = "--server_standby" if settings.values["server_standby"] else "servers on several nodes or from a list"
+        raise ConfigError(
+            f"{settings.named(name)} and {other}: shards that can move have no standbys, and the launcher starts their "
+            "servers on one node, as --server_num counts them. For several nodes, list the endpoints in "
+            "FLEET_PS_SHARD_ENDPOINTS for all processes."
+        )
+    if shards < (server_num or 0) + spare:
+        raise ConfigError(
+            f"{settings.named(name)} is {shards}, and there are {(server_num or 0) + spare} servers (--server_num and "
+            "--server_spare): each needs a shard to serve. Give as many shards at least."
+        )
+    return shards, spare
 
 
 def _servers(settings: Settings) -> list[str]:

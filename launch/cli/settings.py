@@ -11,7 +11,8 @@ import re
 
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.launch.cli.flags import FLAGS, REFUSED, WARNED, Flag
+from fleet.launch.cli.flag import REFUSED, WARNED, Flag
+from fleet.launch.cli.flags import FLAGS
 from fleet.launch.cli.parser import CommandLine
 from fleet.launch.plan.records import Note
 from fleet.launch.processes.redact import redact

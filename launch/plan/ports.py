@@ -97,7 +97,7 @@ def make_peer(config: LaunchConfig) -> Peer:
         return own
     host = node_host(config)
     num_workers = 0 if config.workers else config.nproc_per_node or 0
-    num_servers = 0 if config.servers else config.server_num * (1 + config.server_standby)
+    num_servers = 0 if config.servers else config.server_ports
     listed = _check_listed(config)
     fixed = config.fixed_port is not None and num_servers + num_workers > 0
     if fixed:

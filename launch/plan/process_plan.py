@@ -240,6 +240,7 @@ def _own_variables(
 
 HTTP_RENDEZVOUS = "3"
 STANDBYS = "FLEET_PS_STANDBY_ENDPOINTS"
+SHARDS = "FLEET_PS_SHARD_ENDPOINTS"
 # The rows of the table that fleetrun prints for each role: exactly what its documentation shows.
 SERVER_ROWS = (
     "PADDLE_TRAINERS_NUM",
@@ -283,6 +284,7 @@ class _Layout:
     store: tuple[str, int]
     http: str
     standbys: Sequence[str] = ()
+    shards: Sequence[Sequence[str]] = ()  # of each server process, where shards can move
 
 
 def plan_ps(
@@ -308,7 +310,10 @@ def plan_ps(
     }
     if layout.standbys:
         shared[STANDBYS] = ",".join(layout.standbys)
+    if layout.shards:
+        shared[SHARDS] = ";".join(map(",".join, layout.shards))
     specs = _server_specs(config, environment, layout, shared)
+    num_servers = len(specs)
     for i, index in enumerate(layout.local_workers):
         variables = {**shared, **_worker_variables(config, layout, i, place_of_node)}
         specs.append(
@@ -318,7 +323,7 @@ def plan_ps(
                 role="worker",
                 index=index,
                 local_index=i,
-                position=len(layout.local_servers) + len(layout.standbys) + i,
+                position=num_servers + i,
                 echo=index == 0,
                 variables=variables,
             )
@@ -329,9 +334,10 @@ def plan_ps(
 def _server_specs(
     config: LaunchConfig, environment: Environment, layout: _Layout, shared: Mapping[str, str]
 ) -> list[ProcessSpec]:
-    """Returns this node's servers, then their standbys, which are numbered on."""
+    """Returns this node's servers, then their standbys, which are numbered on; where shards move, its processes."""
     own: dict[str, str] = {}
-    servers = [(index, layout.servers[index], own) for index in layout.local_servers]
+    endpoints = [group[0] for group in layout.shards] or layout.servers
+    servers = [(index, endpoints[index], own) for index in layout.local_servers]
     first = len(layout.servers)
     standbys = [(first + i, endpoint, {"FLEET_PS_STANDBY": "1"}) for i, endpoint in enumerate(layout.standbys)]
     return [
@@ -356,7 +362,7 @@ def _server_variables(endpoint: str) -> dict[str, str]:
 
 def _server_state(config: LaunchConfig, environment: Environment) -> dict[str, str]:
     """Returns where servers keep what a restarted one needs, when they can be started again; the user's folder wins."""
-    if not (config.max_restart or config.server_standby) or environment.has("FLEET_PS_FOLDER"):
+    if not (config.max_restart or config.server_standby or config.server_shards) or environment.has("FLEET_PS_FOLDER"):
         return {}
     return {"FLEET_PS_FOLDER": f"{config.scratch_path / 'servers'}"}
 
@@ -389,18 +395,22 @@ def _layout(config: LaunchConfig, peers: Sequence[Peer], node_rank: int) -> _Lay
     before, own = peers[:node_rank], peers[node_rank]
     standbys = servers[len(servers) // 2 :] if config.server_standby else []  # one node: its ports, servers first
     servers = servers[: len(servers) - len(standbys)]
+    shards: list[list[str]] = []
+    if count := config.server_shards:
+        shards = [servers[first : first + count] for first in range(0, len(servers), count)]
+        servers = [shards[shard % config.server_num][shard] for shard in range(count)]
+    num_servers = len(shards) or len(own.server_ports) - len(standbys)
     first_server = sum(len(p.server_ports) for p in before)
     first_worker = sum(len(p.ports) for p in before)
     return _Layout(
         servers=servers,
         workers=workers,
-        local_servers=config.local_servers
-        if config.servers
-        else range(first_server, first_server + len(own.server_ports) - len(standbys)),
+        local_servers=config.local_servers if config.servers else range(first_server, first_server + num_servers),
         local_workers=config.local_workers if config.workers else range(first_worker, first_worker + len(own.ports)),
         store=_store(config, peers, workers),
         http=_http(config, peers, servers),
         standbys=standbys,
+        shards=shards,
     )
 
 

@@ -62,6 +62,8 @@ class LaunchConfig:
     # parameter server
     server_num: int = 0
     server_standby: bool = False  # every server has a standby, on this node
+    server_shards: int = 0  # shards that the servers divide among themselves and that can move; 0: one each, for good
+    server_spare: int = 0  # server processes beside server_num that serve no shard at first
     worker_num: int = 0
     servers: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
@@ -110,6 +112,13 @@ class LaunchConfig:
     elastic_force: bool = False
     elastic_pre_hook: str | None = None
     elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
+
+    @property
+    def server_ports(self) -> int:
+        """How many ports the servers of this node take where they are counted."""
+        if self.server_shards:
+            return (self.server_num + self.server_spare) * self.server_shards
+        return self.server_num * (1 + self.server_standby)
 
     @property
     def group_restarts(self) -> int:

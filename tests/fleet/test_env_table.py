@@ -7,7 +7,8 @@ import re
 import pytest
 
 from fleet._env_table import VARIABLES
-from fleet.launch.cli.flags import FLAGS, Flag
+from fleet.launch.cli.flag import Flag
+from fleet.launch.cli.flags import FLAGS
 from tests.helpers.sources import ROOT, python_files
 
 # Rows of parts that are not there yet.

@@ -29,7 +29,7 @@ def notes(config: LaunchConfig, level: str = "WARNING") -> str:
 def peer_of(config: LaunchConfig, first: int = 7000, **fields: Any) -> Peer:
     """Returns a peer with made-up ports for the processes that ``config`` starts."""
     workers = 0 if config.workers else config.nproc_per_node or 0
-    servers = 0 if config.servers else config.server_num * (1 + config.server_standby)
+    servers = 0 if config.servers else config.server_ports
     values: dict[str, Any] = {
         "name": config.pod_name,
         "host": "127.0.0.1",

@@ -139,7 +139,7 @@ class Client:
             notify=self.notify,
             timeout_s=config.start_timeout_s,
             interval_s=config.retry_interval_s,
-            standbys=config.standbys,
+            others=[config.others(index) for index in range(len(config.endpoints))],
         )
         welcomes = [link.open() for link in self._links]
         for link, welcome in zip(self._links, welcomes, strict=True):
@@ -498,14 +498,14 @@ class Client:
         """
         away: list[Link] = []
         for turn in itertools.count():
-            pause_s = every_s / 2 if not self.config.standbys else _ASK_S if away else _LOOK_S
+            pause_s = every_s / 2 if not self.config.has_others else _ASK_S if away else _LOOK_S
             if self._closing.wait(min(pause_s, every_s / 2)):
                 return
             away = [link for link in self._links if link.is_away]  # one of them per turn, because each may take seconds
             tried = away[turn % len(away)] if away else None
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
-                    link.beat(0.0 if self.config.standbys and link.is_cut else every_s)
+                    link.beat(0.0 if self.config.has_others and link.is_cut else every_s)
 
 
 _POLL_S = 0.2
@@ -521,9 +521,10 @@ def wait_for_servers(
     timeout_s: float | None = None,
     interval_s: float = 3.0,
     connect_timeout_s: float = 1.0,
-    standbys: Sequence[str] = (),
+    others: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Waits until a server, or its standby, greets everywhere; reports every ``interval_s`` seconds where none does.
+    """Waits until every server greets, at its endpoint or one of its ``others``; reports every ``interval_s`` seconds
+    where none does.
 
     Raises:
         PSError: some were missing after ``timeout_s``; the message names them.
@@ -533,7 +534,7 @@ def wait_for_servers(
     explained = False
     with ExitStack() as stack:
         groups = [
-            [_Probe(each, transport, connect_timeout_s) for each in (endpoint, *standbys[index : index + 1])]
+            [_Probe(each, transport, connect_timeout_s) for each in (endpoint, *(others[index] if others else ()))]
             for index, endpoint in enumerate(endpoints)
         ]
         for probe in itertools.chain(*groups):

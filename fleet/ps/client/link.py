@@ -82,6 +82,7 @@ class ClientConfig:
         max_body_bytes: the largest message, as the servers have it.
         deputy: the client pushes in the name of a worker that was lost, as :meth:`Client.deputy` makes it.
         standbys: the standby of each server, in the order of ``endpoints``; empty: there are none.
+        places: for each server, the other endpoints where it may be served, where shards can move; empty: they cannot.
         fences: shared by all clients of one process whose servers have standbys.
 
     Raises:
@@ -105,6 +106,7 @@ class ClientConfig:
     max_body_bytes: int = MAX_BODY_BYTES
     deputy: bool = False
     standbys: Sequence[str] = ()
+    places: Sequence[Sequence[str]] = ()
     fences: Fences = field(default_factory=Fences)
 
     def __post_init__(self) -> None:
@@ -119,9 +121,23 @@ class ClientConfig:
                 f"standbys {list(self.standbys)!r} of the parameter servers {list(self.endpoints)!r}: give each server "
                 "one, at an endpoint of its own."
             )
+        if self.places and (self.standbys or len(self.places) != count):
+            raise ConfigError(
+                f"parameter servers {list(self.endpoints)!r} that can move to {list(self.places)!r}: give each the "
+                "other endpoints where it may be served, and no standbys."
+            )
         for name in ("deadline_s", "retry_interval_s", "answer_timeout_s", "connect_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"parameter server client: {name} is {getattr(self, name)!r}; it must be above 0.")
+
+    def others(self, index: int) -> list[str]:
+        """Returns the endpoints where server ``index`` may be instead of its own."""
+        return [*self.standbys[index : index + 1], *(self.places[index] if self.places else ())]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether servers may be elsewhere than at their own endpoints."""
+        return bool(self.standbys or self.places)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +189,7 @@ class Link:
         self.lock = threading.RLock()
         self.last_used = 0.0
         self._config = config
-        self._endpoints = [self.endpoint, *config.standbys[index : index + 1]]
+        self._endpoints = [self.endpoint, *config.others(index)]
         self._patience_s = config.connect_timeout_s if len(self._endpoints) == 1 else _LEAST_PATIENCE_S
         self._client_id = client_id
         self._transport = transport
@@ -460,7 +476,7 @@ class Link:
         self._patience_s = min(self._patience_s, config.connect_timeout_s)
 
     def _turn(self) -> None:
-        """Turns to the server's standby, or back; where there is none, to the same server."""
+        """Turns to the next endpoint where the server may be; where there is one alone, to the same."""
         at = (self._endpoints.index(self.endpoint) + 1) % len(self._endpoints)
         self.endpoint = self._endpoints[at]
         self.name = f"parameter server {self.index} ({self.endpoint})"
@@ -472,7 +488,7 @@ class Link:
         fields.update(num_workers=config.num_workers, job=config.job)
         if config.deputy:
             fields["deputy"] = "keep" if self.welcome else "take"
-        header, answer = self._agree(fields) if config.standbys else self._say_hello(fields)
+        header, answer = self._agree(fields) if config.has_others else self._say_hello(fields)
         if header.op is not Op.HELLO or header.status is not Status.OK:
             self._dead = PSError(f"{self.name}: {answer.get('error', 'it did not greet back')}")
             raise self._dead
@@ -502,7 +518,9 @@ class Link:
         fence = self._config.fences.of(self.index)
         with fence.lock:
             while True:
-                asks_standby = self.endpoint != (fence.leader or self._endpoints[0]) and fence.epoch > 0
+                # A shard that moves is not promoted by questions.
+                is_other = self.endpoint != (fence.leader or self._endpoints[0])
+                asks_standby = bool(self._config.standbys) and is_other and fence.epoch > 0
                 if asks_standby:
                     fence.bound = fence.epoch  # until it answers: it may be promoted by this question
                 header, answer = self._say_hello({**fields, "epoch": fence.epoch})

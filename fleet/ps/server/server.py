@@ -32,6 +32,7 @@ from fleet.ps.server.server_files import load_tables, save_tables
 from fleet.ps.server.server_state import MakeTable, ServerState
 from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
 from fleet.ps.standby.carried import Carried, send_piece
+from fleet.ps.standby.movable_shard import MovableShard
 from fleet.ps.standby.pair import Pair, Turn
 from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
 from fleet.ps.wire.body_digest import BodyDigest
@@ -88,8 +89,9 @@ class Server:
         self._snapshotting = threading.Lock()  # taken before the state's own
         self._turn_over = threading.Event()
         self._pair: Pair | None = None
-        if config.peer:
-            self._pair = Pair(config, self._transport, self._make_state, self._hang_up, notify)
+        if config.peer or config.places:
+            kind = MovableShard if config.places else Pair
+            self._pair = kind(config, self._transport, self._make_state, self._hang_up, notify)
 
     def _make_state(self) -> ServerState:
         config = self.config
@@ -460,7 +462,8 @@ class Server:
             self._pair.serve(connection, body)
             return
         text = (
-            f"parameter server {self.config.index} has no standby. Start the job with --server_standby to give it one."
+            f"parameter server {self.config.index} has no standby, and no other process that could serve it. Start the "
+            "job with --server_standby or --server_shards."
         )
         send_piece(connection, Carried.REFUSED, [control_body({"error": text})])
 

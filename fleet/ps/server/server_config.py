@@ -45,7 +45,9 @@ class ServerConfig:
         max_body_bytes: the largest message.
         publish: where changed rows go for serving; ``None``: nowhere. Needs a journal.
         peer: the endpoint of this server's standby, or of the server whose standby this one is; empty: neither.
-        standby: this one is the standby.
+        standby: this one is the standby; of a shard that can move: another process serves it at first.
+        places: of shards that can move, the endpoint of each on every server process, ``places[process][index]``;
+            empty: this server stays where it is.
 
     Raises:
         ConfigError: a value is out of range.
@@ -71,6 +73,7 @@ class ServerConfig:
     publish: Publication | None = None
     peer: str = ""
     standby: bool = False
+    places: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -86,12 +89,13 @@ class ServerConfig:
             raise ConfigError(f"parameter server: max_connections is {self.max_connections!r}; it must be 1 or more.")
         if not 0 < self.max_body_bytes < 1 << 32:
             raise ConfigError(f"parameter server: max_body_bytes is {self.max_body_bytes!r}; it must be below 4 GiB.")
-        if self.peer and (self.folder is None or self.journal_level != 1):
+        if (self.peer or self.places) and (self.folder is None or self.journal_level != 1):
+            what = "a shard that can move writes" if self.places else "a server and its standby write"
             raise ConfigError(
-                f"parameter server {self.index}: a server and its standby write a journal of level 1, and this one has "
-                f"level {self.journal_level} and the folder {self.folder}. Set FLEET_PS_FOLDER to a folder."
+                f"parameter server {self.index}: {what} a journal of level 1, and this one has level "
+                f"{self.journal_level} and the folder {self.folder}. Set FLEET_PS_FOLDER to a folder."
             )
-        if self.peer == self.endpoint or (self.standby and not self.peer):
+        if not self.places and (self.peer == self.endpoint or (self.standby and not self.peer)):
             raise ConfigError(
                 f"parameter server {self.index}: the endpoints of a server and its standby are {self.endpoint!r} and "
                 f"{self.peer!r}; they are two. List another one for each server in FLEET_PS_STANDBY_ENDPOINTS."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from fleet.ps.server.server import Server
@@ -13,7 +14,10 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.transport import Transport
 
-__all__ = ["run_server"]
+__all__ = ["Prepare", "Watch", "run_server", "run_servers"]
+
+Prepare = Callable[[ServerState], None]
+Watch = Callable[[ServerState], Callable[[], None]]
 
 
 def run_server(
@@ -21,8 +25,8 @@ def run_server(
     *,
     transport: Transport | None = None,
     notify: Callable[[str], None] = print,
-    prepare: Callable[[ServerState], None] | None = None,
-    watch: Callable[[ServerState], Callable[[], None]] = lambda state: lambda: None,
+    prepare: Prepare | None = None,
+    watch: Watch = lambda state: lambda: None,
 ) -> None:
     """Serves until the workers are gone, then removes the state in the folder: the job is over.
 
@@ -40,19 +44,64 @@ def run_server(
         CheckpointError: the folder holds damaged state, or that of another job.
         PSError: the endpoint is taken, or the server could not continue.
     """
-    server = Server(config, transport=transport, notify=notify)
+    run_servers([(config, prepare)], transport=transport, notify=notify, watch=watch)
+
+
+def run_servers(
+    parts: Sequence[tuple[ServerConfig, Prepare | None]],
+    *,
+    transport: Transport | None = None,
+    notify: Callable[[str], None] = print,
+    watch: Watch = lambda state: lambda: None,
+) -> None:
+    """Serves several shards in this process, as :func:`run_server` serves one; the first that fails ends all.
+
+    Args:
+        parts: each shard's config, and what prepares it.
+        transport, notify, watch: as for :func:`run_server`.
+    """
+    servers = [Server(config, transport=transport, notify=notify) for config, _ in parts]
     with _exit_on_signals(), ExitStack() as stack:
-        stack.callback(server.stop)
-        server.start(prepare)
-        while server.wait_for_turn():
-            with ExitStack() as turn:
-                turn.callback(watch(server.state))
-                server.wait()
-            if server.still_leads():
-                server.finish_publishing()
-                server.end_standby()
-                break
-    server.forget()
+        for server in servers:
+            stack.callback(server.stop)
+        for server, (_, prepare) in zip(servers, parts, strict=True):
+            server.start(prepare)
+        if len(servers) == 1:
+            _serve(servers[0], watch)
+        else:
+            _serve_all(servers, watch)
+    for server in servers:
+        server.forget()
+
+
+def _serve(server: Server, watch: Watch) -> None:
+    """Serves until the job is over."""
+    while server.wait_for_turn():
+        with ExitStack() as turn:
+            turn.callback(watch(server.state))
+            server.wait()
+        if server.still_leads():
+            server.finish_publishing()
+            server.end_standby()
+            break
+
+
+def _serve_all(servers: Sequence[Server], watch: Watch) -> None:
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def serve(server: Server) -> None:
+        try:
+            _serve(server, watch)
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    for server in servers:
+        threading.Thread(target=serve, args=(server,), name="shard", daemon=True).start()
+    for _ in servers:
+        if (error := ended.get()) is not None:
+            raise error
 
 
 @contextmanager

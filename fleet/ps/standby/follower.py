@@ -23,7 +23,7 @@ from fleet.ps.wire.messages import Header, MessageError, Op, control_body, decod
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport
 
-__all__ = ["Follower", "ask_standing", "follow_fields"]
+__all__ = ["Follower", "ask_standing", "follow_fields", "tell"]
 
 QUIET_S = 0.1  # a line must be broken for this long before the standby takes over
 ASK_S = 1.0  # how long a worker's question waits for those of the others
@@ -313,13 +313,17 @@ def _write_piece(draft: Path, body: memoryview) -> None:
 
 def follow_fields(config: ServerConfig, *, probe: bool, stay: bool = False) -> dict[str, Any]:
     """Returns what a FOLLOW says about its sender."""
-    own = {"index": config.index, "num_workers": config.num_workers, "job": config.job}
+    own = {"index": config.index, "num_workers": config.num_workers, "job": config.job, "at": config.endpoint}
     return {**own, "probe": probe, "stay": stay}
 
 
 def follow_message(config: ServerConfig, *, probe: bool, stay: bool = False) -> tuple[bytes, list[bytes]]:
     """Returns the message that asks for the stream, or only for the standing of the other server."""
-    body = control_body(follow_fields(config, probe=probe, stay=stay))
+    return _message(follow_fields(config, probe=probe, stay=stay))
+
+
+def _message(fields: dict[str, Any]) -> tuple[bytes, list[bytes]]:
+    body = control_body(fields)
     return encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body]
 
 
@@ -341,20 +345,29 @@ def ask_standing(config: ServerConfig, transport: Transport, *, stay: bool = Fal
     Raises:
         ConfigError: it belongs to another job.
     """
+    return tell(config, transport, follow_fields(config, probe=True, stay=stay))
+
+
+def tell(config: ServerConfig, transport: Transport, fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Sends one FOLLOW to the other server and returns its answer; None when it is away.
+
+    Raises:
+        ConfigError: it belongs to another job.
+    """
     try:
         line = connect(config, transport)
     except PSError:
         return None
     try:
-        line.send(*follow_message(config, probe=True, stay=stay), LINE_S)
+        line.send(*_message(fields), LINE_S)
         header = decode_header(line.receive_header(LINE_S, LINE_S))
         body = memoryview(bytearray(header.body_bytes))
         line.receive_body(body, LINE_S)
-        fields = json.loads(bytes(body))
+        answer = json.loads(bytes(body))
     except (PSError, ValueError):
         return None
     finally:
         line.close()
     if header.step == Carried.REFUSED:
-        raise ConfigError(f"parameter server {config.index}: {config.peer}: {fields.get('error')}")
-    return dict(fields)
+        raise ConfigError(f"parameter server {config.index}: {config.peer}: {answer.get('error')}")
+    return dict(answer)

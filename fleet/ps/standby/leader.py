@@ -92,6 +92,7 @@ class Leader:
     ) -> None:
         self._config, self._state, self._epoch = config, state, epoch
         self._hang_up, self._notify = hang_up, notify
+        self.peer = config.peer  # the endpoint of the standby
         self._journal = state.journal
         self._moved = threading.Condition(self._journal.lock)
         self._feed: _Feed | None = None
@@ -113,7 +114,7 @@ class Leader:
     def greet(self, rank: int, client_id: int, known: int) -> dict[str, Any] | None:
         """Returns what to answer to a HELLO instead of a welcome; None: the worker knows the epoch."""
         if known > self.epoch:
-            self.step_down(f"the standby at {self._config.peer} has taken over (epoch {known})")
+            self.step_down(f"the standby at {self.peer} has taken over (epoch {known})")
         if self.deposed:
             return {"standby": "another server has taken over"}
         if self._leaves:
@@ -151,7 +152,7 @@ class Leader:
             feed = self._feed
             if feed is None or not self.joined or self._leaves or self._is_over():
                 raise Refused(
-                    f"parameter server {self._config.index} has no standby that could take over: {self._config.peer} "
+                    f"parameter server {self._config.index} has no standby that could take over: {self.peer} "
                     "has not joined it. Start it, and wait for the line that it follows."
                 )
             self._leaves = self._journal.handed_over = True
@@ -161,10 +162,9 @@ class Leader:
             with self._moved:
                 self._leaves = self._journal.handed_over = False
             raise Refused(
-                f"parameter server {self._config.index}: {self._config.peer} was lost before it took over; this server "
-                "goes on."
+                f"parameter server {self._config.index}: {self.peer} was lost before it took over; this server goes on."
             )
-        self.step_down(f"the standby at {self._config.peer} has taken over (epoch {self.epoch + 2})")
+        self.step_down(f"the standby at {self.peer} has taken over (epoch {self.epoch + 2})")
 
     def _has_left(self, ask: Callable[[bool], dict[str, Any] | None]) -> bool:
         """Returns whether the standby leads; waits until that is certain."""
@@ -178,7 +178,7 @@ class Leader:
                 return False
             if now - said > 3.0:
                 said = now
-                self._say(f"waits for {self._config.peer} to take over ({now - began:.0f} s); nobody serves meanwhile")
+                self._say(f"waits for {self.peer} to take over ({now - began:.0f} s); nobody serves meanwhile")
             time.sleep(_POLL_S)
         return True
 
@@ -222,6 +222,7 @@ class Leader:
             send_piece(line, Carried.STANDING, [control_body(self.standing())])
             return
         feed = _Feed(line)
+        self.peer = str(asked.get("at") or self.peer)
         with self._moved:
             if self._feed is not None:
                 self._feed.close("the standby connected again")
@@ -244,7 +245,7 @@ class Leader:
         feed.send_snapshot(write_snapshot(self._state, self._config.folder))
         with self._moved:
             feed.due = self._journal.last_lsn  # the rows of the snapshot hold at most these
-        self._say(f"its standby at {self._config.peer} has a snapshot and follows")
+        self._say(f"its standby at {self.peer} has a snapshot and follows")
         told = False
         while not feed.reason:
             feed.send_queued()
@@ -286,8 +287,8 @@ class Leader:
                 self._journal.tap = None
             self._moved.notify_all()
         feed.line.close()
-        if not self._state.job.stopped:
-            self._say(f"the line to its standby at {self._config.peer} broke: {feed.reason}")
+        if not self._state.job.stopped and not self._leaves:
+            self._say(f"the line to its standby at {self.peer} broke: {feed.reason}")
 
     @property
     def lacks_standby(self) -> bool:
@@ -305,7 +306,7 @@ class Leader:
             self.go_alone()
         if feed is not None and joined and feed.is_newly_silent():
             self._say(
-                f"its standby at {self._config.peer} is silent for {LINE_S:g} s; what workers wait for waits for it, "
+                f"its standby at {self.peer} is silent for {LINE_S:g} s; what workers wait for waits for it, "
                 f"{_STUCK_S + GRACE_S:g} s at most"
             )
 
@@ -318,7 +319,7 @@ class Leader:
             self._promise()
             self._moved.notify_all()
         self._say(
-            f"its standby at {self._config.peer} is away: this server goes on alone (epoch {self.epoch}), and what it "
+            f"its standby at {self.peer} is away: this server goes on alone (epoch {self.epoch}), and what it "
             "has is lost with its folder until the standby is back"
         )
         self._hang_up()

@@ -48,6 +48,9 @@ class Pair:
         notify: receives each line meant for the user.
     """
 
+    _lists = "FLEET_PS_STANDBY_ENDPOINTS"  # the variable that makes workers know of the pair
+    _after_promotion = ", without a standby until that server is started again"
+
     def __init__(
         self,
         config: ServerConfig,
@@ -111,20 +114,20 @@ class Pair:
 
     def follow(self, take_over: Callable[[ServerState], None]) -> None:
         """Follows the other server; ``take_over`` is called with the state once this standby is promoted."""
-        patience_s = None if self._is_first_start else _REJOIN_S
+        self._begin(take_over, None if self._is_first_start else _REJOIN_S)
+
+    def _begin(self, take_over: Callable[[ServerState], None], patience_s: float | None) -> None:
         follower = Follower(self._config, self._transport, self._epoch, self._make_state, self._notify, patience_s)
         self.follower = follower
 
         def wait() -> None:
             if follower.wait():
                 assert follower.state is not None
-                self._say(
-                    f"takes over from {self._config.peer} (epoch {self._epoch.epoch}), without a standby until that "
-                    "server is started again"
-                )
+                self._say(f"takes over from {self._config.peer} (epoch {self._epoch.epoch}){self._after_promotion}")
                 take_over(follower.state)
                 self.lead(follower.state, has_standby=False)
-            self._serves.set()
+            if follower.promoted or follower.ended or self._stopping.is_set():
+                self._serves.set()
 
         follower.start()
         threading.Thread(target=wait, name="standby turn", daemon=True).start()
@@ -155,7 +158,7 @@ class Pair:
         rank, known = fields.get("rank"), fields.get("epoch")
         if not isinstance(rank, int) or not 0 <= rank < self._config.num_workers or not isinstance(known, int):
             raise Refused(
-                f"a worker of rank {rank!r} that knows of no standby (epoch {known!r}): set FLEET_PS_STANDBY_ENDPOINTS "
+                f"a worker of rank {rank!r} that knows of one endpoint alone (epoch {known!r}): set {self._lists} "
                 "alike for every server and worker."
             )
         if self.leader is None and self.follower is not None:
@@ -191,19 +194,27 @@ class Pair:
     def serve(self, line: Sealed, body: memoryview) -> None:
         """Serves the other server of the pair, or tells it where this one stands."""
         asked = decode_control(body)
-        config = self._config
         if "switch" in asked:
             self._switch(line)
             return
-        own = {"index": config.index, "num_workers": config.num_workers, "job": config.job}
+        if "where" in asked:
+            send_piece(line, Carried.STANDING, [control_body({"places": []})])
+            return
+        if self._is_stranger(line, asked):
+            return
+        if self.leader is not None:
+            self.leader.serve(line, asked)
+        elif self.follower is not None:
+            send_piece(line, Carried.STANDING, [control_body(self.follower.standing(stay=asked.get("stay") is True))])
+
+    def _is_stranger(self, line: Sealed, asked: dict[str, Any]) -> bool:
+        """Returns whether a server of another job or number asks, after telling it so."""
+        own = {"index": self._config.index, "num_workers": self._config.num_workers, "job": self._config.job}
         given = {name: asked.get(name) for name in own}
         if given != own:
             text = f"server and standby belong to different jobs: {given} asks, this is {own}."
             send_piece(line, Carried.REFUSED, [control_body({"error": text})])
-        elif self.leader is not None:
-            self.leader.serve(line, asked)
-        elif self.follower is not None:
-            send_piece(line, Carried.STANDING, [control_body(self.follower.standing(stay=asked.get("stay") is True))])
+        return given != own
 
     def _switch(self, line: Sealed) -> None:
         """Hands over to the other server of the pair, because the user asked for it."""

@@ -217,7 +217,7 @@ class Trainer:
 
     def _look_for_lost(self) -> LostRanks | None:
         config = self.client.config
-        if self.config.mode != "async" or self.config.staleness is not None or config.standbys:
+        if self.config.mode != "async" or self.config.staleness is not None or config.has_others:
             return None  # the step needs every worker, or a standby waits for a process of each rank
         return LostRanks(self.client, self.plan, self.config.sender, self.client.notify)
 

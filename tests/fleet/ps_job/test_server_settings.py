@@ -19,7 +19,15 @@ from fleet.ps.client.client import Client
 from fleet.ps.client.link import ClientConfig
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.wire.transport import SocketTransport
-from fleet.ps_job.server_settings import Keeping, read_bound_socket, read_keeping, read_seconds, thread_note
+from fleet.ps_job.server_settings import (
+    Keeping,
+    other_places,
+    read_bound_socket,
+    read_keeping,
+    read_places,
+    read_seconds,
+    thread_note,
+)
 from fleet.ps_job.user_secret import read_user_secret
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps.service import Service, serving, silent
@@ -69,6 +77,40 @@ def test_a_standby_keeps_its_own_folder_at_level_3(tmp_path: Path) -> None:
 def test_standbys_and_level_3_go_together(values: dict[str, str], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         keeping(**values)
+
+
+SHARDS = "a:1,a:2;b:1,b:2"
+
+
+def test_places_of_shards() -> None:
+    places = read_places(Environment({"FLEET_PS_SHARD_ENDPOINTS": f" {SHARDS} "}), ["a:1", "b:2"])
+    assert places == (("a:1", "a:2"), ("b:1", "b:2"))
+    assert other_places(places, 1, "b:2") == ["a:2"]
+    assert read_places(Environment({}), ["a:1"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "servers", "rule"),
+    [
+        ({}, ["a:1"], "lists 1 servers, a:1: each server process has one endpoint"),
+        ({}, ["a:1", "c:2"], "each of them is at one of these at first"),
+        ({}, ["a:1", "b:1"], "each of them is at one of these at first"),
+        ({"FLEET_PS_SHARD_ENDPOINTS": "a:1,a:2;b:1,a:2"}, ["a:1", "a:2"], "of its own"),
+        ({"FLEET_PS_SHARD_ENDPOINTS": "a:1,a:2;b:1"}, ["a:1", "a:2"], "of its own"),
+        ({"FLEET_PS_SHARD_ENDPOINTS": "a:1;b"}, ["a:1"], "FLEET_PS_SHARD_ENDPOINTS"),
+        ({"FLEET_PS_STANDBY_ENDPOINTS": "c:1,c:2"}, ["a:1", "b:2"], "have neither standbys nor a port"),
+        ({"FLEET_PS_METRICS_PORT": "9000"}, ["a:1", "b:2"], "have neither standbys nor a port"),
+    ],
+)
+def test_places_that_do_not_fit(values: dict[str, str], servers: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        read_places(Environment({"FLEET_PS_SHARD_ENDPOINTS": SHARDS, **values}), servers)
+
+
+@pytest.mark.parametrize("values", [{}, {"FLEET_PS_FOLDER": "/tmp", "FLEET_PS_LEVEL": "2"}, {"FLEET_PS_LEVEL": "0"}])
+def test_shards_that_move_need_a_folder_and_level_1(values: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="shards that can move need a folder, and level 1"):
+        keeping(FLEET_PS_SHARD_ENDPOINTS=SHARDS, **values)
 
 
 @pytest.mark.parametrize("value", ["4", "-1", "L2", "1.5", "true"])
@@ -178,7 +220,7 @@ def test_the_variables_reach_the_server(
 
     def serve(own: Fleet, index: int) -> None:
         own.init_server()
-        configs.append(own.session.server_job._serve_config)
+        configs.append(own.session.server_job._parts[0][0])
         own.run_server()
 
     def work(own: Fleet, rank: int) -> None:

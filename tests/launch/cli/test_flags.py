@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fleet.env import VARIABLES
-from fleet.launch.cli.flags import BY_SPELLING, FLAGS, GROUPS, PS_FLAGS, REFUSED, REMOVED, WARNED
+from fleet.launch.cli.flag import GROUPS, REFUSED, WARNED
+from fleet.launch.cli.flags import BY_SPELLING, FLAGS, PS_FLAGS
+from fleet.launch.cli.unused_flags import REMOVED
 
 
 def test_every_twin_is_in_the_table_of_variables() -> None:

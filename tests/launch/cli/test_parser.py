@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.launch.cli.flags import FLAGS, GROUPS, REMOVED
+from fleet.launch.cli.flag import GROUPS
+from fleet.launch.cli.flags import FLAGS
 from fleet.launch.cli.parser import UsageError, build_parser, parse_command_line
+from fleet.launch.cli.unused_flags import REMOVED
 
 
 def parse(*argv: str) -> dict[str, str]:

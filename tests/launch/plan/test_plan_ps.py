@@ -132,6 +132,24 @@ def test_a_job_without_servers_or_workers_is_an_error() -> None:
         plan(config, [peer_of(config, server_ports=(7000,))])
 
 
+def test_shards_have_a_port_on_every_server() -> None:
+    """Each server process is one of the lists, and each shard is at one of its places at first; spares have none."""
+    config = read("--server_num=2", "--server_shards=5", "--server_spare=1", "--worker_num=1")
+    specs = plan(config)
+    servers = [spec for spec in specs if spec.role == "server"]
+    (listed,) = {spec.environment["FLEET_PS_SHARD_ENDPOINTS"] for spec in specs}
+    places = [group.split(",") for group in listed.split(";")]
+    assert [len(group) for group in places] == [5, 5, 5]
+    assert len({endpoint for group in places for endpoint in group}) == 15
+    own = [f"{spec.environment['POD_IP']}:{spec.environment['PADDLE_PORT']}" for spec in servers]
+    assert own == [group[0] for group in places]
+    first = [places[shard % 2][shard] for shard in range(5)]
+    assert {spec.environment["PADDLE_PSERVERS_IP_PORT_LIST"] for spec in specs} == {",".join(first)}
+    assert [spec.index for spec in servers] == [0, 1, 2]
+    assert len({spec.log_path for spec in specs}) == 4
+    assert "FLEET_PS_FOLDER" in servers[2].environment
+
+
 def test_every_server_has_a_standby() -> None:
     """After the servers, at ports of their own; every process knows all of them."""
     config = read("--server_num=2", "--server_standby", "--worker_num=1")
