@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
     "migrate": ("fleet.migrate.migrate_command", "print the diff that moves a script of another kind here"),
     "run_check": ("fleet.utils._run_check", "train two small layers on every device of this machine"),
+    "verify": ("fleet.verify.verify_command", "train a script on one process and on several, and compare them"),
 }
 
 

@@ -56,6 +56,7 @@ SHARED_STEMS: dict[str, str] = {
     "mp_layers": "public paths of Paddle's scripts: fleet.layers.mpu and fleet.meta_parallel.parallel_layers",
     "random": "as mp_layers",
     "recompute": "a public path of Paddle's scripts, and the option",
+    "report": "what a launched job left behind, and what verify found",
     "role_maker": "public paths of Paddle's scripts: fleet.role_maker and fleet.base.role_maker",
 }
 

@@ -1,0 +1,1 @@
+"""``python -m fleet verify``: proof that a strategy did not change the training of a script."""

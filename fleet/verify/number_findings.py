@@ -1,0 +1,370 @@
+"""The numbers of N workers beside those of one process: modules, losses, gradients, parameters, optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet.verify.paired_runs import Run
+from fleet.verify.report import Finding
+
+__all__ = ["Comparison", "Tolerance", "compare_numbers"]
+
+_ADAPTIVE = ("adam", "lamb", "rms", "adagrad", "adadelta", "rprop", "lion", "adafactor", "muon")
+_SMALL = 1e-3  # of the largest gradient: below that a gradient is rounding errors of larger ones
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest relative difference that the order of sums and the number formats explain.
+
+    ``eps`` is the spacing of the coarsest format that takes part; ``why`` says which and why.
+    """
+
+    eps: float
+    why: str
+
+    def at(self, step: int, elements: int) -> float:
+        """Returns the limit after ``step`` updates for a tensor of ``elements`` numbers."""
+        if self.eps > 1e-4:
+            return min(0.5, 8 * self.eps * step)
+        return float(64 * self.eps * max(elements, 256) ** 0.5 * step)
+
+
+@dataclass
+class Comparison:
+    """What was compared: findings in order, a row for each update, and whether anything was compared at all."""
+
+    findings: list[Finding] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    compared: int = 0
+    matched: int = 0  # gradients, losses and parameters that were laid beside each other
+    foreign_inputs: str = ""
+
+
+def compare_numbers(
+    many: Run, one: Run, ranks: Sequence[int], tolerance: Tolerance, *, parts: bool, only_first: bool
+) -> Comparison:
+    """Compares each update of ``ranks``, one worker of each copy of the model, with that of one process.
+
+    ``parts`` says that the workers hold parts of the model: then losses and whole parameters are compared.
+    ``only_first`` ends the comparison with the gradients of the first update.
+    """
+    made = Comparison()
+    alone = {(u["optimizer"], u["n"]): u for u in one.updates(0)}
+    rate = 0.0
+    for updates in zip(*(many.updates(rank) for rank in ranks), strict=False):
+        first = updates[0]
+        other = alone.get((first["optimizer"], first["n"]))
+        if other is None:
+            continue
+        made.compared += 1
+        rate += max(first["rates"], default=0.0)
+        step = _Step(list(updates), other, ranks, tolerance, first["n"], rate)
+        row = step.row()
+        made.rows.append(row)
+        if made.findings or (only_first and first["n"] > 1):
+            continue
+        found = [] if parts else [*step.forward(made)]
+        if made.foreign_inputs:
+            return made
+        found += step.loss(row) if parts else []
+        if not parts:
+            found += step.gradients(row)
+        if not only_first and not found:
+            found += step.parameters(row)
+            found += step.states() if not parts and not found else []
+        made.matched += sum(row[name] is not None for name in ("gradients", "parameters"))
+        made.findings += _one_cause(found)
+    return made
+
+
+def _one_cause(found: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings of one step: what names a cause, else the first difference."""
+    known = [one for one in found if one.cause != "unknown"]
+    return known[:1] + [one for one in found if one not in known][:3] if known else list(found[:4])
+
+
+@dataclass
+class _Step:
+    """One update of the workers, and the same one of one process."""
+
+    ours: list[dict[str, Any]]
+    alone: dict[str, Any]
+    ranks: Sequence[int]
+    tolerance: Tolerance
+    n: int
+    rate: float  # the learning rates of all updates so far, added up
+
+    def row(self) -> dict[str, Any]:
+        ours = [update["losses"][-1] for update in self.ours if update["losses"]]
+        mine = self.alone["losses"]
+        return {
+            "step": self.n,
+            "loss_one": mine[-1] if mine else None,
+            "loss_many": sum(ours) / len(ours) if ours else None,
+            "outputs": None,
+            "gradients": None,
+            "parameters": None,
+        }
+
+    # ---- modules -------------------------------------------------------------------------------------------------
+
+    def forward(self, made: Comparison) -> Iterator[Finding]:
+        """Yields the first module whose inputs agree and whose outputs do not."""
+        row = made.rows[-1]
+        calls = [update["forward"] for update in self.ours]
+        if len({len(own) for own in calls}) != 1 or len(calls[0]) != len(self.alone["forward"]):
+            return
+        roots_seen = False
+        for i, other in enumerate(self.alone["forward"]):
+            own = [called[i] for called in calls]
+            if any(one["module"] != other["module"] for one in own):
+                return
+            ins = _apart([one["ins"] for one in own], other["ins"])
+            limit = self.tolerance.at(self.n, _elements(other["outs"]))
+            if self.n == 1 and not roots_seen and ins is not None and ins > max(limit, 1e-5):
+                made.foreign_inputs = other["module"] or other["type"]
+                return
+            roots_seen = True
+            outs = _apart([one["outs"] for one in own], other["outs"])
+            if outs is None:
+                continue
+            row["outputs"] = max(row["outputs"] or 0.0, outs)
+            if not outs <= limit:
+                name = other["module"] or other["type"]
+                yield Finding(
+                    cause="unknown",
+                    sentence=f"{name} ({other['type']}) gives other outputs on the workers than in one process for the "
+                    f"same samples, at update {self.n}.",
+                    step=self.n,
+                    module=other["module"],
+                    tensor="output",
+                    expected=_size([other["outs"]]),
+                    received=_size([one["outs"] for one in own]),
+                    difference=outs,
+                )
+                return
+
+    def loss(self, row: dict[str, Any]) -> Iterator[Finding]:
+        """Yields a finding where the mean loss of the workers is not that of one process."""
+        one, many = row["loss_one"], row["loss_many"]
+        if one is None or many is None or abs(one - many) <= self.tolerance.at(self.n, 65536) * max(abs(one), 1e-6):
+            return
+        yield Finding(
+            cause="unknown",
+            sentence=f"The loss of update {self.n} is {many:.6g} on the workers and {one:.6g} in one process.",
+            step=self.n,
+            tensor="loss",
+            expected=one,
+            received=many,
+            difference=abs(one - many) / max(abs(one), 1e-12),
+        )
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def gradients(self, row: dict[str, Any]) -> Iterator[Finding]:
+        """Yields findings where the gradients of the update are not those of one process."""
+        mine = {name: whole([u["gradients"].get(name) for u in self.ours]) for name in self.alone["gradients"]}
+        pairs = [(name, g, mine[name]) for name, g in self.alone["gradients"].items() if mine[name] is not None]
+        largest = max((g["s"] ** 0.5 for _, g, _ in pairs), default=0.0)
+        wrong = []
+        for name, expected, got in pairs:
+            assert got is not None
+            apart = abs(got["p"] - expected["p"]) / max(expected["s"] ** 0.5, _SMALL * largest, 1e-30)
+            row["gradients"] = max(row["gradients"] or 0.0, apart)
+            limit = self.tolerance.at(self.n, expected["n"])
+            if not apart <= max(limit, 5e-5 * self.n):
+                wrong.append((name, expected, got, apart))
+        if not wrong:
+            return
+        name, expected, got, apart = wrong[0]
+        cause, sentence = self._why(wrong, pairs)
+        yield Finding(
+            cause=cause,
+            sentence=sentence,
+            step=self.n,
+            module=name.rpartition(".")[0],
+            tensor=f"gradient of {name}",
+            expected=expected["s"] ** 0.5,
+            received=got["s"] ** 0.5,
+            difference=apart,
+        )
+
+    def _why(self, wrong: Sequence[Any], pairs: Sequence[Any]) -> tuple[str, str]:
+        workers, name = len(self.ours), wrong[0][0]
+        if self._back_agrees():
+            return (
+                "gradients-clipped-per-part",
+                f"The gradients agree after backward, and at update {self.n} that of {name} does not: between the two "
+                "each worker scales its part by the norm of that part. Clip with torch.nn.utils.clip_grad_norm_ or "
+                "grad_clip, which take the norm of all parts.",
+            )
+        ratio = _ratio(pairs)
+        if ratio is not None and abs(ratio * workers - 1) < 0.02:
+            nodes = self.alone["nodes"]
+            if any(node.endswith(" sum") or node.startswith("SumBackward") for node in nodes):
+                return (
+                    "loss-sum-instead-of-mean",
+                    f"Each gradient is 1/{workers} of that of one process: the loss adds up the samples of a worker "
+                    "(reduction='sum'), and the exchange takes the mean over the workers. Use the mean, or multiply "
+                    "by the number of workers.",
+                )
+            return (
+                "accumulation-loss-count",
+                f"Each gradient is 1/{workers} of that of one process: the loss is divided by the number of workers, "
+                "and the exchange divides by it again.",
+            )
+        if ratio is not None and abs(ratio / workers - 1) < 0.02:
+            return (
+                "gradients-summed",
+                f"Each gradient is {workers} times that of one process: the gradients of the workers are added up and "
+                "not divided by their number.",
+            )
+        if ratio is not None:
+            return (
+                "accumulation-loss-count",
+                f"Each gradient is {ratio:.4g} times that of one process: the loss or the gradients are divided by the "
+                "wrong count.",
+            )
+        return "unknown", f"The gradient of {name} is not that of one process at update {self.n}."
+
+    def _back_agrees(self) -> bool:
+        """Returns whether the gradients agreed right after the backward pass."""
+        for name, expected in self.alone["back"].items():
+            got = whole([update["back"].get(name) for update in self.ours])
+            limit = max(self.tolerance.at(self.n, expected["n"]), 5e-5 * self.n)
+            if got is None or not abs(got["p"] - expected["p"]) <= limit * max(expected["s"] ** 0.5, 1e-12):
+                return False
+        return bool(self.alone["back"])
+
+    # ---- after the update ----------------------------------------------------------------------------------------
+
+    def parameters(self, row: dict[str, Any]) -> Iterator[Finding]:
+        """Yields the parameter that is furthest from that of one process, where that is too far."""
+        worst: tuple[float, str, dict[str, Any], dict[str, Any]] | None = None
+        kind = self.alone.get("kind_of", "").lower()
+        adaptive = any(word in kind for word in _ADAPTIVE)
+        for name, expected in self.alone["parameters"].items():
+            got = whole([update["parameters"].get(name) for update in self.ours])
+            if got is None:
+                continue
+            size = max(expected["s"] ** 0.5, 1e-12)
+            apart = abs(got["p"] - expected["p"])
+            row["parameters"] = max(row["parameters"] or 0.0, apart / size)
+            limit = max(self.tolerance.at(self.n, expected["n"]), 5e-5 * self.n) * max(size, self.rate)
+            if adaptive:  # the sign of a rounding error moves a parameter by the learning rate
+                limit = max(limit, 2.5 * self.rate * expected["n"] ** 0.5)
+            if not apart <= limit and (worst is None or apart / size > worst[0]):
+                worst = (apart / size, name, expected, got)
+        if worst is not None:
+            apart, name, expected, got = worst
+            yield Finding(
+                cause="unknown",
+                sentence=f"{name} is not that of one process after update {self.n}, though the gradients were.",
+                step=self.n,
+                module=name.rpartition(".")[0],
+                tensor=name,
+                expected=expected["s"] ** 0.5,
+                received=got["s"] ** 0.5,
+                difference=apart,
+            )
+
+    def states(self) -> Iterator[Finding]:
+        """Yields the first optimizer state that is not that of one process."""
+        sizes = [value["s"] ** 0.5 for value in self.alone["states"].values()]
+        largest = max(sizes, default=0.0)
+        for name, expected in self.alone["states"].items():
+            got = whole([update["states"].get(name) for update in self.ours])
+            if got is None:
+                continue
+            parameter, _, key = name.rpartition(" ")
+            size = max(expected["s"] ** 0.5, _SMALL * largest, 1e-30)
+            apart = abs(got["p"] - expected["p"]) / size
+            if not apart <= 4 * max(self.tolerance.at(self.n, expected["n"]), 5e-5 * self.n):
+                yield Finding(
+                    cause="unknown",
+                    sentence=f"The optimizer's {key} of {parameter} is not that of one process after update {self.n}.",
+                    step=self.n,
+                    tensor=name,
+                    expected=expected["s"] ** 0.5,
+                    received=got["s"] ** 0.5,
+                    difference=apart,
+                )
+                return
+
+
+def whole(digests: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Returns the digest of the whole tensor: the mean over copies, the sum over different shards."""
+    given = [digest for digest in digests if digest is not None]
+    if not given:
+        return None
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for digest in given:
+        by_part.setdefault(digest["part"], []).append(digest)
+    means = [
+        {key: sum(d[key] for d in group) / len(group) for key in ("p", "s", "n")} for group in by_part.values()
+    ]  # fmt: skip
+    return {key: sum(mean[key] for mean in means) for key in ("p", "s", "n")}
+
+
+def _ratio(pairs: Sequence[Any]) -> float | None:
+    """Returns the factor between all gradients of both runs; ``None`` where they differ by more than a factor."""
+    top = sum(expected["p"] * got["p"] for _, expected, got in pairs)
+    bottom = sum(expected["p"] ** 2 for _, expected, _ in pairs)
+    if not bottom:
+        return None
+    ratio = float(top / bottom)
+    off = sum((got["p"] - ratio * expected["p"]) ** 2 for _, expected, got in pairs)
+    return ratio if off <= 1e-4 * ratio**2 * bottom and abs(ratio - 1) > 1e-3 else None
+
+
+def _elements(outs: Sequence[dict[str, Any] | None]) -> int:
+    counts = [1]
+    for out in outs:
+        if out is not None:
+            count = 1
+            for size in out["shape"]:
+                count *= size
+            counts.append(count)
+    return max(counts)
+
+
+def _size(groups: Sequence[Sequence[dict[str, Any] | None]]) -> float:
+    return float(sum(out["s"] for outs in groups for out in outs if out is not None) ** 0.5)
+
+
+def _apart(ours: Sequence[Sequence[Any]], alone: Sequence[Any]) -> float | None:
+    """Returns the largest relative difference of the tensors of one call; ``None`` where none can be compared."""
+    found = None
+    for i, other in enumerate(alone):
+        own = [group[i] if i < len(group) else None for group in ours]
+        known = [one for one in own if one is not None]
+        if other is None or len(known) < len(own):
+            continue
+        apart = _tensor_apart(known, other)
+        if apart is not None:
+            found = max(found or 0.0, apart)
+    return found
+
+
+def _tensor_apart(own: Sequence[dict[str, Any]], other: dict[str, Any]) -> float | None:
+    shape = other["shape"]
+    if any(len(one["shape"]) != len(shape) for one in own) or not shape:
+        return None
+    for axis in range(min(len(shape), 2)):
+        rest = [one["shape"][:axis] + one["shape"][axis + 1 :] for one in own]
+        if any(one != shape[:axis] + shape[axis + 1 :] for one in rest):
+            continue
+        if sum(one["shape"][axis] for one in own) != shape[axis]:
+            continue
+        norm = max(other["s"], 1e-30) ** 0.5
+        rows = [one.get(f"rows{axis}") for one in own]
+        mine = other.get(f"rows{axis}")
+        if mine is None or any(one is None for one in rows):
+            return float(abs(sum(one[f"total{axis}"] for one in own) - other[f"total{axis}"]) / norm)
+        together = sorted(value for one in rows if one is not None for value in one)
+        off = sum((a - b) ** 2 for a, b in zip(together, sorted(mine), strict=True))
+        return float(off**0.5 / norm)
+    return None

@@ -1,0 +1,282 @@
+"""Starts the processes of both runs, notices those that wait for each other, and reads their records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet.env import Environment
+from fleet.verify.record_files import read_record
+
+__all__ = ["VerifyRequest", "Run", "start_run"]
+
+_MOST_ENTRIES = 5000
+_LOOK_EVERY_S = 0.05
+_STILL_S = 3.0
+_STILL_SHARE = 0.04  # of a core: what watching threads use while the main thread waits
+_AFTER_FAILURE_S = 3.0
+_WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/fleet/checks/roll_call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """What to run: the script with its arguments, the updates to make, the seconds a run may take."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    workers: int = 2
+    steps: int = 6
+    strategy: str = ""
+    timeout_s: float = 300.0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run: the documents of each rank, and how it ended.
+
+    ``stuck`` is True where all processes waited for each other; ``late`` where the time was over. ``stacks`` has the
+    innermost frames of each rank that had not ended by then, as file:line.
+    """
+
+    folder: Path
+    records: list[list[dict[str, Any]]] = field(default_factory=list)
+    seconds: float = 0.0
+    training_s: float = 0.0
+    stuck: bool = False
+    late: bool = False
+    stacks: dict[int, list[str]] = field(default_factory=dict)
+    codes: list[int | None] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def of_kind(self, rank: int, kind: str) -> list[dict[str, Any]]:
+        """Returns the documents of one kind that ``rank`` wrote."""
+        return [one for one in self.records[rank] if one["kind"] == kind]
+
+    def updates(self, rank: int) -> list[dict[str, Any]]:
+        """Returns the updates of ``rank`` in order."""
+        return self.of_kind(rank, "update")
+
+    def end(self, rank: int) -> dict[str, Any]:
+        """Returns how the script of ``rank`` ended; ``how`` is "killed" where it did not."""
+        found = self.of_kind(rank, "end")
+        return found[-1] if found else {"how": "killed", "error": ""}
+
+    def log(self, rank: int) -> str:
+        """Returns the last lines that ``rank`` printed."""
+        path = self.folder / f"rank{rank}.log"
+        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]) if path.exists() else ""
+
+
+def start_run(
+    request: VerifyRequest,
+    folder: Path,
+    workers: int,
+    *,
+    sources: Sequence[Path] = (),
+    rates: dict[str, list[float]] | None = None,
+    synced: bool = False,
+) -> Run:
+    """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True)
+    began = time.perf_counter()
+    run = Run(folder=folder)
+    port = _free_port()
+    processes = []
+    place = _own_folder(Path.cwd(), folder / "cwd")
+    for rank in range(workers):
+        plan = _plan(request, folder, rank, sources)
+        plan |= {"rates": rates or {}, "synced": synced}
+        processes.append(_start(plan, folder, rank, workers, port, place))
+    try:
+        _watch(run, processes, request.timeout_s)
+    finally:
+        (folder / "go").touch()
+        _end(processes)
+    run.codes = [process.returncode for process in processes]
+    run.records = [read_record(folder / f"rank{rank}") for rank in range(workers)]
+    run.seconds = time.perf_counter() - began
+    run.training_s = max([float(run.end(rank).get("seconds", 0.0)) for rank in range(workers)])
+    options = folder / "rank0" / "options.json"
+    run.options = json.loads(options.read_text(encoding="utf-8")) if options.exists() else {}
+    return run
+
+
+def _plan(request: VerifyRequest, folder: Path, rank: int, sources: Sequence[Path]) -> dict[str, Any]:
+    """Returns what the process of ``rank`` is told."""
+    return {
+        "script": str(request.script),
+        "arguments": [_reaching(argument) for argument in request.arguments],
+        "initial": str(sources[0] / "initial.npz") if sources else "",
+        "folder": str(folder / f"rank{rank}"),
+        "rank": rank,
+        "steps": request.steps,
+        "strategy": request.strategy,
+        "sources": [str(source) for source in sources],
+        "replicas": len(sources),
+        "go": str(folder / "go"),
+        "parent": os.getpid(),
+    }
+
+
+def _own_folder(folder: Path, made: Path) -> Path:
+    """Returns a folder with links to all that is in ``folder``: what one run writes there, the next does not find.
+
+    A folder with very many entries is returned as it is.
+    """
+    entries = list(folder.iterdir())
+    if len(entries) > _MOST_ENTRIES:
+        return folder
+    made.mkdir()
+    for entry in entries:
+        (made / entry.name).symlink_to(entry)
+    return made
+
+
+def _reaching(argument: str) -> str:
+    """Returns ``argument`` with a path that leaves the folder by ".." made absolute."""
+    name, equals, value = argument.rpartition("=")
+    path = Path(value)
+    leaves = ".." in path.parts and not path.is_absolute() and path.exists()
+    return f"{name}{equals}{path.resolve()}" if leaves else argument
+
+
+def _start(
+    plan: dict[str, Any], folder: Path, rank: int, workers: int, port: int, place: Path
+) -> subprocess.Popen[bytes]:
+    path = folder / f"plan{rank}.json"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    inherited = Environment().inherited()
+    kept = {k: v for k, v in inherited.items() if not k.startswith(("PADDLE_", "TORCHELASTIC_", "SLURM_", "OMPI_"))}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        **kept,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONHASHSEED": "0",
+        "FLEET_WAIT_LIMIT": inherited.get("FLEET_WAIT_LIMIT", "5"),
+    }
+    paths = [str(Path(p).absolute()) for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p]
+    env["PYTHONPATH"] = os.pathsep.join([_package_folder(), *paths])
+    with (folder / f"rank{rank}.log").open("wb") as log:
+        command = [sys.executable, "-P", "-m", "fleet.verify.script_runner", str(path)]
+        return subprocess.Popen(
+            command, env=env, cwd=place, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+
+
+def _package_folder() -> str:
+    """Returns the folder that ``import fleet`` was found in."""
+    import fleet
+
+    return str(Path(str(fleet.__file__)).absolute().parent.parent)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _watch(run: Run, processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    failed_since: float | None = None
+    still_since, used = time.monotonic(), _used(processes)
+    while True:
+        done = [(run.folder / f"rank{rank}" / "done").exists() for rank in range(len(processes))]
+        over = [finished or process.poll() is not None for finished, process in zip(done, processes, strict=True)]
+        now = time.monotonic()
+        if all(over):
+            return
+        if any(over) and _has_failed(run, over):
+            failed_since = failed_since or now
+        if failed_since is not None and now - failed_since > _AFTER_FAILURE_S:
+            run.stacks = _stacks(run, processes, over)
+            return
+        if now > deadline:
+            run.late, run.stacks = True, _stacks(run, processes, over)
+            return
+        if now - still_since >= _STILL_S:
+            spent = _used(processes)
+            waiting = [i for i, finished in enumerate(over) if not finished]
+            idle = all(spent[i] - used[i] < _STILL_SHARE * (now - still_since) for i in waiting)
+            stacks = _stacks(run, processes, over) if idle else {}
+            if idle and all(_is_waiting(stacks.get(i, [])) for i in waiting):
+                run.stuck, run.stacks = True, stacks
+                return
+            still_since, used = now, spent
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _has_failed(run: Run, over: Sequence[bool]) -> bool:
+    for rank, finished in enumerate(over):
+        if finished:
+            end = [one for one in read_record(run.folder / f"rank{rank}") if one["kind"] == "end"]
+            if not end or end[-1]["how"] == "failed":
+                return True
+    return False
+
+
+def _used(processes: Sequence[subprocess.Popen[bytes]]) -> list[float]:
+    """Returns the seconds of processor time that each process has used; 0 where the system does not say."""
+    found = []
+    for process in processes:
+        try:
+            words = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            found.append((int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
+        except (OSError, IndexError, ValueError):
+            found.append(time.monotonic())  # unknown: never taken for still
+    return found
+
+
+def _stacks(run: Run, processes: Sequence[subprocess.Popen[bytes]], over: Sequence[bool]) -> dict[int, list[str]]:
+    """Returns the frames of each process that still runs, innermost first, as file:line."""
+    found: dict[int, list[str]] = {}
+    for rank, process in enumerate(processes):
+        if over[rank] or process.poll() is not None:
+            continue
+        path = run.folder / f"rank{rank}" / "stacks.txt"
+        if not path.exists():
+            continue
+        before = path.stat().st_size
+        process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while path.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.05)
+        lines = path.read_bytes()[before:].decode("utf-8", "replace").splitlines()
+        found[rank] = [_frame(line) for line in lines if line.strip().startswith("File ")]
+    return found
+
+
+def _frame(line: str) -> str:
+    file, _, rest = line.strip().removeprefix('File "').partition('", line ')
+    return f"{file}:{rest.partition(' ')[0]}"
+
+
+def _is_waiting(frames: Sequence[str]) -> bool:
+    return any(part in frame for frame in frames[:4] for part in _WAITING)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + 3.0
+    for process in processes:
+        try:
+            process.wait(max(0.05, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,91 @@
+"""Report: what ``python -m fleet verify`` found, for the terminal, as JSON and for the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["CAUSES", "Finding", "Outcome", "Report"]
+
+Outcome = Literal["equal", "differs", "not_comparable"]
+
+EXIT_CODES: dict[Outcome, int] = {"equal": 0, "differs": 1, "not_comparable": 2}
+
+CAUSES = (
+    "sampler-without-set-epoch",
+    "no-distributed-sampler",
+    "batchnorm-statistics",
+    "accumulation-loss-count",
+    "dropout-seeded-alike",
+    "parameter-in-no-optimizer",
+    "tied-weights-apart",
+    "gradients-clipped-per-part",
+    "buffer-not-synchronised",
+    "collective-on-one-rank",
+    "learning-rate-scaled-twice",
+    "option-changed-nothing",
+    "samples-left-out",
+    "samples-seen-twice",
+    "initial-weights-differ",
+    "gradients-not-averaged",
+    "gradients-summed",
+    "optimizer-of-other-parameters",
+    "loss-sum-instead-of-mean",
+    "scheduler-stepped-unevenly",
+    "ranks-take-different-numbers-of-steps",
+    "unseeded-randomness",
+    "unknown",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One difference and its likely cause.
+
+    ``cause`` is one of :data:`CAUSES`, ``sentence`` says it in words. ``expected`` is what one process had and
+    ``received`` what the workers had: a number that stands for a tensor is its norm. ``step`` counts updates from 1,
+    and 0 is before the first one. ``where`` is a place in the user's files, or ``""``.
+    """
+
+    cause: str
+    sentence: str
+    step: int | None = None
+    rank: int | None = None
+    module: str = ""
+    tensor: str = ""
+    expected: Any = None
+    received: Any = None
+    difference: float | None = None
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        if self.cause not in CAUSES:
+            raise ValueError(f"{self.cause!r} is none of the causes of fleet.verify.report.CAUSES.")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The result of one comparison; the first finding is the first difference.
+
+    ``per_step`` has a row for each update: ``step``, ``loss_one``, ``loss_many``, and the largest relative differences
+    ``outputs``, ``gradients`` and ``parameters`` (``None`` where nothing was compared). Times are seconds.
+    """
+
+    outcome: Outcome
+    steps: int
+    workers: int
+    tolerance: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    per_step: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 differs, 2 could not be compared."""
+        return EXIT_CODES[self.outcome]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as values that JSON has."""
+        return {**asdict(self), "exit_code": self.exit_code}

@@ -1,0 +1,288 @@
+"""``python -m fleet.verify.script_runner PLAN``: runs a script as one process of a comparison.
+
+``PLAN`` is a JSON file: script, arguments, folder for the record, steps, strategy file, folders of the workers' records
+(for the single process), learning rates.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fleet import facade
+from fleet.checks.roll_call import RollCall
+from fleet.options import DistributedStrategy
+from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.update_rule import RuleWrapper
+from fleet.verify.draw_replay import Draws, install_draws
+from fleet.verify.loader_replay import ReplayedBatches, install_batches, is_library, user_site
+from fleet.verify.record_files import RecordFile
+from fleet.verify.run_recording import Recording, StopTraining
+
+# What only says how the work is divided or exchanged: one process trains without it.
+DIVIDING = (
+    "sharding",
+    "tensor_parallel",
+    "recompute",
+    "fp16_allreduce",
+    "localsgd",
+    "adaptive_localsgd",
+    "dgc",
+    "to_static",
+    "use_hierarchical_allreduce",
+    "sync_batch_norm",
+)
+_COLLECTIVES = (
+    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "gather", "scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "gather_object",
+    "broadcast_object_list", "monitored_barrier",
+)  # fmt: skip
+_PARENT_AWAY_S = 600.0
+
+
+def main(argv: list[str]) -> int:
+    """Runs the script of the plan in ``argv[0]``."""
+    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    rank = plan["rank"]
+    record = RecordFile(Path(plan["folder"]))
+    stacks = (record.folder / "stacks.txt").open("w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1000 + rank)
+    sources = [Path(source) for source in plan["sources"]]
+    draws = Draws(record.folder, sources)
+    loading = _Loading(draws)
+    batches = ReplayedBatches(record, loading, sources)
+    recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
+    recording.initial = Path(plan["initial"]) if plan["initial"] else None
+    _install(recording, draws, batches, plan, alone=bool(sources))
+    started = time.perf_counter()
+    how, error = _run_script(plan)
+    record.write(
+        "end", how=how, error=error, seconds=time.perf_counter() - started, unequal_draws=draws.unequal,
+        counts=recording.counts(), **recording.coverage(),
+    )  # fmt: skip
+    sys.stdout.flush()
+    sys.stderr.flush()
+    (record.folder / "done").touch()
+    _wait_for_parent(plan)
+    os._exit(0)
+
+
+class _Loading:
+    """Says whether a DataLoader is at work; the training loop begins with the first batch."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def __call__(self, entered: bool) -> None:
+        self._draws.active = not entered
+
+
+def _run_script(plan: dict[str, Any]) -> tuple[str, str]:
+    """Returns how the script ended, and the text of its error."""
+    script = plan["script"]
+    sys.argv = [script, *plan["arguments"]]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except StopTraining:
+        return "stopped", ""
+    except SystemExit as stop:
+        return ("ended", "") if not stop.code else ("failed", f"SystemExit: {stop.code}")
+    except BaseException as error:
+        places = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+        own = [place for place in places if not is_library(place.rpartition(":")[0])]
+        traceback.print_exc()
+        return "failed", f"{type(error).__name__}: {error}\n@{own[-1] if own else ''}"
+    return "ended", ""
+
+
+def _wait_for_parent(plan: dict[str, Any]) -> None:
+    """Keeps sockets and the store open until the other workers need them no more."""
+    deadline = time.monotonic() + _PARENT_AWAY_S
+    go = Path(plan["go"])
+    while not go.exists() and time.monotonic() < deadline and os.getppid() == plan["parent"]:
+        time.sleep(0.02)
+
+
+def _install(
+    recording: Recording, draws: Draws, batches: ReplayedBatches, plan: dict[str, Any], *, alone: bool
+) -> None:
+    install_batches(batches)
+    install_draws(draws)
+    backward = recording.around_backward(torch.autograd.backward)
+    torch.autograd.backward = backward
+    register_module_forward_pre_hook(_before(recording))
+    register_module_forward_hook(recording.after_forward, always_call=True)
+    register_optimizer_step_pre_hook(recording.before_update)
+    register_optimizer_step_post_hook(recording.after_update)
+    FleetOptimizer.step = recording.around_step(FleetOptimizer.step)  # type: ignore[method-assign]
+    RuleWrapper.step = _rule_step(recording, RuleWrapper.step)  # type: ignore[method-assign]
+    _watch_optimizers(recording)
+    _watch_collectives(recording.record)
+    _choose_options(plan, alone)
+    if alone:
+        functional.batch_norm = _in_parts(functional.batch_norm, plan, recording)
+
+
+def _before(recording: Recording) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, nn.RNNBase) and module.dropout:
+            module.dropout = 0.0  # its draws are made inside torch and cannot be replaced
+            recording.record.write("note", text="dropout inside recurrent layers was off in both runs")
+        recording.before_forward(module, inputs)
+        if recording._stack[-1][1] and not any(noted for _, noted in recording._stack[:-1]):
+            recording.entry_buffers(module)
+
+    return before
+
+
+def _rule_step(recording: Recording, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the step of Fleet's own update rules, which then tells of its update as torch's optimizers do."""
+
+    @wraps(step)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recording.before_update(self)
+        result = step(self, *args, **kwargs)
+        recording.after_update(self)
+        return result
+
+    return run
+
+
+def _watch_optimizers(recording: Recording) -> None:
+    build = Optimizer.__init__
+
+    @wraps(build)
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if not isinstance(self, OptimizerWrapper):
+            recording.optimizers.append(weakref.ref(self))
+
+    Optimizer.__init__ = built  # type: ignore[method-assign]
+
+
+def _watch_collectives(record: RecordFile) -> None:
+    inside = [0]
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            own = not inside[0] and not is_library(sys._getframe(1).f_code.co_filename)
+            if own and (group is None or group is dist.group.WORLD):
+                record.write("collective", name=f"torch.distributed.{name}", where=user_site())
+            inside[0] += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                inside[0] -= 1
+
+        return run
+
+    for name in _COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, watched(name, getattr(dist, name)))
+    meet = RollCall.meet
+
+    @wraps(meet)
+    def met(self: Any, call: str, *args: Any, **kwargs: Any) -> Any:
+        if not inside[0]:
+            record.write("collective", name=call, where=user_site())
+        inside[0] += 1
+        try:
+            return meet(self, call, *args, **kwargs)
+        finally:
+            inside[0] -= 1
+
+    RollCall.meet = met  # type: ignore[method-assign]
+
+
+def _choose_options(plan: dict[str, Any], alone: bool) -> None:
+    """Makes ``fleet.init`` take the strategy of ``--strategy``; one process leaves out what divides the work."""
+    place: Any = facade
+    start = place.start_session
+
+    def started(role_maker: Any, is_collective: bool, options: Any) -> Any:
+        if plan["strategy"]:
+            options = DistributedStrategy.load(plan["strategy"])
+        if alone:
+            options = alone_options(options)
+        session = start(role_maker, is_collective, options)
+        values = {name: True for name in _switches(session.options)}
+        Path(plan["folder"], "options.json").write_text(json.dumps(values), encoding="utf-8")
+        return session
+
+    place.start_session = started
+
+
+def _switches(options: Any) -> list[str]:
+    from fleet.strategies import REGISTRY
+
+    return [name for name, one in REGISTRY.items() if one.default is False and options[name]]
+
+
+def alone_options(options: Any) -> Any:
+    """Returns the options that one process trains with: those that change what is computed."""
+    made = copy.deepcopy(options)
+    for name in DIVIDING:
+        if made[name]:
+            setattr(made, name, False)
+    if made.is_set("hybrid_configs"):
+        made.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1, "sep_degree": 1}
+    return made
+
+
+def _in_parts(original: Callable[..., Tensor], plan: dict[str, Any], recording: Recording) -> Callable[..., Tensor]:
+    """Returns batch norm with the statistics of each worker's samples; worker 0's are the ones that are kept."""
+
+    @wraps(original)
+    def normed(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        parts = plan["replicas"]
+        synced = plan["synced"] or isinstance(recording._stack[-1][0] if recording._stack else None, nn.SyncBatchNorm)
+        if not training or synced or parts < 2 or input.shape[0] % parts or not torch.is_grad_enabled():
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        made = []
+        for i, rows in enumerate(input.chunk(parts)):
+            kept = (running_mean, running_var) if i == 0 else (None, None)
+            made.append(original(rows, *kept, weight, bias, training, momentum, eps))
+        return torch.cat(made)
+
+    return normed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

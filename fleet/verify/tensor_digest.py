@@ -1,0 +1,124 @@
+"""Digests: a few numbers that stand for a tensor, so that two runs are compared without keeping their tensors.
+
+[Note: Digests]
+A projection is the inner product with a fixed vector of normal random numbers. Two tensors that differ by ``d`` have
+projections that differ by about the norm of ``d``, whatever the difference looks like. Projections are linear: those
+of the shards of one tensor add up to that of the whole, and the mean over workers is that of the mean tensor. Rows are
+projected one by one, so that the rows of all workers can be laid beside those of one process in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["MOST_ROWS", "content", "rows_digest", "whole_digest"]
+
+MOST_ROWS = 4096
+_SEED = 20240607
+_CHUNK = 1 << 20
+
+_vectors: dict[str, Tensor] = {}
+
+
+def _vector(length: int) -> Tensor:
+    """Returns ``length`` normal random numbers, the same ones in every process; repeats after 16 Mi elements."""
+    known = _vectors.get("v")
+    if known is None or len(known) < length:
+        size = min(max(_CHUNK, length), 16 * _CHUNK)
+        made = torch.empty(size)
+        for start in range(0, size, _CHUNK):  # chunk by chunk: the first numbers do not depend on the size
+            stop = min(start + _CHUNK, size)
+            generator = torch.Generator().manual_seed(_SEED + start)
+            made[start:stop] = torch.randn(_CHUNK, generator=generator)[: stop - start]
+        known = _vectors["v"] = made
+    if length > len(known):
+        return known.repeat(-(-length // len(known)))[:length]
+    return known[:length]
+
+
+@torch.no_grad()
+def whole_digest(tensor: Tensor) -> dict[str, Any]:
+    """Returns projection, sum of squares and number of elements; of a DTensor those of this worker's shard.
+
+    ``part`` names the shard: equal ones are copies, and the numbers of different ones add up to those of the whole.
+    """
+    tensor = tensor.detach()
+    part, vector = "", None
+    if isinstance(tensor, DTensor):
+        tensor, vector, part = _shard_of(tensor)
+    flat = _plain(tensor)
+    vector = _vector(flat.numel()) if vector is None else vector
+    return {
+        "p": float(_dot(flat, vector)),
+        "s": float(_dot(flat, flat)),
+        "n": flat.numel(),
+        "part": part,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+
+
+def _shard_of(tensor: DTensor) -> tuple[Tensor, Tensor, str]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local = tensor.to_local()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    vector = _vector(tensor.numel()).view(tensor.shape)
+    for axis, (size, start) in enumerate(zip(shape, offset, strict=True)):
+        vector = vector.narrow(axis, min(start, tensor.shape[axis]), size)
+    return local, vector.reshape(-1), f"{tuple(offset)}+{tuple(shape)}"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1) if tensor.is_floating_point() else tensor.reshape(-1).to(torch.float32)
+
+
+def _dot(left: Tensor, right: Tensor) -> float:
+    """Returns the inner product, added up in float64 over chunks."""
+    if left.numel() <= 65536:
+        return float(left.double() @ right.double())
+    left, right = left.float(), right.float()
+    return math.fsum(float(a @ b) for a, b in zip(left.split(16384), right.split(16384), strict=True))
+
+
+@torch.no_grad()
+def rows_digest(tensor: Tensor) -> dict[str, Any] | None:
+    """Returns shape, sum of squares, and for the first two dimensions the projection of each row and their sum."""
+    if isinstance(tensor, DTensor) or tensor.is_meta:
+        return None
+    tensor = tensor.detach()
+    plain = _plain(tensor).view(tensor.shape) if not tensor.is_complex() and not tensor.is_sparse else None
+    if plain is None or plain.numel() == 0:
+        return None
+    found: dict[str, Any] = {
+        "shape": list(plain.shape),
+        "s": float(_dot(plain.reshape(-1), plain.reshape(-1))),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+    if plain.ndim == 0:
+        return {**found, "value": float(plain)}
+    for axis in range(min(plain.ndim, 2)):
+        rows = plain.transpose(0, axis).reshape(plain.shape[axis], -1)
+        projected = rows.float() @ _vector(rows.shape[1]) if rows.shape[1] > 1 else rows[:, 0].double()
+        found[f"total{axis}"] = float(projected.double().sum())
+        if len(projected) <= MOST_ROWS:
+            found[f"rows{axis}"] = [float(f"{x:.9g}") for x in projected.double().tolist()]
+    return found
+
+
+def content(value: Any) -> str:
+    """Returns a short hash of the bytes of a tensor; ``""`` for something else."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        return ""
+    plain = value.detach().cpu().contiguous()
+    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()

@@ -1,0 +1,90 @@
+"""``python -m fleet verify SCRIPT``: proof that a strategy, or having N workers, did not change the training.
+
+Runs a few updates of a script on one process and on N, on the CPU, with the same seeds and samples, and compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fleet.errors import ConfigError
+from fleet.verify.paired_runs import VerifyRequest
+from fleet.verify.report import Finding, Report
+from fleet.verify.run_comparison import compare_runs
+
+_HEADS = {"equal": "EQUAL", "differs": "DIFFERS", "not_comparable": "COULD NOT BE COMPARED"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compares the two runs and prints the report; returns 0 equal, 1 differs, 2 could not be compared."""
+    try:
+        arguments = _parser().parse_args(list(argv))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    script = Path(arguments.script)
+    if not script.is_file():
+        raise ConfigError(f"{arguments.script!r} is no file. Give the path of the training script.")
+    if arguments.strategy and not Path(arguments.strategy).is_file():
+        raise ConfigError(f"--strategy {arguments.strategy!r} is no file. Give the path of a strategy as YAML.")
+    given = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
+    request = VerifyRequest(
+        script=script.resolve(),
+        arguments=tuple(given),
+        workers=arguments.nproc_per_node,
+        steps=arguments.steps,
+        strategy=str(Path(arguments.strategy).resolve()) if arguments.strategy else "",
+        timeout_s=arguments.timeout,
+    )
+    report = compare_runs(request, Path(arguments.keep) if arguments.keep else None)
+    print(text_of(report))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1, default=str) + "\n", encoding="utf-8")
+    if arguments.html:
+        from fleet.verify.report_page import write_page
+
+        write_page(report, Path(arguments.html))
+    return report.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fleet verify", description=__doc__)
+    parser.add_argument("script", help="the training script, run unchanged")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, after --")
+    parser.add_argument("--nproc_per_node", type=_at_least(2), default=2, metavar="N", help="workers (default: 2)")
+    parser.add_argument("--steps", type=_at_least(1), default=6, metavar="K", help="updates to compare (default: 6)")
+    parser.add_argument("--strategy", metavar="FILE", help="strategy as YAML, in place of the script's own")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a run (default: 300)")
+    parser.add_argument("--json", metavar="FILE", help="writes the report as JSON")
+    parser.add_argument("--html", metavar="FILE", help="writes the report as one HTML page")
+    parser.add_argument("--keep", metavar="FOLDER", help="keeps what the processes wrote down and printed")
+    return parser
+
+
+def _at_least(least: int):  # type: ignore[no-untyped-def]
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; it takes a number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def text_of(report: Report) -> str:
+    """Returns the report as lines for a terminal."""
+    lines = [f"{_HEADS[report.outcome]}: {report.steps} updates on {report.workers} workers and on one process"]
+    lines += [f"  within {report.tolerance['text']}"] if report.outcome == "equal" else []
+    for i, finding in enumerate(report.findings):
+        lines += [f"{'First difference' if i == 0 else 'Also'}: {finding.sentence}", *_facts(finding)]
+    lines += [f"note: {note}" for note in report.notes]
+    seconds = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {s:.1f} s" for name, s in report.timings.items())
+    return "\n".join([*lines, f"time: {seconds}"])
+
+
+def _facts(finding: Finding) -> list[str]:
+    names = ("cause", "step", "rank", "module", "tensor", "expected", "received", "difference", "where")
+    given = [(name, getattr(finding, name)) for name in names]
+    shown = [(name, f"{value:.6g}" if isinstance(value, float) else value) for name, value in given]
+    return [f"  {name:10} {value}" for name, value in shown if value is not None and value != ""]

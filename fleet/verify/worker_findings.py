@@ -1,0 +1,292 @@
+"""What the records of the workers say by themselves: where they differ from each other, and what nobody updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fleet.verify.paired_runs import Run
+from fleet.verify.report import Finding
+
+__all__ = ["differing", "worker_findings"]
+
+_CLOSE = 1e-6
+
+
+def worker_findings(many: Run, one: Run, ranks: Sequence[int], *, parts: bool, local: bool) -> list[Finding]:
+    """Returns what ``ranks`` have differently that should be equal.
+
+    ``parts`` says that workers hold parts of the model, ``local`` that a strategy trains each worker apart for a while.
+    """
+    found: list[Finding] = []
+    if not parts:
+        found += _initial(many, ranks)
+        found += _ties(many, one, ranks[0])
+    found += _rates(many, one, ranks)
+    if not parts:
+        found += _modes(many, ranks, local=local)
+        found += [] if local else _buffers(many, one, ranks) + _gradients(many, ranks)
+    found += _masks(many, ranks)
+    return found + _uncovered(one)
+
+
+def _pairs(many: Run, ranks: Sequence[int]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yields the number of each update with the documents of all ranks."""
+    for updates in zip(*(many.updates(rank) for rank in ranks), strict=False):
+        yield updates[0]["n"], list(updates)
+
+
+def differing(digests: Sequence[dict[str, Any]], tolerance: float = _CLOSE) -> float | None:
+    """Returns the relative difference of one tensor on several workers; ``None`` where it is equal."""
+    if len({d["part"] for d in digests}) > 1 or digests[0]["part"]:
+        return None
+    size = max(d["s"] for d in digests) ** 0.5
+    apart = max(d["p"] for d in digests) - min(d["p"] for d in digests)
+    return apart / size if size and not apart <= tolerance * size else None
+
+
+def _initial(many: Run, ranks: Sequence[int]) -> list[Finding]:
+    for starts in zip(*(many.of_kind(rank, "start") for rank in ranks), strict=False):
+        for name in starts[0]["values"]:
+            digests = [start["values"].get(name) for start in starts]
+            apart = differing([d for d in digests if d is not None])
+            if apart is not None:
+                return [
+                    Finding(
+                        cause="initial-weights-differ",
+                        sentence=f"The workers begin with different values of {name}: seed them alike before the model "
+                        "is made, or wrap the model, which sends worker 0's values.",
+                        step=0,
+                        rank=ranks[1],
+                        module=name.rpartition(".")[0],
+                        tensor=name,
+                        expected=_norm(digests[0]),
+                        received=_norm(digests[1]),
+                        difference=apart,
+                    )
+                ]
+    return []
+
+
+def _norm(digest: dict[str, Any] | None) -> float | None:
+    return None if digest is None else float(digest["s"] ** 0.5)
+
+
+def _ties(many: Run, one: Run, rank: int) -> list[Finding]:
+    for ours, alone in zip(many.of_kind(rank, "start"), one.of_kind(0, "start"), strict=False):
+        known = [set(group) for group in ours["ties"]]
+        for group in alone["ties"]:
+            if not any(set(group) <= other for other in known):
+                return [
+                    Finding(
+                        cause="tied-weights-apart",
+                        sentence=f"{' and '.join(group)} are one parameter in one process and come apart on the "
+                        "workers: something made new parameters of them after they were tied.",
+                        step=0,
+                        module=group[-1].rpartition(".")[0],
+                        tensor=group[-1],
+                        expected=f"shares its memory with {group[0]}",
+                        received="a parameter of its own",
+                    )
+                ]
+    return []
+
+
+def _rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
+    for n, updates in _pairs(many, ranks):
+        rates = [update["rates"] for update in updates]
+        for rank, values in zip(ranks[1:], rates[1:], strict=True):
+            if values != rates[0]:
+                return [
+                    Finding(
+                        cause="scheduler-stepped-unevenly",
+                        sentence=f"At update {n} worker {rank} has the learning rate {values[0]:g} and worker "
+                        f"{ranks[0]} has {rates[0][0]:g}: the scheduler is not stepped by every worker alike.",
+                        step=n,
+                        rank=rank,
+                        tensor="learning rate",
+                        expected=rates[0][0],
+                        received=values[0],
+                    )
+                ]
+    return _scaled_rates(many, one, ranks)
+
+
+def _scaled_rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
+    workers = len(many.records)
+    for ours, alone in zip(many.updates(ranks[0]), one.updates(0), strict=False):
+        for mine, other in zip(ours["rates"], alone["rates"], strict=False):
+            if other and mine / other > 1.05 * workers:
+                return [
+                    Finding(
+                        cause="learning-rate-scaled-twice",
+                        sentence=f"At update {ours['n']} the learning rate is {mine / other:.3g} times that of one "
+                        f"process, and there are {workers} workers: it is multiplied by their number more than once.",
+                        step=ours["n"],
+                        tensor="learning rate",
+                        expected=other * workers,
+                        received=mine,
+                        difference=mine / (other * workers) - 1,
+                    )
+                ]
+    return []
+
+
+def _modes(many: Run, ranks: Sequence[int], *, local: bool) -> list[Finding]:
+    """Batch norm that trains on one worker and not on another, or starts a step with statistics of its own."""
+    for n, updates in _pairs(many, ranks):
+        for name, training in updates[0]["modes"].items():
+            for rank, update in zip(ranks[1:], updates[1:], strict=True):
+                if update["modes"].get(name, training) != training:
+                    off = ranks[0] if not training else rank
+                    return [
+                        Finding(
+                            cause="batchnorm-statistics",
+                            sentence=f"At update {n} the batch norm {name} of worker {off} is in evaluation mode and "
+                            "that of the others in training mode: call model.train() after an evaluation on every "
+                            "worker.",
+                            step=n,
+                            rank=off,
+                            module=name,
+                            expected="training mode",
+                            received="evaluation mode",
+                        )
+                    ]
+        found = [] if local else _entry(n, updates, ranks)
+        if found:
+            return found
+    return []
+
+
+def _entry(n: int, updates: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Finding]:
+    names = [name for name in updates[0]["entry"] if name.rpartition(".")[0] in updates[0]["modes"]]
+    for name in names:
+        digests = [update["entry"][name] for update in updates if name in update["entry"]]
+        apart = differing(digests) if len(digests) == len(updates) else None
+        if apart is not None:
+            return [
+                Finding(
+                    cause="batchnorm-statistics",
+                    sentence=f"The workers begin update {n} with different running statistics in {name}: nobody sends "
+                    "worker 0's to the others, so what is saved depends on who saves.",
+                    step=n,
+                    rank=ranks[1],
+                    module=name.rpartition(".")[0],
+                    tensor=name,
+                    expected=_norm(digests[0]),
+                    received=_norm(digests[1]),
+                    difference=apart,
+                )
+            ]
+    return []
+
+
+def _buffers(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
+    """Buffers, other than those of batch norm, that differ between the workers and from one process after an update."""
+    alone = {update["n"]: update for update in one.updates(0)}
+    for n, updates in _pairs(many, ranks):
+        for name, first in updates[0]["buffers"].items():
+            digests = [update["buffers"].get(name, first) for update in updates]
+            apart = differing(digests)
+            norm = name.rpartition(".")[0] in updates[0]["modes"]
+            other = alone.get(n, {}).get("buffers", {}).get(name)
+            if apart is None or norm or (other is not None and differing([first, other], 1e-4) is None):
+                continue
+            return [
+                Finding(
+                    cause="buffer-not-synchronised",
+                    sentence=f"The buffer {name} follows each worker's own samples and is not averaged: after update "
+                    f"{n} it differs between the workers.",
+                    step=n,
+                    rank=ranks[1],
+                    module=name.rpartition(".")[0],
+                    tensor=name,
+                    expected=_norm(other),
+                    received=_norm(digests[1]),
+                    difference=apart,
+                )
+            ]
+    return []
+
+
+def _gradients(many: Run, ranks: Sequence[int]) -> list[Finding]:
+    for n, updates in _pairs(many, ranks):
+        for name in updates[0]["gradients"]:
+            digests = [update["gradients"][name] for update in updates if name in update["gradients"]]
+            moved = [update["parameters"][name] for update in updates if name in update["parameters"]]
+            if len(digests) < len(updates) or differing(digests, 1e-5) is None or differing(moved, 1e-9) is None:
+                continue
+            return [
+                Finding(
+                    cause="gradients-not-averaged",
+                    sentence=f"Each worker updates {name} with the gradient of its own samples: its model was not "
+                    "given to distributed_model(), or a pass went around the wrapped model.",
+                    step=n,
+                    rank=ranks[1],
+                    module=name.rpartition(".")[0],
+                    tensor=f"gradient of {name}",
+                    expected=_norm(digests[0]),
+                    received=_norm(digests[1]),
+                    difference=differing(digests, 0.0),
+                )
+            ]
+    return []
+
+
+def _masks(many: Run, ranks: Sequence[int]) -> list[Finding]:
+    if len(ranks) < 2:
+        return []
+    seen = 0
+    for n, updates in _pairs(many, ranks):
+        masks = [update["masks"] for update in updates]
+        seen += len(masks[0])
+        if not masks[0]:
+            continue
+        if any(other != masks[0] for other in masks[1:]):
+            return []
+        return [
+            Finding(
+                cause="dropout-seeded-alike",
+                sentence=f"All workers drop the same units of their different samples at update {n}: seed each worker "
+                "differently after the model is made, such as torch.manual_seed(seed + fleet.worker_index()).",
+                step=n,
+                rank=ranks[1],
+                expected="masks that differ between the workers",
+                received=f"{len(masks[0])} equal masks",
+            )
+        ]
+    return []
+
+
+def _uncovered(one: Run) -> list[Finding]:
+    end = one.end(0)
+    trained, held = set(end.get("with_gradient", ())), set(end.get("held", ()))
+    missing = sorted(trained - held)
+    if not missing or not one.updates(0):
+        return []
+    if not trained & held:
+        return [
+            Finding(
+                cause="optimizer-of-other-parameters",
+                sentence="No parameter of the model that is trained is in an optimizer: the optimizer was made for "
+                "another model, or before the model was copied or converted.",
+                step=1,
+                module=missing[0].rpartition(".")[0],
+                tensor=missing[0],
+                expected="in an optimizer",
+                received="in none",
+            )
+        ]
+    return [
+        Finding(
+            cause="parameter-in-no-optimizer",
+            sentence=f"{', '.join(missing[:4])} {'gets' if len(missing) == 1 else 'get'} gradients and "
+            f"{'is' if len(missing) == 1 else 'are'} in no optimizer, so nothing updates "
+            f"{'it' if len(missing) == 1 else 'them'}.",
+            step=1,
+            module=missing[0].rpartition(".")[0],
+            tensor=missing[0],
+            expected="in an optimizer",
+            received="in none",
+        )
+    ]

@@ -1,0 +1,101 @@
+"""What is right is found equal: correct scripts, the examples, and every pair of strategies that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fleet
+from fleet.errors import ConfigError
+from fleet.strategies import plan
+from tests.helpers.sources import ROOT
+from tests.helpers.verifying import verify
+from tests.strategies.test_training_contract import examples, fitted, pairs
+
+FOLDER = Path("tests/fleet/verify")
+CLEAN = sorted(path.relative_to(ROOT) for path in (ROOT / FOLDER / "clean").glob("*.py"))
+# These are `slow`; the others are `long`.
+SAMPLE = {"sync_batch_norm", "dropout", "sharded"}
+PAIR_SAMPLE = {"amp+gradient_merge", "lamb+tensor_parallel"}
+
+_TINY_IMAGES = ("--image-size", "7", "--width", "4", "--epochs", "2", "--max-batches", "3", "--batch-size", "8")
+_TINY_TEXT = (
+    "--hidden",
+    "32",
+    "--steps",
+    "6",
+    "--layers",
+    "2",
+    "--length",
+    "16",
+    "--batch-size",
+    "8",
+    "--sample-bytes",
+    "0",
+)
+EXAMPLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "resnet": ("examples/resnet/train_fleet_dygraph.py", _TINY_IMAGES),
+    "resnet_checkpoint": ("examples/resnet/train_fleet_dygraph_ckpt.py", (*_TINY_IMAGES, "--checkpoint", "c.pdparams")),
+    "gpt_mp": ("examples/gpt/train_fleet_hybrid.py", (*_TINY_TEXT, "--strategy", "examples/gpt/configs/mp2.yaml")),
+    "gpt_pp": ("examples/gpt/train_fleet_hybrid.py", (*_TINY_TEXT, "--strategy", "examples/gpt/configs/pp2.yaml")),
+    "gpt_dp": ("examples/gpt/train_fleet_hybrid.py", (*_TINY_TEXT, "--strategy", "examples/gpt/configs/dp2.yaml")),
+    "gpt_plan": ("examples/gpt/train_fleet_plan.py", (*_TINY_TEXT, "--strategy", "examples/gpt/configs/plan_mp2.yaml")),
+}
+
+
+def options_of(first: str, second: str) -> dict[str, Any]:
+    """Returns the options of the contract tests for a pair, on two workers."""
+    return fitted({**examples(first), **examples(second)}, 2)
+
+
+def trains(first: str, second: str) -> bool:
+    """Returns whether a pair is not refused."""
+    strategy = fleet.DistributedStrategy()
+    try:
+        strategy.update(options_of(first, second))
+        plan(strategy, 2)
+    except ConfigError:
+        return False
+    return True
+
+
+PAIRS = [pair for pair in pairs() if trains(*pair)]
+
+
+def sampled(names: list[str], sample: set[str]) -> list[Any]:
+    """Returns test parameters: those of the sample are slow, the others long."""
+    assert sample <= set(names)
+    return [pytest.param(n, marks=pytest.mark.slow if n in sample else pytest.mark.long, id=n) for n in names]
+
+
+def assert_equal(report: dict[str, Any]) -> None:
+    """Asserts that nothing differs, and that steps were compared."""
+    assert report["outcome"] == "equal", (report["findings"], report["notes"])
+    assert report["findings"] == []
+    assert report["steps"] >= 2
+
+
+@pytest.mark.parametrize("name", sampled([path.stem for path in CLEAN], SAMPLE))
+def test_a_correct_script_is_equal(name: str, tmp_path: Path) -> None:
+    assert_equal(verify(FOLDER / "clean" / f"{name}.py", tmp_path))
+
+
+@pytest.mark.parametrize("name", sampled(list(EXAMPLES), {"resnet"}))
+def test_an_example_is_equal(name: str, tmp_path: Path) -> None:
+    script, arguments = EXAMPLES[name]
+    folders = {".yaml": ROOT, ".pdparams": tmp_path}
+    given = [str(folders[Path(one).suffix] / one) if Path(one).suffix in folders else one for one in arguments]
+    assert_equal(verify(Path(script), tmp_path, "--steps", "4", arguments=given))
+
+
+@pytest.mark.parametrize("name", sampled(["+".join(pair) for pair in PAIRS], PAIR_SAMPLE))
+def test_a_pair_that_trains_is_equal(name: str, tmp_path: Path) -> None:
+    first, second = name.split("+")
+    file = tmp_path / "strategy.yaml"
+    file.write_text(yaml.safe_dump(options_of(first, second)), encoding="utf-8")
+    wants = {"lamb": "--adam", "pipeline": "--pipeline"}
+    arguments = [wants[one] for one in (first, second) if one in wants]
+    assert_equal(verify(FOLDER / "pair_training.py", tmp_path, "--strategy", str(file), arguments=arguments))

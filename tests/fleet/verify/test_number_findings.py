@@ -1,0 +1,49 @@
+"""The mean of the workers' gradients beside that of one process, from records made by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleet.verify.number_findings import Tolerance, compare_numbers, whole
+from fleet.verify.paired_runs import Run
+from fleet.verify.tensor_digest import whole_digest
+
+G = torch.randn(20, generator=torch.Generator().manual_seed(0))
+
+
+def update(gradient: torch.Tensor, *nodes: str) -> dict[str, Any]:
+    digest = {"w": whole_digest(gradient)}
+    same = {"kind": "update", "optimizer": 0, "n": 1, "rates": [0.1], "forward": [], "losses": [1.0], "kind_of": "SGD"}
+    return {**same, "nodes": list(nodes), "gradients": digest, "back": digest, "parameters": {}, "states": {}}
+
+
+def causes(workers: list[torch.Tensor], *nodes: str) -> list[str]:
+    many = Run(folder=Path("many"), records=[[update(g)] for g in workers])
+    one = Run(folder=Path("one"), records=[[update(G, *nodes)]])
+    made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+    assert made.matched
+    return [found.cause for found in made.findings]
+
+
+def test_rounding_errors_are_no_finding() -> None:
+    assert causes([G * (1 + 1e-6)] * 2) == []
+
+
+@pytest.mark.parametrize(
+    ("factor", "node", "cause"),
+    [
+        (2.0, "MeanBackward0", "gradients-summed"),
+        (0.5, "NllLossBackward0 sum", "loss-sum-instead-of-mean"),
+        (0.5, "DivBackward0", "accumulation-loss-count"),
+    ],
+)
+def test_a_factor_names_its_cause(factor: float, node: str, cause: str) -> None:
+    assert causes([G * factor] * 2, node) == [cause]
+
+
+def test_shards_add_up_and_copies_are_averaged() -> None:
+    digest = {"p": 1.0, "s": 1.0, "n": 4}
+    assert whole([{**digest, "part": "a"}, {**digest, "part": "b"}]) == {"p": 2.0, "s": 2.0, "n": 8}
+    assert whole([{**digest, "part": ""}, {**digest, "part": ""}]) == {"p": 1.0, "s": 1.0, "n": 4}

@@ -1,0 +1,29 @@
+"""Runs have folders of their own, and arguments that leave the folder still reach what they name."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fleet.verify.paired_runs import _frame, _own_folder, _reaching
+
+
+def test_what_a_run_writes_stays_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "data.txt").write_text("x")
+    made = _own_folder(tmp_path / "user", tmp_path / "run")
+    (made / "checkpoint.pt").write_text("y")
+    assert (made / "data.txt").read_text() == "x"
+    assert os.listdir(tmp_path / "user") == ["data.txt"]
+
+
+def test_arguments_that_leave_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "data.txt").write_text("x")
+    monkeypatch.chdir(tmp_path / "user")
+    assert _reaching("--data=../data.txt") == f"--data={tmp_path.resolve() / 'data.txt'}"
+    assert _reaching("--epochs=2") == "--epochs=2"
+
+
+def test_a_line_of_a_stack_is_a_place() -> None:
+    assert _frame('  File "train.py", line 12 in main') == "train.py:12"

@@ -1,0 +1,22 @@
+"""The report has an exit code for each outcome, and only causes that are listed."""
+
+import json
+
+import pytest
+
+from fleet.verify.report import Finding, Report
+
+
+def test_exit_codes_and_json() -> None:
+    finding = Finding(cause="gradients-summed", sentence="twice", step=1)
+    report = Report(outcome="differs", steps=1, workers=2, tolerance={}, findings=[finding])
+    made = json.loads(json.dumps(report.to_json()))
+    assert made["exit_code"] == 1
+    assert made["findings"][0]["cause"] == "gradients-summed"
+    assert Report(outcome="equal", steps=1, workers=2, tolerance={}).exit_code == 0
+    assert Report(outcome="not_comparable", steps=0, workers=2, tolerance={}).exit_code == 2
+
+
+def test_a_cause_that_is_not_listed_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the causes"):
+        Finding(cause="moon", sentence="")

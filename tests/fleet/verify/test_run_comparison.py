@@ -1,0 +1,23 @@
+"""A correct script is equal, and an option that is set to nothing is a finding."""
+
+from pathlib import Path
+
+import pytest
+
+from fleet.verify.paired_runs import VerifyRequest
+from fleet.verify.run_comparison import _idle_options, compare_runs
+
+FOLDER = Path(__file__).parent
+
+
+def test_an_option_that_its_settings_leave_idle_is_a_finding_and_one_that_the_machine_does_is_not() -> None:
+    notes = ["amp changes nothing: amp_configs['x'] is 0.", "dgc changes nothing on the CPU."]
+    assert [found.tensor for found in _idle_options({"notes": notes, "plan": ["amp", "dgc"]})] == ["amp"]
+
+
+@pytest.mark.slow
+def test_a_correct_script_is_equal_in_three_steps(tmp_path: Path) -> None:
+    request = VerifyRequest(script=FOLDER / "clean" / "scaled_loss.py", steps=3)
+    report = compare_runs(request, tmp_path / "records")
+    assert (report.outcome, report.steps, report.findings) == ("equal", 3, [])
+    assert (tmp_path / "records" / "many" / "rank1" / "events.jsonl").exists()
