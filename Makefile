@@ -56,8 +56,9 @@ demo-gpt: $(READY)
 	$(PY) examples/gpt/plot.py output/demo/gpt.png 'plain torch=output/demo/gpt_torch.jsonl' \
 		'pp 2 x mp 2=output/demo/gpt_mp2_pp2.jsonl'
 
+# Two processes, a file of tests at a time; each test's own processes share the machine with those of one other.
 test: $(READY)
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=2 --dist=loadfile
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow

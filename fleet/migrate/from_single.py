@@ -12,8 +12,8 @@ from fleet.migrate.worker_totals import divide_totals
 # Imports of programs that run the loop themselves: there is no loop to move. Module -> what to do.
 OTHER_PROGRAMS = {
     "deepspeed": "Use fleet's sharding and amp options in place of the engine: strategy.sharding = True.",
-    "lightning": "Keep the Trainer; docs/recipes.md shows what Fleet offers for Lightning.",
-    "pytorch_lightning": "Keep the Trainer; docs/recipes.md shows what Fleet offers for Lightning.",
+    "lightning": "Keep the Trainer; it runs the loop itself.",
+    "pytorch_lightning": "Keep the Trainer; it runs the loop itself.",
     "horovod.torch": "Replace hvd.init, hvd.DistributedOptimizer and hvd.broadcast_parameters by fleet.init, "
     "fleet.distributed_optimizer and fleet.distributed_model.",
     "transformers.Trainer": "Keep the Trainer; it runs the loop itself.",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fleet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fleet.migrate.script_edits import Finding
+    from fleet.migrate.script_edits import PortFinding
     from fleet.migrate.script_port import ScriptPort
     from fleet.migrate.script_source import ScriptSource
 
@@ -36,10 +36,10 @@ class MigratedScript:
 
     kind: str
     text: str
-    findings: list[Finding]
+    findings: list[PortFinding]
 
     @property
-    def by_hand(self) -> list[Finding]:
+    def by_hand(self) -> list[PortFinding]:
         """The places that the user moves."""
         return [found for found in self.findings if found.by_hand]
 
@@ -196,6 +196,6 @@ def _as_text(path: Path, made: MigratedScript, diff: str, written: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _row(path: Path, found: Finding) -> str:
+def _row(path: Path, found: PortFinding) -> str:
     advice = f"\n    {found.todo}" if found.todo else ""
     return f"{path}:{found.line}: {found.what}\n    {found.why}{'.' if found.why[-1] not in '.:' else ''}{advice}"

@@ -10,7 +10,7 @@ from fleet.migrate.script_source import ScriptSource
 
 
 @dataclass(frozen=True)
-class Finding:
+class PortFinding:
     """A place of the script: what stands there, why it was not moved or needs a look, and what to do by hand.
 
     ``by_hand`` is False for a note: the line works as it is.
@@ -31,7 +31,7 @@ class ScriptEdits:
     """
 
     source: ScriptSource
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[PortFinding] = field(default_factory=list)
     _spans: list[tuple[int, int, str]] = field(default_factory=list)
     _removed: list[cst.CSTNode] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class ScriptEdits:
 
     def _find(self, node: cst.CSTNode, why: str, todo: str, *, by_hand: bool) -> None:
         what = self.source.code(node).splitlines()[0].strip()
-        made = Finding(self.source.line(node), what[:79], why, todo, by_hand)
+        made = PortFinding(self.source.line(node), what[:79], why, todo, by_hand)
         if made not in self.findings:
             self.findings.append(made)
 

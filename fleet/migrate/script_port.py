@@ -310,7 +310,7 @@ class ScriptPort:
             self.edits.hand(
                 call,
                 "every worker would open it",
-                f"Open it and write to it under `if {FIRST}:`, or log with fleet.log(...) and strategy.trackers.",
+                f"Open it and write to it under `if {FIRST}:`, so that one worker alone writes.",
             )
 
     def _guard(self, call: cst.Call, done: set[int]) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleet.strategies.pipeline.hooks import PipelineParallelMicroStepLocations as Locations
 
 if TYPE_CHECKING:
     from fleet.runtime.fleet_model import FleetModel
@@ -69,6 +68,9 @@ class StepTimes:
             return
         hooks = model._hooks
         self._in_pipeline = True
+        # Here, because a job without a pipeline loads nothing of one.
+        from fleet.strategies.pipeline.hooks import PipelineParallelMicroStepLocations as Locations
+
         hooks.add(Locations.FORWARD_BEGIN, lambda **_: self.forward_begins())
         hooks.add(Locations.FORWARD_END, lambda **_: self.forward_ends())
         hooks.add(Locations.BACKWARD_BEGIN, lambda **_: self._pass(self._gap()))

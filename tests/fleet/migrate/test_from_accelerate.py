@@ -58,7 +58,7 @@ def test_calls_are_moved(line: str, moved: str) -> None:
     ("line", "advice"),
     [
         ("accelerator.save_state('x')", "fleet.checkpoint.save"),
-        ("accelerator.log({'a': 1})", "fleet.log"),
+        ("accelerator.log({'a': 1})", "Write the values"),
         ("all = accelerator.gather_for_metrics(found)", "fleet.all_reduce"),
         ("with accelerator.autocast():\n    pass", "strategy.amp"),
         ("with accelerator.main_process_first():\n    pass", "barrier_worker"),

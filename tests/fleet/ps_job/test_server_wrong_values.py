@@ -345,5 +345,5 @@ def test_every_variable_of_parameter_servers_is_tried() -> None:
 
     own = {name for name in KNOWN if name.startswith(("FLEET_PS_", "FLAGS_communicator_"))}
     files = {"FLEET_PS_CERT", "FLEET_PS_KEY", "FLEET_PS_CA"}  # tests/fleet/ps_job/test_server_tls.py tries these
-    launcher = {"FLEET_PS_SOCKET"}  # tests/fleet/ps_job/test_server_settings.py tries this
+    launcher = {"FLEET_PS_SOCKET", "FLEET_PS_SHARD_ENDPOINTS"}  # tests/fleet/ps_job/test_server_settings.py tries these
     assert own - set(VARIABLES) == {"FLEET_PS_FOLDER"} | files | launcher  # any text is a path
