@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-
 if TYPE_CHECKING:
     from fleet.runtime.fleet_model import FleetModel
 
