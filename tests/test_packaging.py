@@ -27,7 +27,20 @@ PACKAGE_FILES = {
     if path.parts[0] in ("fleet", "strategies", "launch") and path.suffix in (".py", ".pyi", ".typed")
 }
 
-EXTRAS = {"dev", "docs", "elastic", "examples", "k8s", "kafka", "metrics", "migrate", "parquet", "qat", "redis", "remote"}
+EXTRAS = {
+    "dev",
+    "docs",
+    "elastic",
+    "examples",
+    "k8s",
+    "kafka",
+    "metrics",
+    "migrate",
+    "parquet",
+    "qat",
+    "redis",
+    "remote",
+}
 
 # The user's own modules, named like our top folders.
 TRAIN = """
