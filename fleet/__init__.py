@@ -88,6 +88,7 @@ _MODULES = (
     "regularizer",
     "role_maker",
     "strategies",
+    "trackers",
     "utils",
 )
 _CALLS = (
@@ -124,6 +125,7 @@ _CALLS = (
     "load_one_table",
     "local_device_ids",
     "local_rank",
+    "log",
     "minimize",
     "node_num",
     "nranks",

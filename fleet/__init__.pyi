@@ -12,7 +12,7 @@ Example:
     >>> model = fleet.distributed_model(model)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
@@ -43,6 +43,7 @@ from fleet import ps as ps
 from fleet import regularizer as regularizer
 from fleet import role_maker as role_maker
 from fleet import strategies as strategies
+from fleet import trackers as trackers
 from fleet import utils as utils
 from fleet.clip import ClipGradByGlobalNorm as ClipGradByGlobalNorm
 from fleet.clip import ClipGradByNorm as ClipGradByNorm
@@ -172,6 +173,7 @@ __all__ = [
     "load_one_table",
     "local_device_ids",
     "local_rank",
+    "log",
     "meta_parallel",
     "metrics",
     "minimize",
@@ -211,6 +213,7 @@ __all__ = [
     "step",
     "stop_worker",
     "strategies",
+    "trackers",
     "train_from_dataset",
     "utils",
     "worker_endpoints",
@@ -461,6 +464,27 @@ def local_device_ids() -> list[int]:
 
 def local_rank() -> int:
     """Returns the rank of this worker on its node; 0 in a single process."""
+
+def log(values: Mapping[str, Any], step: int | None = None) -> dict[str, float]:
+    """Returns the mean of each value over the workers, written by worker 0 to the trackers of the job.
+
+    ``strategy.trackers`` and the launcher's ``--tracker`` name the trackers; without one nothing is written. Every
+    worker makes the call, with the same names: it is one exchange. In a parameter-server job, whose workers do not
+    step together, there is no exchange, and worker 0 writes its own values.
+
+    Args:
+        values: numbers by name; tensors of one element count as numbers.
+        step: what the values belong to; by default the steps that the distributed optimizers have made, with
+            ``fleet.elastic.Checkpoint`` those before a restart too.
+
+    Raises:
+        NotInitializedError: before ``fleet.init``.
+        ConfigError: a value is no number, or the workers' names or steps differ.
+        RendezvousError: a worker does not make the call.
+
+    Example:
+        >>> fleet.log({"loss": loss, "lr": scheduler.get_last_lr()[0]})
+    """
 
 def minimize(
     loss: Tensor, startup_program: object = None, parameter_list: Any = None, no_grad_set: Any = None

@@ -47,6 +47,13 @@ VARIABLES: dict[str, Variable] = _table(
         None,
         "steps that torch's profiler records, FIRST:LAST; the launcher's --profile sets it and shows the report",
     ),
+    (
+        "FLEET_TRACKERS",
+        "user",
+        None,
+        "trackers that fleet.log writes to besides those of strategy.trackers, comma-separated; the launcher's "
+        "--tracker sets it",
+    ),
     ("PADDLE_JOB_ID", "user", "default", "name that keeps jobs apart"),
     ("POD_NAME", "launcher", None, "name of the pod (node) in logs"),
     ("FLAGS_selected_gpus", "launcher", None, "device index of this worker"),

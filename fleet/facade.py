@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -249,6 +249,28 @@ class Fleet:
     def all_reduce(self, input: Any, mode: str = "sum") -> HostArray:
         """Returns the sum, minimum or maximum of ``input`` (number or array) over all workers."""
         return self.util.all_reduce(input, mode)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> dict[str, float]:
+        """Returns the mean of each value over the workers, written by worker 0 to the trackers of the job.
+
+        ``strategy.trackers`` and the launcher's ``--tracker`` name the trackers; without one nothing is written. Every
+        worker makes the call, with the same names: it is one exchange. In a parameter-server job, whose workers do not
+        step together, there is no exchange, and worker 0 writes its own values.
+
+        Args:
+            values: numbers by name; tensors of one element count as numbers.
+            step: what the values belong to; by default the steps that the distributed optimizers have made, with
+                ``fleet.elastic.Checkpoint`` those before a restart too.
+
+        Raises:
+            NotInitializedError: before ``fleet.init``.
+            ConfigError: a value is no number, or the workers' names or steps differ.
+            RendezvousError: a worker does not make the call.
+
+        Example:
+            >>> fleet.log({"loss": loss, "lr": scheduler.get_last_lr()[0]})
+        """
+        return self._need("log").run_log.log(values, step)
 
     # ---- wrapping ------------------------------------------------------------------------------------------------
 

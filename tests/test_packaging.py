@@ -36,10 +36,14 @@ EXTRAS = {
     "kafka",
     "metrics",
     "migrate",
+    "mlflow",
     "parquet",
     "qat",
     "redis",
     "remote",
+    "tensorboard",
+    "trackio",
+    "wandb",
 }
 
 # The user's own modules, named like our top folders.

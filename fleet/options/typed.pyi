@@ -2373,6 +2373,60 @@ class HybridConfigView(ConfigView):
         self, changes: HybridConfigDict | HybridConfigView = ..., /, **keys: Unpack[HybridConfigDict]
     ) -> None: ...
 
+class TrackerConfigDict(TypedDict, total=False):
+    """The keys of tracker_configs."""
+
+    project: str
+    """Name that runs are grouped by. Default: 'fleet'."""
+    run_name: str
+    """Name of the run; empty takes PADDLE_JOB_ID. A name that an earlier run has gets -2, -3, ... at its end.
+    Default: ''.
+    """
+    folder: str
+    """Folder of the trackers that write files. Default: 'runs'."""
+    automatic: bool
+    """Log step times with their parts, rates and memory of worker 0 without a call of fleet.log. Default: True."""
+    every: int
+    """Steps between two of these records, which hold the means of the steps. Default: 10."""
+    peak_tflops: float
+    """What this device computes at most, in TFLOP/s, for the model FLOPs utilisation; 0 takes the 16-bit peak of
+    known GPUs, and logs no utilisation on others. Default: 0.0.
+    """
+
+TrackerConfigKey: TypeAlias = Literal["project", "run_name", "folder", "automatic", "every", "peak_tflops"]
+
+class TrackerConfigView(ConfigView):
+    """The settings of tracker_configs; see TrackerConfigDict."""
+
+    project: str
+    run_name: str
+    folder: str
+    automatic: bool
+    every: int
+    peak_tflops: float
+    @overload
+    def __getitem__(self, key: Literal["project", "run_name", "folder"], /) -> str: ...
+    @overload
+    def __getitem__(self, key: Literal["automatic"], /) -> bool: ...
+    @overload
+    def __getitem__(self, key: Literal["every"], /) -> int: ...
+    @overload
+    def __getitem__(self, key: Literal["peak_tflops"], /) -> float: ...
+    @overload
+    def __setitem__(self, key: Literal["project", "run_name", "folder"], value: str, /) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["automatic"], value: bool, /) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["every"], value: int, /) -> None: ...
+    @overload
+    def __setitem__(self, key: Literal["peak_tflops"], value: float, /) -> None: ...
+    def __delitem__(self, key: TrackerConfigKey, /) -> None: ...
+    def pop(self, key: TrackerConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: TrackerConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: TrackerConfigDict | TrackerConfigView = ..., /, **keys: Unpack[TrackerConfigDict]
+    ) -> None: ...
+
 class TypedOptions:
     """Every option with its type, what it does, and its default."""
 
@@ -2599,6 +2653,18 @@ class TypedOptions:
         """
     @sync_param_name.setter
     def sync_param_name(self, value: list[str] | tuple[str, ...]) -> None: ...
+    @property
+    def trackers(self) -> list[str]:
+        """Trackers that fleet.log writes to: csv, json, mlflow, tensorboard, trackio, wandb, and those that other
+        packages declare. Default: [].
+        """
+    @trackers.setter
+    def trackers(self, value: list[str] | tuple[str, ...]) -> None: ...
+    @property
+    def tracker_configs(self) -> TrackerConfigView:
+        """Names of the run, and what is logged by itself."""
+    @tracker_configs.setter
+    def tracker_configs(self, value: TrackerConfigDict | TrackerConfigView) -> None: ...
     hierarchical_allreduce_inter_nranks: int
     """Workers in each inner group of use_hierarchical_allreduce; 1 takes the number of workers on a node. Default:
     1.

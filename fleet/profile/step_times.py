@@ -14,7 +14,8 @@ behind it measure that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ class StepTimes:
     """Nanoseconds of each part of the step under way; see [Note: Parts of a step].
 
     Attributes:
-        parts: nanoseconds since the last :meth:`take`, by name.
+        parts: nanoseconds since the beginning, by name.
         spans: (part, begin, end) in nanoseconds since 1970; kept while it is a list.
         waits: called before the clock is read, to wait for a device; None: it is not waited for.
     """
@@ -38,16 +39,18 @@ class StepTimes:
         self.parts = dict.fromkeys(PARTS, 0)
         self.spans: list[tuple[str, int, int]] | None = None
         self.waits: Callable[[], None] | None = None
+        self._taken: dict[str, dict[str, int]] = {}
         self._clock = clock
         self._since = clock()
         self._was = "step"  # what ended last: step, forward or backward
         self._depth = 0  # of forwards inside forwards
         self._evaluates = self._in_backward = self._in_update = self._in_pipeline = False
 
-    def take(self) -> dict[str, int]:
-        """Returns the parts since the last call, and begins anew."""
-        taken, self.parts = self.parts, dict.fromkeys(PARTS, 0)
-        return taken
+    def take(self, reader: str = "profile") -> dict[str, int]:
+        """Returns the parts since the last call with this ``reader``."""
+        before = self._taken.get(reader)
+        self._taken[reader] = now = self.parts.copy()
+        return now if before is None else {part: ns - before[part] for part, ns in now.items()}
 
     @property
     def since(self) -> int:
@@ -55,9 +58,20 @@ class StepTimes:
         return self._since
 
     def restart(self) -> None:
-        """Forgets what was measured so far."""
+        """Leaves out the time since the last mark."""
         self.take()
         self._since = self._clock()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Counts what happens inside the context as ``other``, whatever surrounds it."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            ns = self._clock() - began
+            self.parts["other"] += ns
+            self._since += ns
 
     def watch_model(self, model: FleetModel) -> None:
         """Measures the backward passes of ``model``, and the micro-batches of a pipeline."""

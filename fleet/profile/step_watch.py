@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,7 @@ from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchang
 
 if TYPE_CHECKING:
     from fleet.runtime.fleet_model import FleetModel
+    from fleet.trackers.step_values import StepValues
 
 
 class StepWatch:
@@ -19,6 +20,7 @@ class StepWatch:
 
     Attributes:
         times: measures the parts of steps; None while nobody wants to know.
+        values: adds up what trackers log by themselves; None without.
 
     Raises:
         ConfigError: FLEET_PROFILE is no range of steps.
@@ -27,6 +29,27 @@ class StepWatch:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._profiler = start_profiler(rank, device)
         self.times: StepTimes | None = None if self._profiler is None else self._profiler.times
+        self.values: StepValues | None = None
+
+    def measure(self) -> StepTimes:
+        """Measures the parts of steps from now on; returns where."""
+        if self.times is None:
+            self.times = StepTimes()
+        return self.times
+
+    def forward_begins(self, model: FleetModel, inputs: Any) -> None:
+        """Called before a forward of a wrapped model."""
+        if self.times is not None:
+            self.times.forward_begins()
+        if self.values is not None:
+            self.values.forward_begins(model, inputs)
+
+    def forward_ends(self) -> None:
+        """Called after it, also when it failed."""
+        if self.values is not None:
+            self.values.forward_ends()
+        if self.times is not None:
+            self.times.forward_ends()
 
     def watch_model(self, model: FleetModel) -> None:
         """Measures ``model`` from now on."""

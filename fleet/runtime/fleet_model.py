@@ -154,17 +154,17 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         if self._observer is None:
             return self._run(*args, **kwargs)
         self._observer.before_forward(self)
-        times = self._observer.step_watch.times
-        if times is not None:
-            times.forward_begins()
+        watch = self._observer.step_watch
+        if is_watched := watch.times is not None:
+            watch.forward_begins(self, (args, kwargs))
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
             self._observer.explain(error)
             raise
         finally:
-            if times is not None:
-                times.forward_ends()
+            if is_watched:
+                watch.forward_ends()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         result = self._passes.forward(self._chain, args, kwargs)

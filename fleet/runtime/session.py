@@ -43,6 +43,7 @@ from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
 from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
+from fleet.trackers.run_log import RunLog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,6 +104,7 @@ class Session:
         self.health = start_health(self)
         self.checks = TrainingChecks(self)
         self.step_watch = StepWatch(self.global_rank, self.device)
+        self.run_log = RunLog(self)
         self.sequences = SameSequences(self.axes, self.device)
 
     @property
@@ -114,6 +116,11 @@ class Session:
     def world_size(self) -> int:
         """Number of workers in the job."""
         return self.record.world_size
+
+    @property
+    def training_step(self) -> int:
+        """Steps of the training run: with a checkpoint those before a restart too, otherwise :attr:`num_steps`."""
+        return self.checkpoints[-1].step if self.checkpoints else self.num_steps
 
     @property
     def local_rank(self) -> int:
@@ -225,6 +232,7 @@ class Session:
                     "distributed_optimizer(strategy=...) sets options other than those the model was wrapped with "
                     f"({self.plan}). Give the strategy to fleet.init(), or call distributed_optimizer() first."
                 )
+        self.run_log.choose(options)
         self.options, self.plan = options, new_plan
         self._make_strategies()
         for model in self.models:
@@ -382,6 +390,7 @@ class Session:
         """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
         self.num_steps += 1
         self.step_watch.after_step(self.num_steps)
+        self.run_log.after_step()
         if self.health is not None:
             self.health.after_step(self.num_steps)
         for call in self.each_step:
@@ -431,6 +440,7 @@ class Session:
         """Releases everything the strategies hold; the session is over."""
         self.closed = True
         self._leave_roll_call()
+        self.run_log.close()
         self.step_watch.close()
         self.checks.close()
         for strategy in self.strategies:

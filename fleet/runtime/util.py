@@ -185,6 +185,11 @@ class UtilBase:
         array = _as_array(input, "all_gather")
         return self.all_gather(array if self._counts("all_gather") else array[:0])
 
+    @property
+    def stands_for_replica(self) -> bool:
+        """Whether :meth:`reduce_replicas` counts this worker."""
+        return self._counts("all_reduce")
+
     def _counts(self, call: str) -> bool:
         """Returns whether this worker stands for its copy of the model: no other gives the same numbers."""
         axes = getattr(self._need_peers(call), "axes", None)

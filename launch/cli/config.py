@@ -147,6 +147,7 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "preempt_grace_s": float(settings.values["preempt_grace"] or 0),
         "sort_ip": settings.values["sort_ip"],
         "enable_gpu_log": settings.values["enable_gpu_log"],
+        "trackers": settings.text("tracker") or "",
         "profile": _profile(settings),
         "port_range": _port_range(environment),
         "fixed_port": first_port(settings, environment),

@@ -247,6 +247,15 @@ _LOGS = (
         "trace and a table of where the time went lie in profile/ in the log folder",
         env=("FLEET_PROFILE",),
     ),
+    make_flag(
+        "tracker",
+        LOGS,
+        None,
+        "trackers that fleet.log writes to besides those of strategy.trackers, comma-separated: csv, json, mlflow, "
+        "tensorboard, trackio, wandb",
+        aliases=("trackers",),
+        env=("FLEET_TRACKERS",),
+    ),
     make_flag("enable_gpu_log", LOGS, True, "write {job_id}.gpu.log while GPU workers run"),
 )
 

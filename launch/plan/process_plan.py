@@ -135,6 +135,8 @@ def place(
         kept["FLEET_PREEMPT_GRACE"] = f"{config.preempt_grace_s:g}"
     if role == "worker" and config.profile:
         kept[PROFILE] = config.profile
+    if role == "worker" and config.trackers:
+        kept["FLEET_TRACKERS"] = config.trackers
     backup = None
     if role == "worker":
         backup = config.log_dir.absolute() / f"backup_env.{index}.json"

@@ -73,6 +73,7 @@ class LaunchConfig:
     log_dir: Path = Path("log")
     log_level: str = "INFO"
     log_overwrite: bool = False
+    trackers: str = ""  # names of trackers, comma-separated
     profile: str = ""  # steps that the workers profile, "FIRST:LAST"; empty: none
     # failure
     max_restart: int = 0

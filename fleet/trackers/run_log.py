@@ -1,0 +1,201 @@
+"""RunLog: what ``fleet.log`` and the values logged by themselves do: the trackers of one session."""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleet._log import LOGGER
+from fleet.env import Environment
+from fleet.errors import ConfigError
+from fleet.role.record import Role
+from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
+from fleet.trackers.run_record import RunRecord
+from fleet.trackers.step_values import StepValues, peak_of
+from fleet.trackers.tracker import RunInfo, Tracker
+from fleet.trackers.value_means import ValueMeans, as_numbers
+
+if TYPE_CHECKING:
+    from fleet.options import DistributedStrategy
+    from fleet.runtime.session import Session
+
+__all__ = ["RunLog"]
+
+_VARIABLE = "FLEET_TRACKERS"
+_ORIGIN = f"{_VARIABLE} (the launcher's --tracker)"
+_NAME = re.compile(r"[\w.-]{1,128}")
+
+
+class RunLog:
+    """Writes values to the trackers that the options and FLEET_TRACKERS name.
+
+    Trackers are made, and so checked, when the session starts, and start with the first values.
+
+    Raises:
+        ConfigError: there is no such tracker, or its options are wrong.
+        UnsupportedOptionError: the package of a tracker is not installed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._means = ValueMeans(session)
+        self._trackers: dict[str, Tracker] = {}
+        self._has_started = False
+        self._own_steps = self._unlogged_steps = 0
+        self._values: StepValues | None = None
+        self._record: RunRecord | None = None
+        self.choose(session.options)
+
+    def choose(self, options: DistributedStrategy) -> None:
+        """Makes the trackers that ``options`` name; those that have started go on."""
+        session, environment = self._session, Environment()
+        if self._has_started or session.record.kind is not Role.WORKER:
+            return
+        asked = {name: "strategy.trackers" for name in options["trackers"]}
+        asked.update({name: _ORIGIN for name in environment.list(_VARIABLE) if name not in asked})
+        if not asked and options.is_set("tracker_configs"):
+            LOGGER.warning("tracker_configs was set and changes nothing: strategy.trackers names none.")
+        config = options["tracker_configs"]
+        if config.run_name and _NAME.fullmatch(config.run_name) is None:
+            raise ConfigError(
+                f"tracker_configs['run_name'] is {config.run_name!r}; it takes letters, digits, '_', '.' and '-', at "
+                "most 128, because it names files."
+            )
+        check_trackers(asked)
+        made = {name: make_tracker(name, origin) for name, origin in asked.items() if self._may_be_here(name)}
+        self._trackers = {name: tracker for name, tracker in made.items() if self._is_here(tracker)}
+        if self._trackers and session.global_rank == 0:
+            _make_folder(Path(config.folder).expanduser())
+        self._measure(options)
+
+    def log(self, values: Any, step: Any = None) -> dict[str, float]:
+        """Writes ``values``, see ``fleet.log``."""
+        times = self._session.step_watch.times
+        with nullcontext() if times is None else times.aside():
+            return self._log(values, step)
+
+    def _log(self, values: Any, step: Any) -> dict[str, float]:
+        session = self._session
+        if session.record.kind is not Role.WORKER:
+            raise ConfigError("fleet.log() is for workers; this process is a parameter server.")
+        number = session.training_step if step is None else _checked_step(step)
+        own = as_numbers(values)
+        means = self._means.of(own, number)
+        if self._trackers and number != session.training_step:
+            self._start(None)
+            if self._record is not None:
+                self._record.note_own_steps()
+        self._write(own, means, number)
+        return means
+
+    def after_step(self) -> None:
+        """Counts a step, and logs what is logged by itself when it is due."""
+        self._own_steps += 1
+        if self._values is None:
+            return
+        self._unlogged_steps += 1
+        if self._unlogged_steps == self._session.options["tracker_configs"].every:
+            found = self._values.take(self._unlogged_steps)
+            self._unlogged_steps = 0
+            self._write(found, found, self._session.training_step)
+
+    def close(self) -> None:
+        """Closes the trackers."""
+        if self._has_started:
+            for name, tracker in list(self._trackers.items()):
+                self._guarded(name, tracker.close)
+            atexit.unregister(self.close)
+        self._trackers = {}
+        self._means.close()
+
+    def _may_be_here(self, name: str) -> bool:
+        """Returns whether this worker needs the tracker's class: our own write on worker 0 alone."""
+        return self._session.global_rank == 0 or not is_own(name)
+
+    def _is_here(self, tracker: Tracker) -> bool:
+        return tracker.every_rank or self._session.global_rank == 0
+
+    def _measure(self, options: DistributedStrategy) -> None:
+        """Measures steps from now on where somebody here writes that."""
+        config, session = options["tracker_configs"], self._session
+        if not self._trackers or not config.automatic or self._values is not None:
+            return
+        times = session.step_watch.measure()
+        for model in session.models:
+            times.watch_model(model)
+        # A forward that is counted would not run compiled.
+        peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(session.device)
+        self._values = StepValues(times, session.device, lambda: session.data_replicas, peak)
+        session.step_watch.values = self._values
+
+    def _write(self, own: dict[str, float], means: dict[str, float], step: int) -> None:
+        if not self._trackers or not own:
+            return
+        self._start(step)
+        for name, tracker in list(self._trackers.items()):
+            self._guarded(name, tracker.log, own if tracker.every_rank else means, step)
+
+    def _start(self, step: int | None) -> None:
+        """Starts the trackers; ``step`` is that of the first values, None where the script counts its own."""
+        if self._has_started:
+            return
+        self._has_started = True
+        session, environment = self._session, Environment()
+        config = session.options["tracker_configs"]
+        began = session.training_step - self._own_steps
+        run = RunInfo(
+            name=config.run_name or environment.str("PADDLE_JOB_ID"),
+            project=config.project,
+            folder=Path(config.folder).expanduser().absolute(),
+            rank=session.global_rank,
+            world_size=session.world_size,
+            options=session.options.to_dict(),
+        )
+        if session.global_rank == 0:
+            run = self._recorded(run, step, began, environment)
+        for name, tracker in list(self._trackers.items()):
+            self._guarded(name, tracker.start, run)
+        atexit.register(self.close)  # before what their packages have registered now, which would close them first
+
+    def _recorded(self, run: RunInfo, step: int | None, began: int, environment: Environment) -> RunInfo:
+        goes_on = began > 0 or environment.int("FLEET_GENERATION") > 0
+        try:
+            self._record = record = RunRecord(run.folder, run.name, environment.raw("FLEET_POD"), goes_on)
+        except OSError as error:
+            LOGGER.warning(f"tracker_configs['folder']: {run.folder} cannot be written: {error.strerror}.")
+            return run
+        first = None
+        if record.resumed and step is not None and not record.has_own_steps:
+            first = min(step, began + 1)
+        return replace(run, name=record.name, resumed=record.resumed, first_step=first)
+
+    def _guarded(self, name: str, call: Callable[..., None], *args: Any) -> None:
+        """Makes ``call``; a tracker that raises is dropped, and training goes on."""
+        try:
+            call(*args)
+        except Exception as error:  # whatever a tracker's package raises
+            self._trackers.pop(name, None)
+            LOGGER.warning(
+                f"The tracker {name!r} failed in {call.__name__}() and gets no more values: {type(error).__name__}: "
+                f"{error}. Training goes on."
+            )
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
+        raise ConfigError(f"fleet.log(step={step!r:.80}) takes a number of steps, at least 0.")
+    return int(step)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"tracker_configs['folder'] is {str(folder)!r}, which cannot be made: {error.strerror}."
+        ) from None

@@ -1,0 +1,68 @@
+"""Tracker: what writes the values of a run somewhere, and RunInfo: what it is told about the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+__all__ = ["RunInfo", "Tracker", "has_failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """One run, as a tracker sees it.
+
+    Attributes:
+        name: of the run; unique in ``folder`` on worker 0, unless the run goes on after a restart.
+        project: the name that runs are grouped by.
+        folder: where files go; it exists on worker 0.
+        rank: of this worker.
+        world_size: number of workers.
+        options: the options of ``DistributedStrategy`` that the script set, as plain values.
+        resumed: the run began in an earlier process, and goes on.
+        first_step: the first step that this process writes, where an earlier process may have written it and later
+            ones; those are superseded. None where nothing is, and where the script passes steps of its own.
+    """
+
+    name: str
+    project: str
+    folder: Path
+    rank: int = 0
+    world_size: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    resumed: bool = False
+    first_step: int | None = None
+
+
+class Tracker:
+    """Writes values; a subclass is one destination.
+
+    Worker 0 has one, which gets means over the workers. With ``every_rank`` each worker has one, which gets that
+    worker's own values. The constructor imports the package that the tracker needs, and takes no arguments. What a
+    method raises is logged, and the run goes on without this tracker.
+
+    Example:
+        >>> class Console(Tracker):
+        ...     def log(self, values, step):
+        ...         print(step, values)
+    """
+
+    every_rank: ClassVar[bool] = False
+
+    def start(self, run: RunInfo) -> None:
+        """Opens the destination; called once, before the first values."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Writes the values of one step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Writes what waits, and closes the destination."""
+
+
+def has_failed() -> bool:
+    """Returns whether an error that nobody caught ends this process."""
+    return getattr(sys, "last_value", None) is not None

@@ -1,0 +1,28 @@
+"""TrackioTracker: trackio, a tracker that keeps everything on this machine; needs the extra ``trackio``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trackio
+
+from fleet.trackers.tracker import RunInfo, Tracker
+
+__all__ = ["TrackioTracker"]
+
+
+class TrackioTracker(Tracker):
+    """Writes a run of the project; ``trackio show`` shows it. ``TRACKIO_DIR`` says where."""
+
+    def start(self, run: RunInfo) -> None:
+        """Begins the run, or goes on with it."""
+        config = {"world_size": run.world_size, "strategy": {name: f"{value}" for name, value in run.options.items()}}
+        trackio.init(project=run.project, name=run.name, config=config, resume="allow", embed=False)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Sends the values."""
+        trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Ends the run, after what waits was written."""
+        trackio.finish()  # type: ignore[no-untyped-call]
