@@ -483,7 +483,7 @@ def log(values: Mapping[str, Any], step: int | None = None) -> dict[str, float]:
         RendezvousError: a worker does not make the call.
 
     Example:
-        >>> fleet.log({"loss": loss, "lr": scheduler.get_last_lr()[0]})
+        >>> fleet.log({"loss": loss, "lr": optimizer.get_lr()})
     """
 
 def minimize(

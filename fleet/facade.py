@@ -268,7 +268,7 @@ class Fleet:
             RendezvousError: a worker does not make the call.
 
         Example:
-            >>> fleet.log({"loss": loss, "lr": scheduler.get_last_lr()[0]})
+            >>> fleet.log({"loss": loss, "lr": optimizer.get_lr()})
         """
         return self._need("log").run_log.log(values, step)
 
@@ -327,11 +327,7 @@ class Fleet:
             >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())
             >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
         """
-        session = self._need("distributed_scaler")
-        share_scaler(scaler, session)
-        for strategy in session.strategies:
-            strategy.use_scaler(scaler)
-        return scaler
+        return share_scaler(scaler, self._need("distributed_scaler"))
 
     def fp16_guard(self) -> AbstractContextManager[Any]:
         """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bits only inside it.

@@ -118,11 +118,6 @@ class Session:
         return self.record.world_size
 
     @property
-    def training_step(self) -> int:
-        """Steps of the training run: with a checkpoint those before a restart too, otherwise :attr:`num_steps`."""
-        return self.checkpoints[-1].step if self.checkpoints else self.num_steps
-
-    @property
     def local_rank(self) -> int:
         """Rank of this worker on its node."""
         return self.record.local_rank

@@ -83,10 +83,10 @@ class RunLog:
         session = self._session
         if session.record.kind is not Role.WORKER:
             raise ConfigError("fleet.log() is for workers; this process is a parameter server.")
-        number = session.training_step if step is None else _checked_step(step)
+        number = self._step if step is None else _checked_step(step)
         own = as_numbers(values)
         means = self._means.of(own, number)
-        if self._trackers and number != session.training_step:
+        if self._trackers and number != self._step:
             self._start(None)
             if self._record is not None:
                 self._record.note_own_steps()
@@ -102,7 +102,7 @@ class RunLog:
         if self._unlogged_steps == self._session.options["tracker_configs"].every:
             found = self._values.take(self._unlogged_steps)
             self._unlogged_steps = 0
-            self._write(found, found, self._session.training_step)
+            self._write(found, found, self._step)
 
     def close(self) -> None:
         """Closes the trackers."""
@@ -112,6 +112,12 @@ class RunLog:
             atexit.unregister(self.close)
         self._trackers = {}
         self._means.close()
+
+    @property
+    def _step(self) -> int:
+        """Steps of the training run: with a checkpoint those before a restart too."""
+        checkpoints = self._session.checkpoints
+        return checkpoints[-1].step if checkpoints else self._session.num_steps
 
     def _may_be_here(self, name: str) -> bool:
         """Returns whether this worker needs the tracker's class: our own write on worker 0 alone."""
@@ -147,7 +153,7 @@ class RunLog:
         self._has_started = True
         session, environment = self._session, Environment()
         config = session.options["tracker_configs"]
-        began = session.training_step - self._own_steps
+        began = self._step - self._own_steps
         run = RunInfo(
             name=config.run_name or environment.str("PADDLE_JOB_ID"),
             project=config.project,

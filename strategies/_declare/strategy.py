@@ -95,6 +95,10 @@ class Workers(Protocol):
         """The options the plan was made from."""
 
     @property
+    def strategies(self) -> Sequence[Strategy]:
+        """The strategies of the plan."""
+
+    @property
     def model(self) -> nn.Module | None:
         """The user's module, once ``distributed_model`` was called."""
 

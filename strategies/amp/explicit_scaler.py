@@ -33,6 +33,8 @@ def share_scaler(scaler: Any, session: Workers) -> Any:
         )
     if "fleet_shared" not in scaler.__dict__:
         _share(scaler, session)
+    for strategy in session.strategies:
+        strategy.use_scaler(scaler)
     return scaler
 
 
