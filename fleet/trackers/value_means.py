@@ -135,6 +135,9 @@ def as_numbers(values: Any) -> dict[str, float]:
             raise ConfigError(f"{_CALL}: {name!r} is {value!r:.80}; it takes a number or a tensor of one.{hint}")
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
+        if tensor.device.type == "cpu":
+            found[name] = float(tensor.item())
+            continue
         by_device.setdefault(tensor.device, []).append(name)
     for names in by_device.values():
         # One copy from a device, and so one wait for it.
