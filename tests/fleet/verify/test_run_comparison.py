@@ -21,3 +21,34 @@ def test_a_correct_script_is_equal_in_three_steps(tmp_path: Path) -> None:
     report = compare_runs(request, tmp_path / "records")
     assert (report.outcome, report.steps, report.findings) == ("equal", 3, [])
     assert (tmp_path / "records" / "many" / "rank1" / "events.jsonl").exists()
+
+
+_TRACKED = """
+import torch
+from fleet import fleet
+
+strategy = fleet.DistributedStrategy()
+strategy.trackers = ["json"]
+strategy.tracker_configs = {{"folder": "{folder}"}}
+fleet.init(is_collective=True, strategy=strategy)
+torch.manual_seed(0)
+model = fleet.distributed_model(torch.nn.Linear(4, 1))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+rows = torch.utils.data.TensorDataset(torch.randn(64, 4))
+sampler = torch.utils.data.DistributedSampler(rows, fleet.worker_num(), fleet.worker_index())
+for (x,) in torch.utils.data.DataLoader(rows, batch_size=4, sampler=sampler):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    fleet.log({{"loss": loss}})
+"""
+
+
+@pytest.mark.slow
+def test_trackers_get_nothing_of_a_comparison(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_TRACKED.format(folder=tmp_path / "runs"), encoding="utf-8")
+    report = compare_runs(VerifyRequest(script=script, steps=2), tmp_path / "records")
+    assert (report.outcome, report.findings) == ("equal", [])
+    assert not (tmp_path / "runs").exists()
