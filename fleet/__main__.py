@@ -1,4 +1,4 @@
-"""``python -m fleet COMMAND``: explain a strategy, estimate memory, convert checkpoints, check a machine, or launch."""
+"""``python -m fleet COMMAND``: explain a strategy, estimate memory, convert checkpoints, check a machine, launch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ COMMANDS = {
     "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module will take"),
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
+    "launch-on": (
+        "fleet.launch.slurm.slurm_command",
+        "write and submit a job of Slurm: a launcher on every node",
+    ),
     "migrate": ("fleet.migrate.migrate_command", "print the diff that moves a script of another kind here"),
     "run_check": ("fleet.utils._run_check", "train two small layers on every device of this machine"),
     "verify": ("fleet.verify.verify_command", "train a script on one process and on several, and compare them"),

@@ -305,4 +305,7 @@ KEYS = {
 }  # fmt: skip
 
 # Options of this package that Fleet does not have; everything else in the registry must stand above.
-OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_inf", "asp_configs"}
+OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_inf", "asp_configs"} | {
+    "trackers",
+    "tracker_configs",
+}

@@ -76,6 +76,7 @@ def train(steps: int, log: bool = True) -> None:
 
 
 def test_log_needs_init() -> None:
+    fleet.fleet._instance()._close()  # of the tests before
     with pytest.raises(NotInitializedError, match=r"fleet\.log needs fleet\.init"):
         fleet.log({"x": 1})
 

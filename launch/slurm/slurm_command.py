@@ -1,0 +1,193 @@
+"""``python -m fleet launch-on slurm``: writes the batch script of a job, and submits it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from fleet.errors import ConfigError, LaunchError
+from fleet.launch.cli.parser import UsageError, parse_command_line
+from fleet.launch.slurm.batch_script import SlurmJob, batch_script
+
+__all__ = ["run"]
+
+_PROGRAM = "python -m fleet launch-on slurm"
+_ABOUT = """Writes NAME.sbatch, which starts one launcher on each node, and submits it with sbatch. Options of this
+command come first, then the launcher's flags, the script and its arguments:
+
+  python -m fleet launch-on slurm --nodes=2 --time=4:00:00 --sbatch=--gres=gpu:4 --nproc_per_node=4 train.py --epochs=3
+"""
+_TAKES_VALUE = ("--nodes", "--name", "--time", "--partition", "--account", "--sbatch", "--grace", "--python", "--to")
+_SWITCHES = ("--requeue", "--dry_run", "--help")
+# Options of sbatch that the script sets, and what to write in their place.
+_OWN_OPTIONS = {
+    "nodes": "--nodes of this command",
+    "N": "--nodes of this command",
+    "ntasks": "nothing: there is one task a node, a launcher, and --nproc_per_node says how many workers it starts",
+    "n": "nothing: there is one task a node, a launcher, and --nproc_per_node says how many workers it starts",
+    "ntasks-per-node": "--nproc_per_node of the launcher",
+    "signal": "--grace of this command",
+    "requeue": "--requeue of this command",
+    "no-requeue": "nothing: that is the default",
+    "job-name": "--name of this command",
+    "J": "--name of this command",
+    "wrap": "the script behind the flags",
+}
+# Flags of the launcher that the script sets.
+_OWN_FLAGS = ("nnodes", "master", "rank", "ips", "host", "job_id", "standalone", "master_addr", "master_port",
+              "rdzv_backend", "preempt_grace")  # fmt: skip
+_SERVER_FLAGS = ("server_num", "worker_num", "servers", "workers", "server_standby", "server_shards", "server_spare")
+
+
+class _OptionParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. {_PROGRAM} --help lists the options.")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Writes the batch script and submits it; returns sbatch's exit status, and with ``--dry_run`` 0.
+
+    Raises:
+        ConfigError: an option is wrong, or is one that the script sets itself.
+        LaunchError: there is no sbatch here, or it refused the job.
+    """
+    arguments = list(argv)
+    if not arguments or arguments[0] != "slurm":
+        named = repr(arguments[0]) if arguments else "nothing"
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(_parser().format_help())
+            return 0
+        raise ConfigError(f"launch-on takes slurm, got {named}.")
+    own, launcher = _cut(arguments[1:])
+    parser = _parser()
+    if "--help" in own:
+        print(parser.format_help())
+        return 0
+    given = parser.parse_args(own)
+    job = _job(given, launcher)
+    text = batch_script(job)
+    if given.dry_run:
+        print(text, end="")
+        return 0
+    path = Path(given.to or f"{job.name}.sbatch")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error.strerror}. --to names another file.") from None
+    return _submit(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OptionParser(
+        prog=_PROGRAM,
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"{_PROGRAM} [options] [launcher's flags] script [arguments]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, help="number of nodes, one launcher on each (default 1)")
+    add("--name", help="name of the job; default: that of the script")
+    add("--time", help="time limit, as sbatch takes it")
+    add("--partition", help="partition of the nodes")
+    add("--account", help="account that is charged")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="any other option of sbatch; may be repeated")
+    add("--grace", type=int, default=0, help="seconds before the time limit or a preemption in which workers save a "
+        "checkpoint (fleet.elastic.Checkpoint) and exit with 75; 0: they are not asked (default 0)")  # fmt: skip
+    add("--requeue", action="store_true", help="put a job whose workers have saved themselves back into the queue")
+    add("--python", default=sys.executable, help="interpreter on the nodes (default: this one)")
+    add("--to", metavar="FILE", help="where the batch script is written (default NAME.sbatch)")
+    add("--dry_run", action="store_true", help="print the batch script; write and submit nothing")
+    return parser
+
+
+def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the options of this command, and everything from the first other word on."""
+    at = 0
+    own: list[str] = []
+    while at < len(arguments):
+        name, equals, _ = arguments[at].partition("=")
+        spelled = name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
+        if spelled in _SWITCHES and not equals:
+            own.append(spelled)
+        elif spelled in _TAKES_VALUE:
+            if not equals:
+                if at + 1 == len(arguments):
+                    raise UsageError(f"{name} has no value; write {name}=VALUE.")
+                at += 1
+                own.append(f"{spelled}={arguments[at]}")
+            else:
+                own.append(arguments[at])
+        else:
+            break
+        at += 1
+    return own, arguments[at:]
+
+
+def _job(given: argparse.Namespace, launcher: list[str]) -> SlurmJob:
+    line = parse_command_line(launcher, "python -m fleet.launch")
+    if given.nodes < 1:
+        raise ConfigError(f"--nodes is {given.nodes}; it takes at least 1.")
+    if given.grace < 0:
+        raise ConfigError(f"--grace is {given.grace}; it takes seconds, at least 0.")
+    if given.requeue and not given.grace:
+        raise ConfigError(
+            "--requeue needs --grace=SECONDS: a job is put back when its workers have saved a checkpoint."
+        )
+    for name in _OWN_FLAGS:
+        if name in line.flags:
+            hint = "Write --grace=SECONDS before the flags." if name == "preempt_grace" else "Omit it."
+            raise ConfigError(f"--{name} is a flag that the batch script sets, from what Slurm gives the job. {hint}")
+    servers = [name for name in _SERVER_FLAGS if name in line.flags]
+    if servers and given.nodes > 1:
+        raise ConfigError(
+            f"--{servers[0]} with --nodes={given.nodes}: the endpoints of servers on several nodes must be known "
+            "before the job starts, and Slurm chooses the nodes. Use --nodes=1, whose launcher starts all of them."
+        )
+    name = given.name or re.sub(r"[^\w.-]", "_", Path(line.script).stem) or "fleet"
+    if re.fullmatch(r"[\w.-]+", name) is None:
+        raise ConfigError(f"--name is {name!r}; it takes letters, digits, '_', '.' and '-', because it names files.")
+    options = [f"--{key}={value}" for key in ("time", "partition", "account") if (value := getattr(given, key))]
+    options += [_checked(option) for option in given.sbatch]
+    return SlurmJob(
+        name=name,
+        nodes=given.nodes,
+        launcher=launcher,
+        options=options,
+        grace_s=given.grace,
+        requeue=given.requeue,
+        python=given.python,
+        log_dir=line.flags.get("log_dir", ""),
+    )
+
+
+def _checked(option: str) -> str:
+    """Returns an option of sbatch; raises ConfigError for one that the script sets, and one that is no option."""
+    name = option.lstrip("-").split("=")[0].split()[0] if option.startswith("-") and option.strip("- ") else ""
+    if not name or "\n" in option:
+        raise ConfigError(f"--sbatch is {option!r}; it takes one option of sbatch, as in --sbatch=--gres=gpu:4.")
+    if name in _OWN_OPTIONS:
+        raise ConfigError(f"--sbatch={option}: the batch script sets that option. Write {_OWN_OPTIONS[name]}.")
+    return option
+
+
+def _submit(path: Path) -> int:
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            f"{path} is written, and there is no sbatch on this machine. Submit it where Slurm is: sbatch {path}"
+        )
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()
+        raise LaunchError(f"sbatch refused {path} with exit code {done.returncode}: {said}")
+    number = done.stdout.strip().split(";")[0]
+    print(
+        f"Submitted job {number} with {path}. Its output: slurm-{number}.out; squeue --job {number}; scancel {number}"
+    )
+    return 0
