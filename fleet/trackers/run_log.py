@@ -52,9 +52,16 @@ class RunLog:
         self.choose(session.options)
 
     def choose(self, options: DistributedStrategy) -> None:
-        """Makes the trackers that ``options`` name; those that have started go on."""
+        """Makes the trackers that ``options`` name; raises ConfigError where others have been given values."""
         session, environment = self._session, Environment()
-        if self._has_started or session.record.kind is not Role.WORKER:
+        if session.record.kind is not Role.WORKER:
+            return
+        if self._has_started:
+            if any(options[name] != session.options[name] for name in ("trackers", "tracker_configs")):
+                raise ConfigError(
+                    "distributed_optimizer(strategy=...) changes strategy.trackers or tracker_configs, and values have "
+                    "been logged already. Give the strategy to fleet.init()."
+                )
             return
         asked = {name: "strategy.trackers" for name in options["trackers"]}
         asked.update({name: _ORIGIN for name in environment.list(_VARIABLE) if name not in asked})
@@ -132,8 +139,6 @@ class RunLog:
         if not self._trackers or not config.automatic or self._values is not None:
             return
         times = session.step_watch.measure()
-        for model in session.models:
-            times.watch_model(model)
         # A forward that is counted would not run compiled.
         peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(session.device)
         self._values = StepValues(times, session.device, lambda: session.data_replicas, peak)

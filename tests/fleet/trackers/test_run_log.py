@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fleet
-from fleet.errors import ConfigError, NotInitializedError
+from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.runtime.running import running_session
 from fleet.trackers import RunInfo, Tracker, named_trackers, run_log
 from tests.helpers.workers import run_workers
@@ -158,11 +158,27 @@ def test_a_strategy_of_distributed_optimizer_brings_its_trackers(tmp_path: Path,
     fleet.init(is_collective=True)
     strategy = fleet.DistributedStrategy()
     strategy.trackers = ["json"]
-    strategy.tracker_configs = {"folder": str(tmp_path), "automatic": False}
-    model = torch.nn.Linear(2, 1)
-    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    strategy.tracker_configs = {"folder": str(tmp_path), "every": 1}
+    model = fleet.distributed_model(torch.nn.Linear(2, 1))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    for _ in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    assert [step for step, _ in kept.seen] == [1, 2]
+    assert kept.seen[1][1]["time/backward_ms"] > 0
+
+
+def test_trackers_of_a_run_that_has_begun_stay(tmp_path: Path, kept: Kept) -> None:
+    start(tmp_path, ["json"], automatic=False)
     fleet.log({"x": 1})
-    assert kept.seen == [(0, {"x": 1.0})]
+    strategy = fleet.DistributedStrategy()
+    strategy.trackers = ["csv"]
+    model = torch.nn.Linear(2, 1)
+    with (
+        pytest.raises(ConfigError, match="values have been logged already"),
+        pytest.warns(OptionWarning, match="replaces the strategy"),
+    ):
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
 
 
 class Everywhere(Kept):
