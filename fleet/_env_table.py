@@ -47,6 +47,8 @@ VARIABLES: dict[str, Variable] = _table(
         None,
         "steps that torch's profiler records, FIRST:LAST; the launcher's --profile sets it and shows the report",
     ),
+    ("FLEET_PAGE", "user", None, "twin of --page"),
+    ("FLEET_PAGE_FOLDER", "launcher", None, "folder where the processes of a node write what --page shows"),
     (
         "FLEET_TRACKERS",
         "user",

@@ -42,6 +42,8 @@ from fleet.launch.membership.generation import (
     StoppedBySignalError,
     taken_name,
 )
+from fleet.launch.page.job_view import JobView
+from fleet.launch.page.open_page import open_page
 from fleet.launch.plan.interfaces import interface_to
 from fleet.launch.plan.peers import peer_from_json, peer_to_json
 from fleet.launch.plan.port_hold import hold_ports
@@ -77,7 +79,13 @@ def run(config: LaunchConfig, environment: Environment) -> int:
     mark = make_mark(config.pod_id, environment.inherited().get(MARK_VARIABLE))
     guardian = Guardian.start(mark)
     try:
-        with SignalInbox() as signals, _log_folder(config), _launch_log(config) as log, _scratch_folder(config):
+        with (
+            SignalInbox() as signals,
+            _log_folder(config),
+            _launch_log(config) as log,
+            _scratch_folder(config),
+            open_page(config, log) as view,
+        ):
             supervisor = Supervisor(
                 log=log,
                 signals=signals,
@@ -86,7 +94,10 @@ def run(config: LaunchConfig, environment: Environment) -> int:
                 inherited=environment.inherited(),
                 grace_s=config.grace_s,
             )
-            return _run_logged(config, environment, log, signals, supervisor, mark)
+            code = _run_logged(config, environment, log, signals, supervisor, mark, view)
+            if view is not None:
+                view.ended(code)
+            return code
     finally:
         guardian.dismiss()
 
@@ -144,6 +155,7 @@ def _run_logged(
     signals: SignalInbox,
     supervisor: Supervisor,
     mark: str,
+    view: JobView | None,
 ) -> int:
     """Runs the job; whatever ends it is said in the log, with the exit code as the last line."""
     announce(config, log)
@@ -151,7 +163,7 @@ def _run_logged(
         config, membership = _open_membership(config, environment, log, signals)
         try:
             with write_gpu_log(config, log):
-                code = JobLoop(config, environment, log, signals, supervisor, membership, mark).run()
+                code = JobLoop(config, environment, log, signals, supervisor, membership, mark, view).run()
         finally:
             membership.close()
     except (StoppedBySignalError, LeftJobError) as error:
@@ -218,9 +230,10 @@ class JobLoop:
         supervisor: Supervisor,
         membership: Membership,
         mark: str,
+        view: JobView | None = None,
     ) -> None:
         self._config, self._environment, self._log, self._signals = config, environment, log, signals
-        self._supervisor, self._membership, self._mark = supervisor, membership, mark
+        self._supervisor, self._membership, self._mark, self._view = supervisor, membership, mark, view
         self._oom_kills_before = oom_kill_count()
         self._preempted = False
         self._restarts = 0
@@ -256,7 +269,7 @@ class JobLoop:
             result = self._supervisor.run(
                 specs,
                 news=self._membership.news,
-                watch=open_watch(config, self._log, len(peers)),
+                watch=open_watch(config, self._log, len(peers), self._view),
                 ends_servers=not self._has_unknown_workers(),
                 replacements=config.replacements,
                 started=lambda: (self._log.opening if is_first else self._log.info)(watching_pod_line(config, specs)),
@@ -283,6 +296,8 @@ class JobLoop:
             size = "1 node" if len(peers) == 1 else f"{len(peers)} nodes"
             self._log.info(f"The job goes on with {size}; this one has rank {generation.node_rank}")
         self._restarts = generation.restarts
+        if self._view is not None:
+            self._view.begin(own.host, f"node {generation.node_rank} of {len(peers)}")
         write_job_files(config.log_dir, specs)
         say = self._log.opening if is_first else self._log.info
         say(run_pod_line(config, specs))
@@ -308,7 +323,8 @@ class JobLoop:
         assert result.first_failure is not None
         if outcome.restart:
             self._log.warning(_failure_line(result, own))
-            return
+            if self._view is None:
+                return
         report = failure_report(
             result.first_failure,
             role_size=_role_size(result.first_failure.spec),
@@ -317,7 +333,10 @@ class JobLoop:
             oom_kills=oom_kill_count() - self._oom_kills_before,
             ended_before=result.ended_before,
         )
-        for level, text in report:
+        if self._view is not None:
+            text = "\n".join(text for _, text in report)
+            self._view.failed(result.first_failure, text, restarts=outcome.restart)
+        for level, text in () if outcome.restart else report:
             if level:
                 self._log.write(level, text)
             else:

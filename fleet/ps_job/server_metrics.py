@@ -17,6 +17,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch.membership.callers import Answerer, listen
 from fleet.ps.server.measures import Measure, server_measures, worker_measures
+from fleet.ps_job.server_page import write_server_page
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -49,7 +50,7 @@ class Metrics:
         self, environment: Environment, num_servers: int, num_workers: int, say: Callable[[str], None]
     ) -> None:
         self._first: int | None = None
-        self._num_servers, self._say = num_servers, say
+        self._num_servers, self._say, self._environment = num_servers, say, environment
         if not environment.has("FLEET_PS_METRICS_PORT"):
             return
         first, count = environment.int("FLEET_PS_METRICS_PORT"), num_servers + num_workers
@@ -63,9 +64,20 @@ class Metrics:
         self._first = first
 
     def serve_server(self, machine: ServerState, index: int, endpoint: str) -> Stop:
-        """Serves the metrics of server ``index`` beside its ``endpoint``; returns what ends it."""
+        """Serves the metrics of server ``index`` beside its ``endpoint``, and shows them on the page of the job.
+
+        Returns:
+            What ends both.
+        """
         host = endpoint.rpartition(":")[0].strip("[]")
-        return self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index)
+        stop = self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index)
+        end_page = write_server_page(machine, index, self._environment)
+
+        def end() -> None:
+            stop()
+            end_page()
+
+        return end
 
     def serve_worker(self, trainer: Trainer, rank: int, endpoints: Sequence[str]) -> Stop:
         """Serves the metrics of worker ``rank`` on the address it has towards the servers; returns what ends it."""

@@ -15,6 +15,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.role.record import Role
 from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
+from fleet.trackers.page_trackers import CurvePage, RankPage
 from fleet.trackers.run_record import RunRecord
 from fleet.trackers.step_values import StepValues, peak_of
 from fleet.trackers.tracker import RunInfo, Tracker
@@ -29,6 +30,7 @@ __all__ = ["RunLog"]
 _VARIABLE = "FLEET_TRACKERS"
 _ORIGIN = f"{_VARIABLE} (the launcher's --tracker)"
 _NAME = re.compile(r"[\w.-]{1,128}")
+_RANK_PAGE = "the job's page (ranks)"
 
 
 class RunLog:
@@ -49,6 +51,8 @@ class RunLog:
         self._own_steps = self._unlogged_steps = 0
         self._values: StepValues | None = None
         self._record: RunRecord | None = None
+        self._rank_page: RankPage | None = None
+        self._is_recorded = False
         self.choose(session.options)
 
     def choose(self, options: DistributedStrategy) -> None:
@@ -75,8 +79,12 @@ class RunLog:
             )
         check_trackers(asked)
         made = {name: make_tracker(name, origin) for name, origin in asked.items() if self._may_be_here(name)}
+        self._is_recorded = bool(asked)
+        if folder := environment.raw("FLEET_PAGE_FOLDER"):
+            self._rank_page = RankPage(Path(folder))
+            made.update({_RANK_PAGE: self._rank_page, "the job's page": CurvePage(Path(folder))})
         self._trackers = {name: tracker for name, tracker in made.items() if self._is_here(tracker)}
-        if self._trackers and session.global_rank == 0:
+        if asked and session.global_rank == 0:
             _make_folder(Path(config.folder).expanduser())
         self._measure(options)
 
@@ -103,6 +111,8 @@ class RunLog:
     def after_step(self) -> None:
         """Counts a step, and logs what is logged by itself when it is due."""
         self._own_steps += 1
+        if self._rank_page is not None and self._session.checkpoints:
+            self._rank_page.checkpoints = self._session.checkpoints[-1].path
         if self._values is None:
             return
         self._unlogged_steps += 1
@@ -167,7 +177,7 @@ class RunLog:
             world_size=session.world_size,
             options=session.options.to_dict(),
         )
-        if session.global_rank == 0:
+        if session.global_rank == 0 and self._is_recorded:
             run = self._recorded(run, step, began, environment)
         for name, tracker in list(self._trackers.items()):
             self._guarded(name, tracker.start, run)

@@ -148,6 +148,7 @@ def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any
         "sort_ip": settings.values["sort_ip"],
         "enable_gpu_log": settings.values["enable_gpu_log"],
         "trackers": settings.text("tracker") or "",
+        "page": _page(settings),
         "profile": _profile(settings),
         "port_range": _port_range(environment),
         "fixed_port": first_port(settings, environment),
@@ -159,6 +160,13 @@ def _profile(settings: Settings) -> str:
     """Returns the steps to profile as the workers read them; an empty text for none."""
     text = settings.text("profile")
     return "" if text is None else "{}:{}".format(*read_range(text, settings.named("profile")))
+
+
+def _page(settings: Settings) -> int | None:
+    port = settings.number("page")
+    if port is not None and not 0 <= port < 65536:
+        raise ConfigError(f"{settings.named('page')} is {port}; it takes a port from 1 to 65535, or 0 for a free one.")
+    return port
 
 
 def _heartbeat_timeout_s(settings: Settings, environment: Environment) -> float:

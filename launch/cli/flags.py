@@ -256,6 +256,15 @@ _LOGS = (
         aliases=("trackers",),
         env=("FLEET_TRACKERS",),
     ),
+    make_flag(
+        "page",
+        LOGS,
+        None,
+        "port on 127.0.0.1 of a page that shows the processes of this node while they run: steps, rates, memory, logs, "
+        "stacks, curves, restarts; 0: a free port",
+        kind="int",
+        env=("FLEET_PAGE",),
+    ),
     make_flag("enable_gpu_log", LOGS, True, "write {job_id}.gpu.log while GPU workers run"),
 )
 

@@ -20,8 +20,8 @@ from fleet.launch.processes.profile_range import PROFILE
 PROXIES = ("http_proxy", "https_proxy")
 # Of an outer torchrun: they would send the worker to a store and a run that are not this job's.
 _OUTER = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
-# Credentials that only the launcher needs.
-_LAUNCHERS_OWN = ("FLEET_ETCD_PASSWORD",)
+# What only the launcher needs: credentials, and the port that it listens at itself.
+_LAUNCHERS_OWN = ("FLEET_ETCD_PASSWORD", "FLEET_PAGE")
 # Addresses of etcd, which may hold a user and password; the workers need none of them.
 _ADDRESSES = ("PADDLE_ELASTIC_SERVER", "PADDLE_MASTER", "PET_RDZV_ENDPOINT")
 JOB_SECRET = "FLEET_JOB_SECRET"
@@ -130,13 +130,7 @@ def place(
     """
     kept = {k: v for k, v in variables.items() if len(v) <= config.environment_limit}
     overflow = {k: v for k, v in variables.items() if k not in kept}
-    if role == "worker" and config.watches_workers:
-        kept["FLEET_WORKER_FILE"] = f"{config.scratch_path / f'worker.{index}'}"
-        kept["FLEET_PREEMPT_GRACE"] = f"{config.preempt_grace_s:g}"
-    if role == "worker" and config.profile:
-        kept[PROFILE] = config.profile
-    if role == "worker" and config.trackers:
-        kept["FLEET_TRACKERS"] = config.trackers
+    kept.update(_watching_variables(config, role, index))
     backup = None
     if role == "worker":
         backup = config.log_dir.absolute() / f"backup_env.{index}.json"
@@ -157,6 +151,23 @@ def place(
         backup_path=backup,
         environment_log_path=config.log_dir / f"envlog.{position}",
     )
+
+
+def _watching_variables(config: LaunchConfig, role: str, index: int) -> dict[str, str]:
+    """Returns what tells a process how it is watched, measured and shown."""
+    variables = {}
+    if config.page is not None:
+        variables["FLEET_PAGE_FOLDER"] = f"{config.page_folder}"
+    if role != "worker":
+        return variables
+    if config.watches_workers:
+        variables["FLEET_WORKER_FILE"] = f"{config.scratch_path / f'worker.{index}'}"
+        variables["FLEET_PREEMPT_GRACE"] = f"{config.preempt_grace_s:g}"
+    if config.profile:
+        variables[PROFILE] = config.profile
+    if config.trackers:
+        variables["FLEET_TRACKERS"] = config.trackers
+    return variables
 
 
 def log_path(config: LaunchConfig, role: str, local_index: int) -> Path:

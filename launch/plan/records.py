@@ -74,6 +74,7 @@ class LaunchConfig:
     log_level: str = "INFO"
     log_overwrite: bool = False
     trackers: str = ""  # names of trackers, comma-separated
+    page: int | None = None  # port of the job's page; 0: a free one; None: no page
     profile: str = ""  # steps that the workers profile, "FIRST:LAST"; empty: none
     # failure
     max_restart: int = 0
@@ -135,7 +136,12 @@ class LaunchConfig:
     @property
     def watches_workers(self) -> bool:
         """Whether the launcher shares a file with each worker."""
-        return self.heartbeat_timeout_s > 0 or self.preempt_grace_s > 0
+        return self.heartbeat_timeout_s > 0 or self.preempt_grace_s > 0 or self.page is not None
+
+    @property
+    def page_folder(self) -> Path:
+        """Where the processes of this node write what the page shows."""
+        return self.scratch_path / "page"
 
     elastic_ttl_s: int = 5  # PADDLE_ELASTIC_TTL: how long a node may be silent
     is_scheduled: bool = False  # a failed node exits with 101, so that its scheduler starts it again

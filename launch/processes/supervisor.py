@@ -89,6 +89,12 @@ class ProcessGroup:
         self._echoes: list[LogEcho] = []
         self.processes: list[Process] = []
 
+    def watch_with(self, watch: WorkerWatch) -> None:
+        """Shares what ``watch`` has with the processes that are started from now on."""
+        self.watch = watch
+        if watch.observer is not None:
+            self._selector.register(watch.observer.requests, selectors.EVENT_READ, watch.observer)
+
     def __enter__(self) -> ProcessGroup:
         return self
 
@@ -129,6 +135,8 @@ class ProcessGroup:
             if isinstance(key.data, Process) and (ended := key.data.poll()) is not None:
                 self._selector.unregister(key.fileobj)
                 ends.append(ended)
+            elif self.watch is not None and self.watch.observer is not None and key.data is self.watch.observer:
+                self.watch.observer.answer()
         ends += [ended for p in polled if (ended := p.poll()) is not None]
         return ends
 
@@ -225,7 +233,8 @@ class Supervisor:
             if watch is not None:
                 stack.callback(watch.close)
             group = stack.enter_context(self._group(news))
-            group.watch = watch
+            if watch is not None:
+                group.watch_with(watch)
             for spec in specs:
                 group.start(spec)
             started()
@@ -295,6 +304,9 @@ class Supervisor:
                 f"{spec.role} {spec.index} ended with code {ended.exit_code} and is started again; "
                 f"{self._replacements} restart(s) left"
             )
+            if group.watch is not None and group.watch.observer is not None:
+                starts = {process.pid: process.log_start_bytes for process in group.processes}
+                group.watch.observer.replaced(ended, starts[ended.pid])
             group.start(replace(spec, echo=False))  # its log is echoed already
         return left
 

@@ -7,14 +7,42 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from signal import SIGTERM
+from typing import Protocol
 
-from fleet.launch.plan.records import LaunchConfig, ProcessSpec
+from fleet.launch.plan.records import LaunchConfig, ProcessExit, ProcessSpec
 from fleet.launch.processes.heartbeat import Heartbeats
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.process import Process
 from fleet.launch.processes.worker_file import PID, STEP, STOP_ASKED, TAKES_TIMES, WorkerFile
 
 FILE_VARIABLE = "FLEET_WORKER_FILE"
+
+
+class ProcessObserver(Protocol):
+    """What is told of the processes, and may ask for their stacks: the page of the job."""
+
+    @property
+    def requests(self) -> HasFileno:
+        """A descriptor that is readable while :meth:`answer` is wanted."""
+
+    def started(self, process: Process, file: WorkerFile | None) -> None:
+        """A process has been started."""
+
+    def replaced(self, ended: ProcessExit, log_start_bytes: int) -> None:
+        """A process has failed, and is about to be started again in its place."""
+
+    def answer(self) -> None:
+        """Answers what was asked about the processes that run."""
+
+    def forget(self) -> None:
+        """The processes have ended, and their files are about to be closed."""
+
+
+class HasFileno(Protocol):
+    """What a selector can wait for."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
 
 
 class WorkerWatch:
@@ -26,11 +54,20 @@ class WorkerWatch:
         is_alone: whether all workers of the job are on this node.
         log: where findings go.
         lenient: whether nobody asked for a limit, so that only workers that all wait for each other are ended.
+        observer: is told of every process; None where nobody looks.
     """
 
     def __init__(
-        self, *, heartbeat_s: float, preempt_grace_s: float, is_alone: bool, log: LaunchLog, lenient: bool = False
+        self,
+        *,
+        heartbeat_s: float,
+        preempt_grace_s: float,
+        is_alone: bool,
+        log: LaunchLog,
+        lenient: bool = False,
+        observer: ProcessObserver | None = None,
     ) -> None:
+        self.observer = observer
         self._heartbeats = Heartbeats(heartbeat_s, log, is_alone=is_alone, lenient=lenient) if heartbeat_s else None
         self.preempt_grace_s = preempt_grace_s
         self._files: dict[int, WorkerFile] = {}
@@ -49,6 +86,9 @@ class WorkerWatch:
 
     def started(self, process: Process) -> None:
         """Watches a worker from now on."""
+        if self.observer is not None:
+            is_worker = FILE_VARIABLE in process.spec.environment
+            self.observer.started(process, self._files[process.spec.local_index] if is_worker else None)
         if FILE_VARIABLE in process.spec.environment and self._heartbeats is not None:
             self._heartbeats.add(process, self._files[process.spec.local_index])
 
@@ -79,6 +119,8 @@ class WorkerWatch:
 
     def close(self) -> None:
         """Lets go of the files."""
+        if self.observer is not None:
+            self.observer.forget()
         for file in self._files.values():
             file.close()
             with contextlib.suppress(OSError):
@@ -86,7 +128,9 @@ class WorkerWatch:
         self._files = {}
 
 
-def open_watch(config: LaunchConfig, log: LaunchLog, num_nodes: int) -> WorkerWatch | None:
+def open_watch(
+    config: LaunchConfig, log: LaunchLog, num_nodes: int, observer: ProcessObserver | None = None
+) -> WorkerWatch | None:
     """Returns the watch that ``config`` asks for; None when it asks for none."""
     if not config.watches_workers:
         return None
@@ -96,4 +140,5 @@ def open_watch(config: LaunchConfig, log: LaunchLog, num_nodes: int) -> WorkerWa
         is_alone=num_nodes == 1,
         log=log,
         lenient=config.heartbeat_is_default,
+        observer=observer,
     )

@@ -1,0 +1,95 @@
+"""RankPage and CurvePage: what a worker writes for the page of the job, which the launcher's ``--page`` serves.
+
+[Note: The folder of the page]
+FLEET_PAGE_FOLDER names a folder that the launcher made. The processes of the node write there, and the launcher reads:
+
+- ``worker.R.json``, by the worker of rank R: the newest step and values of its own, and the folder of its checkpoints.
+- ``curves.jsonl``, by worker 0: values of the job, a line for each step that is worth a point.
+- ``server.I.N.json``, by parameter server I for what it serves: the measures (``fleet/ps_job/server_page.py``).
+
+A JSON file is replaced as a whole, so a reader never sees half of one. The curves only grow: a point is written when at
+least 1/500 of the time of the run has passed since the last one of that name, so a run of a week has some 7,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fleet.trackers.tracker import RunInfo, Tracker
+
+__all__ = ["CurvePage", "RankPage", "write_record"]
+
+_PERIOD_S = 0.5
+_SHARE = 1 / 500
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Replaces ``path`` by ``record`` as JSON."""
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(draft, path)
+
+
+class RankPage(Tracker):
+    """Keeps the newest values of each worker in a file of its own, written at most twice a second.
+
+    Args:
+        folder: of the page.
+    """
+
+    every_rank = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._values: dict[str, float] = {}
+        self._step = 0
+        self._written_at = 0.0
+        self.checkpoints: Path | None = None  # where this worker's checkpoints lie
+
+    def start(self, run: RunInfo) -> None:
+        """Notes the rank."""
+        self._path = self._folder / f"worker.{run.rank}.json"
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Keeps ``values`` beside those of other names."""
+        self._values.update(values)
+        self._step = step
+        if time.monotonic() - self._written_at >= _PERIOD_S:
+            self._write()
+
+    def close(self) -> None:
+        """Writes what is newer than the file."""
+        self._write()
+
+    def _write(self) -> None:
+        self._written_at = time.monotonic()
+        checkpoints = None if self.checkpoints is None else str(self.checkpoints)
+        write_record(self._path, {"step": self._step, "values": self._values, "checkpoints": checkpoints})
+
+
+class CurvePage(Tracker):
+    """Appends points of the job's curves to ``curves.jsonl``.
+
+    Args:
+        folder: of the page.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "curves.jsonl"
+        self._began_at = time.monotonic()
+        self._last_at: dict[str, float] = {}
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Appends those of ``values`` whose last point is old enough."""
+        now = time.monotonic()
+        apart_s = (now - self._began_at) * _SHARE
+        due = {name: value for name, value in values.items() if now - self._last_at.get(name, -apart_s) >= apart_s}
+        if due:
+            self._last_at.update(dict.fromkeys(due, now))
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps({'step': step, 'values': due})}\n")

@@ -1,0 +1,59 @@
+"""Stacks are asked for by one thread and answered by another; a reason takes their place where there are none."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from pathlib import Path
+
+import pytest
+
+from fleet.launch.page.stack_requests import StackRequests
+from fleet.launch.processes.worker_file import SHOWS_STACKS, WorkerFile
+
+
+def answered(requests: StackRequests, name: str, live: dict[str, tuple[int, WorkerFile | None]]) -> str:
+    """Returns the answer, given by this thread as soon as it hears of the question."""
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.append(requests.ask(name, 60.0)))
+    asking.start()
+    assert select.select([requests], [], [], 60.0)[0]
+    requests.answer(live)
+    asking.join(60)
+    assert not select.select([requests], [], [], 0)[0]
+    return found[0]
+
+
+def test_reasons(tmp_path: Path) -> None:
+    requests = StackRequests()
+    file = WorkerFile.create(tmp_path / "file")
+    assert answered(requests, "worker 0", {}) == "worker 0 does not run."
+    assert "shows no stacks: only workers do" in answered(requests, "server 0", {"server 0": (os.getpid(), None)})
+    assert "has not called fleet.init() yet" in answered(requests, "worker 0", {"worker 0": (os.getpid(), file)})
+    file.close()
+    requests.close()
+
+
+def test_who_gets_no_answer_says_so() -> None:
+    requests = StackRequests()
+    assert requests.ask("worker 0", 0.05).startswith("No answer within 0.05 s")
+    requests.close()
+
+
+def test_stacks_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fleet.launch.page.stack_requests as module
+    from fleet.launch.processes.stacks import Stack
+
+    file = WorkerFile.create(tmp_path / "file")
+    file.words[SHOWS_STACKS] = 1
+    monkeypatch.setattr(module, "ask_for_stacks", lambda files: {pid: Stack((), f"of {pid}") for pid, _ in files})
+    requests = StackRequests()
+    assert answered(requests, "worker 1", {"worker 1": (17, file)}) == "of 17"
+    monkeypatch.setattr(module, "ask_for_stacks", lambda files: {pid: Stack() for pid, _ in files})
+    assert (
+        answered(requests, "worker 1", {"worker 1": (17, file)})
+        == "worker 1 (process 17) wrote no stack within a second."
+    )
+    file.close()
+    requests.close()
