@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 
-__all__ = ["Comparison", "Tolerance", "compare_numbers"]
+__all__ = ["Comparison", "Tolerance", "compare_numbers", "grown_errors"]
 
 _ADAPTIVE = ("adam", "lamb", "rms", "adagrad", "adadelta", "rprop", "lion", "adafactor", "muon")
+_GROWN = 4.0  # times what a rounding error grew to in a trial; errors come again in each update
+_LOST = 0.05
 _SMALL = 1e-3  # of the largest gradient: below that a gradient is rounding errors of larger ones
 
 
@@ -19,17 +22,37 @@ _SMALL = 1e-3  # of the largest gradient: below that a gradient is rounding erro
 class Tolerance:
     """The largest relative difference that the order of sums and the number formats explain.
 
-    ``eps`` is the spacing of the coarsest format that takes part; ``why`` says which and why.
+    ``eps`` is the spacing of the coarsest format that takes part; ``why`` says which and why. ``grown`` has, for each
+    update, how far apart one process is from itself when each gradient is changed by ``noise``, where that was tried;
+    an update at which it is above ``_LOST`` is not compared.
     """
 
     eps: float
     why: str
+    grown: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def noise(self) -> float:
+        """The relative size of rounding errors in a sum or product of this format."""
+        return self.eps if self.eps > 1e-4 else 8 * self.eps
 
     def at(self, step: int, elements: int) -> float:
         """Returns the limit after ``step`` updates for a tensor of ``elements`` numbers."""
+        grown = _GROWN * self.grown.get(step, 0.0)
         if self.eps > 1e-4:
-            return min(0.5, 8 * self.eps * step)
-        return float(64 * self.eps * max(elements, 256) ** 0.5 * step)
+            return max(grown, min(0.5, 8 * self.eps * step))
+        return max(grown, float(64 * self.eps * max(elements, 256) ** 0.5 * step))
+
+    def is_lost(self, step: int) -> bool:
+        """Returns whether rounding errors alone make the numbers of an update differ visibly."""
+        return self.grown.get(step, 0.0) > _LOST
+
+
+class _Unlimited(Tolerance):
+    """No difference is too large: the rows say how large they are."""
+
+    def at(self, step: int, elements: int) -> float:
+        return float("inf")
 
 
 @dataclass
@@ -41,6 +64,7 @@ class Comparison:
     compared: int = 0
     matched: int = 0  # gradients, losses and parameters that were laid beside each other
     foreign_inputs: str = ""
+    not_finite: list[int] = field(default_factory=list)  # updates with NaN or infinite gradients in both runs
 
 
 def compare_numbers(
@@ -59,11 +83,16 @@ def compare_numbers(
         other = alone.get((first["optimizer"], first["n"]))
         if other is None:
             continue
-        made.compared += 1
         rate += max(first["rates"], default=0.0)
         step = _Step(list(updates), other, ranks, tolerance, first["n"], rate)
         row = step.row()
         made.rows.append(row)
+        if step.not_finite():
+            made.not_finite.append(first["n"])
+            continue
+        if tolerance.is_lost(first["n"]):
+            continue
+        made.compared += 1
         if made.findings or (only_first and first["n"] > 1):
             continue
         found = [] if parts else [*step.forward(made)]
@@ -78,6 +107,17 @@ def compare_numbers(
         made.matched += sum(row[name] is not None for name in ("gradients", "parameters"))
         made.findings += _one_cause(found)
     return made
+
+
+def grown_errors(one: Run, tried: Run) -> dict[int, float]:
+    """Returns how far apart two runs of one process are at each update, relative, or were at an earlier one."""
+    rows = compare_numbers(tried, one, [0], _Unlimited(0.0, ""), parts=False, only_first=False).rows
+    found, largest = {}, 0.0
+    for row in rows:
+        values = [row[name] for name in ("outputs", "gradients", "parameters") if row[name] is not None]
+        largest = max([largest, *(value if value == value else float("inf") for value in values)])
+        found[row["step"]] = largest
+    return found
 
 
 def _one_cause(found: Sequence[Finding]) -> list[Finding]:
@@ -108,6 +148,14 @@ class _Step:
             "gradients": None,
             "parameters": None,
         }
+
+    def not_finite(self) -> bool:
+        """Returns whether some gradient is not finite on the workers, and the same in one process."""
+        for name, expected in self.alone["gradients"].items():
+            got = whole([update["gradients"].get(name) for update in self.ours])
+            if got is not None and not math.isfinite(expected["s"]):
+                return not math.isfinite(got["s"])
+        return False
 
     # ---- modules -------------------------------------------------------------------------------------------------
 

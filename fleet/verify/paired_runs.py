@@ -84,8 +84,13 @@ def start_run(
     sources: Sequence[Path] = (),
     rates: dict[str, list[float]] | None = None,
     synced: bool = False,
+    noise: float = 0.0,
 ) -> Run:
-    """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late."""
+    """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late.
+
+    ``sources`` are the folders of the workers' records that one process replays, ``rates`` the learning rates that it
+    takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``, relative.
+    """
     folder = folder.resolve()
     folder.mkdir(parents=True)
     began = time.perf_counter()
@@ -95,7 +100,7 @@ def start_run(
     place = _own_folder(Path.cwd(), folder / "cwd")
     for rank in range(workers):
         plan = _plan(request, folder, rank, sources)
-        plan |= {"rates": rates or {}, "synced": synced}
+        plan |= {"rates": rates or {}, "synced": synced, "noise": noise}
         processes.append(_start(plan, folder, rank, workers, port, place))
     try:
         _watch(run, processes, request.timeout_s)

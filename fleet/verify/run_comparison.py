@@ -6,12 +6,12 @@ import dataclasses
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fleet.verify.data_findings import data_findings, data_notes
-from fleet.verify.number_findings import Tolerance, compare_numbers
+from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, VerifyRequest, start_run
 from fleet.verify.report import Finding, Outcome, Report
 from fleet.verify.waiting_findings import uneven_steps, waiting_findings
@@ -24,6 +24,7 @@ _LOCAL = {
     "adaptive_localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
     "dgc": "only the largest gradients are exchanged",
 }
+_MOST_NOISE = 5e-5  # in gradients of one update: more is no rounding error
 _HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
 
@@ -94,14 +95,20 @@ class _Judge:
         self._choose_tolerance(many, job)
         self.options = _described(many.options, self.tolerance)
         sources = [many.folder / f"rank{rank}" for rank in ranks]
-        one = start_run(
-            self.request, self.folder / "one", 1, sources=sources, rates=_rates(many), synced=_synced(many, job)
-        )
-        self._note_run("one_process", one)
-        self._need_one(one)
-        self._compare(many, one, ranks, job)
 
-    def _compare(self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any]) -> None:
+        def run_alone(name: str, noise: float) -> Run:
+            folder, synced = self.folder / name, _synced(many, job)
+            made = start_run(self.request, folder, 1, sources=sources, rates=_rates(many), synced=synced, noise=noise)
+            self._note_run(name, made)
+            return made
+
+        one = run_alone("one_process", 0.0)
+        self._need_one(one)
+        self._compare(many, one, ranks, job, run_alone)
+
+    def _compare(
+        self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], run_alone: Callable[[str, float], Run]
+    ) -> None:
         local = [name for name in _LOCAL if name in job["plan"]]
         parts = bool(job["parts"])
         found = data_findings(many, one, ranks)
@@ -120,7 +127,15 @@ class _Judge:
                 "parts. Set the rates of dropout to 0 to compare the rest."
             )
         numbers = compare_numbers(many, one, ranks, self.tolerance, parts=parts, only_first=bool(local))
+        if numbers.findings and not found and all(finding.cause == "unknown" for finding in numbers.findings):
+            self._try_rounding(one, run_alone, numbers.rows)
+            numbers = compare_numbers(many, one, ranks, self.tolerance, parts=parts, only_first=bool(local))
         self.rows = numbers.rows
+        if numbers.not_finite:
+            self.notes.append(
+                f"Gradients are NaN or infinite on the workers and in one process at update(s) "
+                f"{', '.join(map(str, numbers.not_finite))}: these were not compared."
+            )
         self._note_equal_things(many, one, ranks)
         foreign = bool(numbers.foreign_inputs)
         if foreign and not found:
@@ -166,6 +181,29 @@ class _Judge:
     def _job(self, many: Run) -> dict[str, Any]:
         jobs = many.of_kind(0, "job")
         return jobs[0] if jobs else {"parts": False, "notes": [], "plan": []}
+
+    def _try_rounding(self, one: Run, run_alone: Callable[[str, float], Run], rows: Sequence[dict[str, Any]]) -> None:
+        """Runs the one process with a rounding error in each gradient, and allows what that makes of each update.
+
+        Some training is ill-conditioned: batch norm over few rows at a high rate makes percents of an order of sums.
+        """
+        noise = self.tolerance.noise
+        if rows[0]["gradients"] is not None and rows[0]["gradients"] < _MOST_NOISE:
+            noise = max(noise, 2 * rows[0]["gradients"])  # the order of sums in the first gradients, as it was seen
+        grown = grown_errors(one, run_alone("rounding", noise))
+        self.tolerance = dataclasses.replace(self.tolerance, grown=grown)
+        lost = next((step for step in grown if self.tolerance.is_lost(step)), None)
+        if lost is None:
+            return
+        text = (
+            f"Rounding errors grow in this training: one process whose gradients are changed by "
+            f"{noise:.0e} of their norm is {grown[lost]:.1%} apart from itself at update {lost}. The "
+            f"numbers of update {lost} and later ones were not compared; a lower learning rate or larger batches let "
+            "more be."
+        )
+        if lost == min(grown):
+            raise _NotComparable(text)
+        self.notes.append(text)
 
     def _again(self, many: Run) -> list[Finding]:
         """Runs the workers once more, with the same seeds; what differs then is not seeded."""

@@ -47,6 +47,7 @@ class Recording:
     ) -> None:
         self.record, self.batches, self.draws, self.steps, self.rates = record, batches, draws, steps, rates
         self.initial: Path | None = None
+        self.noise = 0.0  # relative change of each gradient before an update
         self.roots: dict[int, tuple[nn.Module, str]] = {}
         self.names: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
@@ -212,6 +213,9 @@ class Recording:
         self._updates[number] += 1
         groups = optimizer.param_groups
         held = {id(p) for group in groups for p in group["params"]}
+        if self.noise:
+            for i, parameter in enumerate(p for group in groups for p in group["params"] if p.grad is not None):
+                _add_noise(parameter.grad, self.noise, 1000 * self._updates[number] + i)
         wanted = {name for i, name in self.parameters.items() if i in held}
         gradients = self._gradients()
         if wanted:
@@ -317,6 +321,16 @@ class Recording:
     def counts(self) -> dict[str, int]:
         """Returns how many updates each optimizer made."""
         return {str(number): count for number, count in self._updates.items()}
+
+
+@torch.no_grad()
+def _add_noise(tensor: Tensor, noise: float, seed: int) -> None:
+    """Adds normal random numbers whose norm is about ``noise`` times that of ``tensor``."""
+    if tensor.is_sparse or tensor.is_meta or not tensor.numel():
+        return
+    size = float(tensor.float().norm()) / tensor.numel() ** 0.5
+    change = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    tensor.add_((change * (noise * size)).to(tensor.dtype))
 
 
 def _is_wrapper(module: nn.Module) -> bool:

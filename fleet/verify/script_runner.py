@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
     batches = ReplayedBatches(record, loading, sources)
     recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
     recording.initial = Path(plan["initial"]) if plan["initial"] else None
+    recording.noise = plan["noise"]
     _install(recording, draws, batches, plan, alone=bool(sources))
     started = time.perf_counter()
     how, error = _run_script(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,8 +38,13 @@ def _pairs(many: Run, ranks: Sequence[int]) -> Iterator[tuple[int, list[dict[str
 
 
 def differing(digests: Sequence[dict[str, Any]], tolerance: float = _CLOSE) -> float | None:
-    """Returns the relative difference of one tensor on several workers; ``None`` where it is equal."""
+    """Returns the relative difference of one tensor on several workers; ``None`` where it is equal.
+
+    Tensors that hold NaN or infinities on all workers count as equal.
+    """
     if len({d["part"] for d in digests}) > 1 or digests[0]["part"]:
+        return None
+    if not any(math.isfinite(d["s"]) for d in digests):
         return None
     size = max(d["s"] for d in digests) ** 0.5
     apart = max(d["p"] for d in digests) - min(d["p"] for d in digests)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet.verify.number_findings import Tolerance, compare_numbers, whole
+from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors, whole
 from fleet.verify.paired_runs import Run
 from fleet.verify.tensor_digest import whole_digest
 
@@ -47,3 +47,22 @@ def test_shards_add_up_and_copies_are_averaged() -> None:
     digest = {"p": 1.0, "s": 1.0, "n": 4}
     assert whole([{**digest, "part": "a"}, {**digest, "part": "b"}]) == {"p": 2.0, "s": 2.0, "n": 8}
     assert whole([{**digest, "part": ""}, {**digest, "part": ""}]) == {"p": 1.0, "s": 1.0, "n": 4}
+
+
+def test_what_rounding_grows_to_is_allowed_and_too_much_is_not_compared() -> None:
+    alone, tried = (Run(folder=Path("one"), records=[[update(g)]]) for g in (G, G * 1.01))
+    grown = grown_errors(alone, tried)
+    assert grown == {1: pytest.approx(0.01 * abs(float(whole_digest(G)["p"])) / float(G.norm()), rel=1e-3)}
+    many = Run(folder=Path("many"), records=[[update(G * 1.02)]] * 2)
+    for errors, compared, found in [({}, 1, 1), (grown, 1, 0), ({1: grown[1] / 4}, 1, 1), ({1: 0.06}, 0, 0)]:
+        made = compare_numbers(many, alone, [0, 1], Tolerance(2.0**-23, "", errors), parts=False, only_first=False)
+        assert (made.compared, len(made.findings)) == (compared, found)
+
+
+def test_gradients_that_are_not_finite_in_both_runs_are_left_out() -> None:
+    broken = G * float("nan")
+    one = Run(folder=Path("one"), records=[[update(broken)]])
+    for gradient, left_out, found in [(broken, [1], 0), (G, [], 1)]:
+        many = Run(folder=Path("many"), records=[[update(gradient)]] * 2)
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert (made.not_finite, len(made.findings)) == (left_out, found)

@@ -35,3 +35,9 @@ def test_what_differs_is_named() -> None:
 def test_shards_are_not_compared_with_each_other() -> None:
     assert differing([{"p": 1.0, "s": 1.0, "part": "a"}, {"p": 2.0, "s": 1.0, "part": "b"}]) is None
     assert differing([{"p": 1.0, "s": 1.0, "part": ""}, {"p": 2.0, "s": 1.0, "part": ""}]) == 1.0
+
+
+def test_numbers_that_are_not_finite_on_all_workers_count_as_equal() -> None:
+    nan = float("nan")
+    assert differing([{"p": nan, "s": nan, "part": ""}] * 2) is None
+    assert differing([{"p": nan, "s": nan, "part": ""}, {"p": 1.0, "s": 1.0, "part": ""}]) is not None
