@@ -26,6 +26,7 @@ from tests.examples.scripts import (
 DYGRAPH, CHECKPOINT, STATIC = "train_fleet_dygraph.py", "train_fleet_dygraph_ckpt.py", "train_fleet_static.py"
 
 
+@pytest.mark.slow
 def test_the_fleet_script_runs_in_one_process(tmp_path: Path) -> None:
     """002-01: the changed script still runs by itself."""
     output = train(command(DYGRAPH, *TINY, "--epochs", "2", "--max-batches", "8", "--history", "h"), tmp_path)

@@ -41,6 +41,7 @@ def test_the_training_loop_is_untouched() -> None:
     assert "loss.backward()" in loops[0]
 
 
+@pytest.mark.slow
 def test_a_short_run_lowers_the_loss(tmp_path: Path) -> None:
     output = train(command("train_torch.py", *TINY, "--epochs", "4", "--history", "h.jsonl"), tmp_path)
     records = history(tmp_path / "h.jsonl")

@@ -128,6 +128,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-2))
 
 
+@pytest.mark.slow
 def test_divided_models_train_as_one_process() -> None:
     """Issue 12, 1: Llama, GPT-2 and BERT; logits, every gradient and 3 AdamW steps within 1e-5."""
     first, second = run_workers(train_cases, 2, list(CASES), backend=None)
