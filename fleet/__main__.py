@@ -19,8 +19,8 @@ COMMANDS = {
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
     "launch-on": (
-        "fleet.launch.slurm.slurm_command",
-        "write and submit a job of Slurm: a launcher on every node",
+        "fleet._launch_on",
+        "start a launcher on every node of a job of Slurm, or on nodes of a Ray cluster",
     ),
     "migrate": ("fleet.migrate.migrate_command", "print the diff that moves a script of another kind here"),
     "run_check": ("fleet.utils._run_check", "train two small layers on every device of this machine"),

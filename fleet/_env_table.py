@@ -56,6 +56,14 @@ VARIABLES: dict[str, Variable] = _table(
         "trackers that fleet.log writes to besides those of strategy.trackers, comma-separated; the launcher's "
         "--tracker sets it",
     ),
+    (
+        "KUBEFLOW_TRAINER_SERVER_URL",
+        "scheduler",
+        None,
+        "https address where Kubeflow Trainer takes the status of this TrainJob; worker 0 reports its progress there",
+    ),
+    ("KUBEFLOW_TRAINER_SERVER_CA_CERT", "scheduler", None, "CA file of that address; unset: the CAs of the system"),
+    ("KUBEFLOW_TRAINER_SERVER_TOKEN", "scheduler", None, "file with the token for that address; read for each request"),
     ("PADDLE_JOB_ID", "user", "default", "name that keeps jobs apart"),
     ("POD_NAME", "launcher", None, "name of the pod (node) in logs"),
     ("FLAGS_selected_gpus", "launcher", None, "device index of this worker"),

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 
 __all__ = [
     "CheckpointError",
@@ -102,6 +103,10 @@ class WorkerFailedError(LaunchError):
         super().__init__(message, exit_code)
         self.rank, self.host, self.log_path = rank, host, log_path
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        made = partial(type(self), rank=self.rank, host=self.host, exit_code=self.exit_code, log_path=self.log_path)
+        return made, (f"{self}",)
+
 
 class NanInfError(FleetError, FloatingPointError):
     """A NaN or Inf appeared where ``check_nan_inf`` looks; carries the rank it appeared on and that rank's step."""
@@ -109,6 +114,9 @@ class NanInfError(FleetError, FloatingPointError):
     def __init__(self, message: str, *, rank: int, step: int) -> None:
         super().__init__(message)
         self.rank, self.step = rank, step
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return partial(type(self), rank=self.rank, step=self.step), (f"{self}",)
 
 
 class PSError(FleetError, ConnectionError):

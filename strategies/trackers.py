@@ -21,6 +21,12 @@ class TrackerConfig(Config, option="tracker_configs"):
         True, "log step times with their parts, rates and memory of worker 0 without a call of fleet.log"
     )
     every: int = setting(10, "steps between two of these records, which hold the means of the steps", at_least=1)
+    total_steps: int = setting(
+        0,
+        "steps that the optimizers make in the whole run, for the progress in the status of a Kubeflow TrainJob; "
+        "0: not known, and no progress is reported",
+        at_least=0,
+    )
     peak_tflops: float = setting(
         0.0,
         "what this device computes at most, in TFLOP/s, for the model FLOPs utilisation; 0 takes the 16-bit peak of "

@@ -29,6 +29,8 @@ NOT_RUN: dict[str, str] = {
     "fleet.checkpoint.foreign.paddle_tables.load_paddle_table": "as paddle_optimizer_state",
     "fleet.checkpoint.foreign.paddle_tables.paddle_dense": "as paddle_optimizer_state",
     "fleet.elastic._resize.keep_global_batch": "warns where an optimizer has copied the strategy",
+    "fleet.integrations.ray": "needs a cluster of Ray; tests/fleet/integrations does the same",
+    "fleet.integrations.ray.launch": "as its module",
     "fleet.runtime.util.UtilBase.get_file_shard": "shows worker 0 of 2",
     "fleet.facade.Fleet.distributed_scaler": "a GradScaler warns where there is no GPU",
     "fleet.facade.Fleet.group_sharded_parallel": "takes a module of its own, and several workers",

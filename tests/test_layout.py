@@ -141,6 +141,16 @@ DIRECTIONS = {
         "redis",
         "torch",
     ),
+    # The public calls of the package and of the launcher, and the framework that is integrated.
+    "fleet/integrations": (
+        "fleet.env",
+        "fleet.errors",
+        "fleet._log",
+        "fleet.fleet",
+        "fleet.launch",
+        "ray",
+        "torch",
+    ),
     "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
 }
 

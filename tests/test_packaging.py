@@ -39,6 +39,7 @@ EXTRAS = {
     "mlflow",
     "parquet",
     "qat",
+    "ray",
     "redis",
     "remote",
     "tensorboard",

@@ -2388,12 +2388,18 @@ class TrackerConfigDict(TypedDict, total=False):
     """Log step times with their parts, rates and memory of worker 0 without a call of fleet.log. Default: True."""
     every: int
     """Steps between two of these records, which hold the means of the steps. Default: 10."""
+    total_steps: int
+    """Steps that the optimizers make in the whole run, for the progress in the status of a Kubeflow TrainJob; 0:
+    not known, and no progress is reported. Default: 0.
+    """
     peak_tflops: float
     """What this device computes at most, in TFLOP/s, for the model FLOPs utilisation; 0 takes the 16-bit peak of
     known GPUs, and logs no utilisation on others. Default: 0.0.
     """
 
-TrackerConfigKey: TypeAlias = Literal["project", "run_name", "folder", "automatic", "every", "peak_tflops"]
+TrackerConfigKey: TypeAlias = Literal[
+    "project", "run_name", "folder", "automatic", "every", "total_steps", "peak_tflops"
+]
 
 class TrackerConfigView(ConfigView):
     """The settings of tracker_configs; see TrackerConfigDict."""
@@ -2403,13 +2409,14 @@ class TrackerConfigView(ConfigView):
     folder: str
     automatic: bool
     every: int
+    total_steps: int
     peak_tflops: float
     @overload
     def __getitem__(self, key: Literal["project", "run_name", "folder"], /) -> str: ...
     @overload
     def __getitem__(self, key: Literal["automatic"], /) -> bool: ...
     @overload
-    def __getitem__(self, key: Literal["every"], /) -> int: ...
+    def __getitem__(self, key: Literal["every", "total_steps"], /) -> int: ...
     @overload
     def __getitem__(self, key: Literal["peak_tflops"], /) -> float: ...
     @overload
@@ -2417,7 +2424,7 @@ class TrackerConfigView(ConfigView):
     @overload
     def __setitem__(self, key: Literal["automatic"], value: bool, /) -> None: ...
     @overload
-    def __setitem__(self, key: Literal["every"], value: int, /) -> None: ...
+    def __setitem__(self, key: Literal["every", "total_steps"], value: int, /) -> None: ...
     @overload
     def __setitem__(self, key: Literal["peak_tflops"], value: float, /) -> None: ...
     def __delitem__(self, key: TrackerConfigKey, /) -> None: ...

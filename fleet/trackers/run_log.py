@@ -14,6 +14,7 @@ from fleet._log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.role.record import Role
+from fleet.trackers.kubeflow_tracker import KubeflowTracker
 from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
 from fleet.trackers.page_trackers import CurvePage, RankPage
 from fleet.trackers.run_record import RunRecord
@@ -31,6 +32,7 @@ _VARIABLE = "FLEET_TRACKERS"
 _ORIGIN = f"{_VARIABLE} (the launcher's --tracker)"
 _NAME = re.compile(r"[\w.-]{1,128}")
 _RANK_PAGE = "the job's page (ranks)"
+_KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 class RunLog:
@@ -69,7 +71,7 @@ class RunLog:
             return
         asked = {name: "strategy.trackers" for name in options["trackers"]}
         asked.update({name: _ORIGIN for name in environment.list(_VARIABLE) if name not in asked})
-        if not asked and options.is_set("tracker_configs"):
+        if not asked and options.is_set("tracker_configs") and not environment.has(_KUBEFLOW):
             LOGGER.warning("tracker_configs was set and changes nothing: strategy.trackers names none.")
         config = options["tracker_configs"]
         if config.run_name and _NAME.fullmatch(config.run_name) is None:
@@ -83,6 +85,8 @@ class RunLog:
         if folder := environment.raw("FLEET_PAGE_FOLDER"):
             self._rank_page = RankPage(Path(folder))
             made.update({_RANK_PAGE: self._rank_page, "the job's page": CurvePage(Path(folder))})
+        if environment.has(_KUBEFLOW) and session.global_rank == 0:
+            made["Kubeflow Trainer's status"] = KubeflowTracker(config.total_steps, lambda: self._step, environment)
         self._trackers = {name: tracker for name, tracker in made.items() if self._is_here(tracker)}
         if asked and session.global_rank == 0:
             _make_folder(Path(config.folder).expanduser())

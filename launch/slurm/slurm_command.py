@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from fleet.errors import ConfigError, LaunchError
-from fleet.launch.cli.parser import UsageError, parse_command_line
+from fleet.launch.cli.command_options import CommandOptions, check_set_flags, cut_options
+from fleet.launch.cli.parser import parse_command_line
 from fleet.launch.slurm.batch_script import SlurmJob, batch_script
 
 __all__ = ["run"]
@@ -24,7 +24,7 @@ command come first, then the launcher's flags, the script and its arguments:
   python -m fleet launch-on slurm --nodes=2 --time=4:00:00 --sbatch=--gres=gpu:4 --nproc_per_node=4 train.py --epochs=3
 """
 _TAKES_VALUE = ("--nodes", "--name", "--time", "--partition", "--account", "--sbatch", "--grace", "--python", "--to")
-_SWITCHES = ("--requeue", "--dry_run", "--help")
+_SWITCHES = ("--requeue", "--dry_run", "--help", "-h")
 # Options of sbatch that the script sets, and what to write in their place.
 _OWN_OPTIONS = {
     "nodes": "--nodes of this command",
@@ -39,15 +39,6 @@ _OWN_OPTIONS = {
     "J": "--name of this command",
     "wrap": "the script behind the flags",
 }
-# Flags of the launcher that the script sets.
-_OWN_FLAGS = ("nnodes", "master", "rank", "ips", "host", "job_id", "standalone", "master_addr", "master_port",
-              "rdzv_backend", "preempt_grace")  # fmt: skip
-_SERVER_FLAGS = ("server_num", "worker_num", "servers", "workers", "server_standby", "server_shards", "server_spare")
-
-
-class _OptionParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. {_PROGRAM} --help lists the options.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -57,16 +48,9 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: an option is wrong, or is one that the script sets itself.
         LaunchError: there is no sbatch here, or it refused the job.
     """
-    arguments = list(argv)
-    if not arguments or arguments[0] != "slurm":
-        named = repr(arguments[0]) if arguments else "nothing"
-        if arguments and arguments[0] in ("-h", "--help"):
-            print(_parser().format_help())
-            return 0
-        raise ConfigError(f"launch-on takes slurm, got {named}.")
-    own, launcher = _cut(arguments[1:])
+    own, launcher = cut_options(argv, _TAKES_VALUE, _SWITCHES)
     parser = _parser()
-    if "--help" in own:
+    if {"--help", "-h"} & {*own}:
         print(parser.format_help())
         return 0
     given = parser.parse_args(own)
@@ -84,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OptionParser(
+    parser = CommandOptions(
         prog=_PROGRAM,
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -107,29 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the options of this command, and everything from the first other word on."""
-    at = 0
-    own: list[str] = []
-    while at < len(arguments):
-        name, equals, _ = arguments[at].partition("=")
-        spelled = name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
-        if spelled in _SWITCHES and not equals:
-            own.append(spelled)
-        elif spelled in _TAKES_VALUE:
-            if not equals:
-                if at + 1 == len(arguments):
-                    raise UsageError(f"{name} has no value; write {name}=VALUE.")
-                at += 1
-                own.append(f"{spelled}={arguments[at]}")
-            else:
-                own.append(arguments[at])
-        else:
-            break
-        at += 1
-    return own, arguments[at:]
-
-
 def _job(given: argparse.Namespace, launcher: list[str]) -> SlurmJob:
     line = parse_command_line(launcher, "python -m fleet.launch")
     if given.nodes < 1:
@@ -140,16 +101,14 @@ def _job(given: argparse.Namespace, launcher: list[str]) -> SlurmJob:
         raise ConfigError(
             "--requeue needs --grace=SECONDS: a job is put back when its workers have saved a checkpoint."
         )
-    for name in _OWN_FLAGS:
-        if name in line.flags:
-            hint = "Write --grace=SECONDS before the flags." if name == "preempt_grace" else "Omit it."
-            raise ConfigError(f"--{name} is a flag that the batch script sets, from what Slurm gives the job. {hint}")
-    servers = [name for name in _SERVER_FLAGS if name in line.flags]
-    if servers and given.nodes > 1:
-        raise ConfigError(
-            f"--{servers[0]} with --nodes={given.nodes}: the endpoints of servers on several nodes must be known "
-            "before the job starts, and Slurm chooses the nodes. Use --nodes=1, whose launcher starts all of them."
-        )
+    check_set_flags(
+        line,
+        given.nodes,
+        sets="the batch script sets, from what Slurm gives the job",
+        chooses="Slurm",
+        number="--nodes",
+        more={"preempt_grace": "Write --grace=SECONDS before the flags."},
+    )
     name = given.name or re.sub(r"[^\w.-]", "_", Path(line.script).stem) or "fleet"
     if re.fullmatch(r"[\w.-]+", name) is None:
         raise ConfigError(f"--name is {name!r}; it takes letters, digits, '_', '.' and '-', because it names files.")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fleet.__main__ import main
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.slurm.slurm_command import run
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Returns the batch script of a command line."""
-    assert run(["slurm", "--dry_run", *arguments]) == 0
+    assert run(["--dry_run", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -54,21 +53,15 @@ def test_the_options_come_first(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_is_refused(arguments: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){expected}"):
-        run(["slurm", "--dry_run", *arguments])
+        run(["--dry_run", *arguments])
 
 
 def test_servers_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--server_num=1 --worker_num=2 t.py" in printed(capsys, "--server_num=1", "--worker_num=2", "t.py")
 
 
-@pytest.mark.parametrize("arguments", [[], ["kubernetes", "t.py"]])
-def test_other_schedulers_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch-on", *arguments]) == 2
-    assert "launch-on takes slurm" in capsys.readouterr().err
-
-
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch-on", "--help"]) == main(["launch-on", "slurm", "--help"]) == 0
+    assert run(["-h"]) == run(["--help"]) == 0
     assert capsys.readouterr().out.count("--grace") >= 2
 
 
@@ -86,14 +79,14 @@ def test_it_is_written_and_submitted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"train\.sbatch is written, and there is no sbatch on this machine"):
-        run(["slurm", "train.py"])
+        run(["train.py"])
     sbatch(tmp_path, 0)
-    assert run(["slurm", "--to=job.sh", "train.py"]) == 0
+    assert run(["--to=job.sh", "train.py"]) == 0
     assert (tmp_path / "job.sh").read_text() == (tmp_path / "train.sbatch").read_text()
     assert (tmp_path / "submitted").read_text() == "--parsable job.sh"
     assert "Submitted job 42 with job.sh" in capsys.readouterr().out
     sbatch(tmp_path, 1)
     with pytest.raises(LaunchError, match=r"sbatch refused train\.sbatch with exit code 1: no such partition"):
-        run(["slurm", "train.py"])
+        run(["train.py"])
     with pytest.raises(LaunchError, match="cannot be written"):
-        run(["slurm", "--to=no/such/folder", "train.py"])
+        run(["--to=no/such/folder", "train.py"])
