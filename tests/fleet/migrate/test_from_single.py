@@ -200,5 +200,5 @@ def test_a_block_is_indented_as_the_script_is() -> None:
     loop = "net = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
     loop += "for x in torch.utils.data.DataLoader([1]):\n\tnet(x).sum().backward()\n\toptimizer.step()\nsave(net)\n"
     made = migrate(text + loop).text
-    assert "\tif fleet.is_first_worker():\n\t\ttorch.save(\n\t\t\tnet, 'a.pt')" in made
+    assert "\tif fleet.is_first_worker():\n\t\ttorch.save(\n\t\t\tnet.module, 'a.pt')" in made
     assert "    " not in made

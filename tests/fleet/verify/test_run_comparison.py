@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fleet.verify.paired_runs import Run, VerifyRequest
-from fleet.verify.run_comparison import _idle_options, _Judge, _nothing, _NotComparable, compare_runs
+from fleet.verify.run_comparison import _idle_options, _Judge, _NotComparable, _nothing, compare_runs
 
 FOLDER = Path(__file__).parent
 
