@@ -134,8 +134,9 @@ class _Judge:
         self.steps = numbers.compared
         if not self.findings and foreign:
             raise _NotComparable(
-                f"The inputs of {numbers.foreign_inputs} differ between the runs: they come from something other than "
-                "a torch DataLoader or torch's random numbers, and one process cannot be given what the workers had."
+                f"The inputs of {numbers.foreign_inputs} differ between the runs: they do not come from a torch "
+                "DataLoader (the script draws or reads its batches itself), and one process cannot be given what the "
+                "workers had."
             )
         if not self.findings and not numbers.matched:
             raise _NotComparable(_nothing(many))
@@ -209,8 +210,8 @@ class _Judge:
                 "Batch norm takes the statistics of each worker's own samples, as in torch's DistributedDataParallel; "
                 "one process computed it in as many parts. sync_batch_norm makes it that of the whole batch."
             )
-        rates = [(ours["rates"], alone["rates"]) for ours, alone in zip(many.updates(ranks[0]), one.updates(0))]
-        if any(ours != alone for ours, alone in rates):
+        pairs = zip(many.updates(ranks[0]), one.updates(0), strict=False)
+        if any(ours["rates"] != alone["rates"] for ours, alone in pairs):
             self.notes.append(
                 "The learning rate depends on the number of workers; one process trained with that of the workers."
             )

@@ -1,4 +1,4 @@
-"""gradients-changed-by-worker: noise for privacy is added on each worker by itself, after the gradients are averaged."""
+"""gradients-changed-by-worker: each worker adds noise of its own to the gradients after they are averaged."""
 
 import torch
 from torch import nn

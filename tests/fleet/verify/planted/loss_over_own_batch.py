@@ -1,4 +1,4 @@
-"""loss-over-own-batch: the loss is divided by this worker's number of valid positions, which is another on each worker."""
+"""loss-over-own-batch: each worker divides its loss by its own number of valid positions."""
 
 import torch
 from torch import nn
