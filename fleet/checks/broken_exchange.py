@@ -30,6 +30,11 @@ _TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
+def lost_a_peer(text: str) -> bool:
+    """Returns whether an error says no more than that another worker is gone or does not answer."""
+    return _BROKEN.search(text) is not None
+
+
 def explained(
     error: BaseException, models: Iterable[FleetModel], roll_call: RollCall | None, who: str
 ) -> FleetError | None:

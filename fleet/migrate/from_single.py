@@ -20,6 +20,9 @@ OTHER_PROGRAMS = {
 }
 
 
+_SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "accelerate.utils.set_seed", "transformers.set_seed")
+
+
 def port_single(port: ScriptPort) -> None:
     """Turns a script of one process into one of many."""
     if not port.parts.batch_loops():
@@ -49,7 +52,7 @@ def share_scalers(port: ScriptPort, condition: str = "") -> None:
         name = port.source.code(target) if isinstance(target, cst.Name | cst.Attribute) else ""
         lines = [f"{name} = fleet.distributed_scaler({name})"]
         if condition:
-            lines = [f"if {condition}:", f"    {lines[0]}"]
+            lines = [f"if {condition}:", f"{port.edits.indent_step}{lines[0]}"]
         if not (name and port.edits.insert_after(call, *lines)):
             port.edits.replace_span(start, start, "fleet.distributed_scaler(")
             port.edits.replace_span(end, end, ")")
@@ -76,6 +79,20 @@ def same_splits(port: ScriptPort) -> None:
             port.edits.note(call, "without a seed, every worker would draw another split")
         elif name in ("torch.randperm", "random.shuffle", "numpy.random.shuffle", "numpy.random.permutation"):
             port.edits.hand(call, "without a seed, every worker draws another order", "Seed it alike on every worker.")
+
+
+def note_equal_masks(port: ScriptPort) -> None:
+    """Notes where dropout draws the same masks on every worker, because the script seeds them alike."""
+    drops = any(isinstance(n, cst.Name) and "dropout" in n.value.lower() for n in port.source.nodes)
+    seeds = [call for call in port.source.calls if port.source.called(call) in _SEEDS and call.args]
+    ranked = any(word in port.source.code(call) for call in seeds for word in ("rank", "process_index", "seed_offset"))
+    if drops and seeds and not ranked:
+        port.edits.note(
+            seeds[-1],
+            "dropout drops the same units on every worker, because all are seeded alike",
+            f"For masks of their own add torch.manual_seed({port.source.code(seeds[-1].args[0].value)} + "
+            "fleet.worker_index()) after the model is made.",
+        )
 
 
 def _unwrap_data_parallel(port: ScriptPort) -> None:

@@ -83,7 +83,7 @@ def migrate(text: str, name: str = "script.py") -> MigratedScript:
 
     mark = _BOM if text.startswith(_BOM) else ""
     try:
-        ast.parse(text.removeprefix(_BOM))
+        ast.parse(text.removeprefix(_BOM), name)
         source = ScriptSource(text.removeprefix(_BOM))
     except (libcst.ParserSyntaxError, SyntaxError, ValueError) as error:
         raise ConfigError(f"{name} is not Python {sys.version_info[0]}: {error}") from None
@@ -126,7 +126,7 @@ def _ported(source: ScriptSource, kind: str) -> ScriptPort:
     from fleet.migrate.from_accelerate import port_accelerate
     from fleet.migrate.from_ddp import port_ddp
     from fleet.migrate.from_paddle_fleet import paddle_parts, port_paddle_fleet
-    from fleet.migrate.from_single import OTHER_PROGRAMS, port_single
+    from fleet.migrate.from_single import OTHER_PROGRAMS, note_equal_masks, port_single
     from fleet.migrate.script_port import ScriptPort
 
     port = ScriptPort(source, paddle_parts(source) if kind == "paddle" else None)
@@ -141,6 +141,7 @@ def _ported(source: ScriptSource, kind: str) -> ScriptPort:
             "single": port_single,
         }
         chosen[kind](port)
+        note_equal_masks(port)
     return port
 
 

@@ -158,13 +158,14 @@ class ScriptEdits:
             return False
         start, end = self.source.span(statement)
         indent = self.indent(statement)
-        self.replace_span(start, start, f"if {condition}:{self.newline}{indent}    ")
+        step = self.indent_step
+        self.replace_span(start, start, f"if {condition}:{self.newline}{indent}{step}")
         inner = self.source.inside(statement)
         texts = [self.source.span(n) for n in inner if isinstance(n, cst.SimpleString | cst.FormattedString)]
         place = self.source.data.find(b"\n", start, end)
         while place >= 0:  # further lines of the statement, but not those of a long string
             if not any(a < place < b for a, b in texts):
-                self.replace_span(place + 1, place + 1, "    ")
+                self.replace_span(place + 1, place + 1, step)
             place = self.source.data.find(b"\n", place + 1, end)
         return True
 
@@ -192,6 +193,11 @@ class ScriptEdits:
     def newline(self) -> str:
         """The line end of the script."""
         return "\r\n" if b"\r\n" in self.source.data else "\n"
+
+    @property
+    def indent_step(self) -> str:
+        """What the script puts before the lines of a block: a tab, or its number of spaces."""
+        return self.source.module.default_indent
 
     def _lines(self, indent: str, lines: tuple[str, ...]) -> str:
         return "".join(f"{indent}{line}{self.newline}" for line in lines)

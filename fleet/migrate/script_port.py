@@ -232,7 +232,7 @@ class ScriptPort:
                 todo = ", ".join(_wrapping(name) for name in one.models or ("model",))
                 self.edits.hand(one.call, "there is no line for its model", f"Add {todo}.")
         if condition and lines:
-            lines = [f"if {condition}:", *(f"    {line}" for line in lines)]
+            lines = [f"if {condition}:", *(f"{self.edits.indent_step}{line}" for line in lines)]
         if lines and not self.edits.insert_after(one.call, *lines):
             self.edits.hand(one.call, "it shares its line with an if or a loop", "After it: " + "; ".join(lines))
 

@@ -190,7 +190,7 @@ class ScriptSource:
 
     def _origins_of_value(self, value: Value, name: str, depth: int) -> list[cst.CSTNode]:
         if value.element is None:
-            again = [node for node in self.inside(value.node) if isinstance(node, cst.Name) and self.code(node) == name]
+            again = [node for node in self.inside(value.node) if isinstance(node, cst.Name) and self._reads(node, name)]
             same = isinstance(value.node, cst.Call) and isinstance(value.node.func, cst.Attribute) and again
             return [] if same or self.code(value.node) == name else self.origins(value.node, depth)
         if _is_prepare(value.node) and value.element < len(value.node.args):
@@ -203,6 +203,13 @@ class ScriptSource:
             elif isinstance(node, cst.Call):
                 found.append(node)
         return found
+
+    def _reads(self, node: cst.Name, name: str) -> bool:
+        """Returns whether ``node`` is the variable ``name``, not an attribute or a keyword that is called the same."""
+        parent = self.parent(node)
+        label = isinstance(parent, cst.Attribute) and parent.attr is node
+        label = label or (isinstance(parent, cst.Arg) and parent.keyword is node)
+        return node.value == name and not label
 
     def _origins_of_call(self, call: cst.Call, depth: int) -> list[cst.CSTNode]:
         function = call.func

@@ -116,6 +116,7 @@ class ReplayedBatches:
         equal = False
         if all(part["indices"] is not None for part in parts) and not isinstance(loader.dataset, IterableDataset):
             states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+            self.entered(True)  # what the data set draws here is no draw of the training loop
             try:
                 equal = all(_rows_from(loader, part["indices"]) == part["rows"] for part in parts)
             except Exception:
@@ -205,14 +206,15 @@ def user_site() -> str:
     return ""
 
 
-_OWN = str(Path(__file__).resolve().parent.parent) + "/"
-_STRATEGIES = str((Path(__file__).resolve().parent.parent / "strategies").resolve()) + "/"
+_PACKAGE = Path(__file__).parent.parent
+# Code of this project names its file as it was imported: an editable installation imports through symbolic links.
+_OWN = tuple(f"{path}/" for path in (_PACKAGE, _PACKAGE.resolve(), (_PACKAGE.resolve() / "strategies").resolve()))
 
 
 def is_library(file: str) -> bool:
     """Returns whether a file belongs to Python, an installed package or this project."""
     return (
-        file.startswith((_OWN, _STRATEGIES, "<"))
+        file.startswith((*_OWN, "<"))
         or "/site-packages/" in file
         or "/dist-packages/" in file
         or "/fleet/strategies/" in file

@@ -172,7 +172,10 @@ class _Step:
                 return
             ins = _apart([one["ins"] for one in own], other["ins"])
             limit = self.tolerance.at(self.n, _elements(other["outs"]))
-            if self.n == 1 and not roots_seen and ins is not None and ins > max(limit, 1e-5):
+            unlike = (
+                ins > max(limit, 1e-5) if ins is not None else _are_others([one["ins"] for one in own], other["ins"])
+            )
+            if self.n == 1 and not roots_seen and unlike:
                 made.foreign_inputs = other["module"] or other["type"]
                 return
             roots_seen = True
@@ -198,7 +201,7 @@ class _Step:
     def loss(self, row: dict[str, Any]) -> Iterator[Finding]:
         """Yields a finding where the mean loss of the workers is not that of one process."""
         one, many = row["loss_one"], row["loss_many"]
-        if one is None or many is None or abs(one - many) <= self.tolerance.at(self.n, 65536) * max(abs(one), 1e-6):
+        if one is None or many is None or self._close(one, many):
             return
         yield Finding(
             cause="unknown",
@@ -276,7 +279,21 @@ class _Step:
                 f"Each gradient is {ratio:.4g} times that of one process: the loss or the gradients are divided by the "
                 "wrong count.",
             )
+        one, many = self.row()["loss_one"], self.row()["loss_many"]
+        if one is not None and many is not None and not self._close(one, many):
+            return (
+                "loss-over-own-batch",
+                f"The mean of the workers' losses at update {self.n} is {many:.6g}, and the loss of one process on the "
+                f"same samples and the same outputs is {one:.6g}: the loss is no mean over samples. It divides by a "
+                "count of this worker's own (ignore_index, class weights, a mask), or it compares the samples of a "
+                "batch with each other. Divide by the mean of the workers' counts: fleet.all_reduce(count) / "
+                "fleet.worker_num().",
+            )
         return "unknown", f"The gradient of {name} is not that of one process at update {self.n}."
+
+    def _close(self, one: float, many: float) -> bool:
+        """Returns whether two losses agree."""
+        return abs(one - many) <= self.tolerance.at(self.n, 65536) * max(abs(one), 1e-6)
 
     def _back_agrees(self) -> bool:
         """Returns whether the gradients agreed right after the backward pass."""
@@ -365,6 +382,9 @@ def _ratio(pairs: Sequence[Any]) -> float | None:
         return None
     ratio = float(top / bottom)
     off = sum((got["p"] - ratio * expected["p"]) ** 2 for _, expected, got in pairs)
+    # Of one parameter there is one projection, which any factor explains; its norm is explained by the right one only.
+    if any(abs(got["s"] - ratio**2 * expected["s"]) > 1e-2 * ratio**2 * expected["s"] for _, expected, got in pairs):
+        return None
     return ratio if off <= 1e-4 * ratio**2 * bottom and abs(ratio - 1) > 1e-3 else None
 
 
@@ -395,6 +415,19 @@ def _apart(ours: Sequence[Sequence[Any]], alone: Sequence[Any]) -> float | None:
         if apart is not None:
             found = max(found or 0.0, apart)
     return found
+
+
+def _are_others(ours: Sequence[Sequence[Any]], alone: Sequence[Any]) -> bool:
+    """Returns whether one process got tensors that are neither the workers' joined nor the same as theirs.
+
+    That is so where a script draws or reads its batches itself: each process then has a batch of the same size.
+    """
+    given = [(i, other) for i, other in enumerate(alone) if other is not None and other["shape"]]
+    owns = [[group[i] for group in ours if i < len(group) and group[i] is not None] for i, _ in given]
+    return bool(given) and all(
+        any(one["shape"] == other["shape"] and one["total0"] != other["total0"] for one in own)
+        for (_, other), own in zip(given, owns, strict=True)
+    )
 
 
 def _tensor_apart(own: Sequence[dict[str, Any]], other: dict[str, Any]) -> float | None:

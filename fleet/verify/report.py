@@ -29,6 +29,8 @@ CAUSES = (
     "initial-weights-differ",
     "gradients-not-averaged",
     "gradients-summed",
+    "gradients-changed-by-worker",
+    "loss-over-own-batch",
     "optimizer-of-other-parameters",
     "loss-sum-instead-of-mean",
     "scheduler-stepped-unevenly",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fleet.checks.broken_exchange import lost_a_peer
 from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, VerifyRequest, start_run
@@ -140,12 +141,17 @@ class _Judge:
         foreign = bool(numbers.foreign_inputs)
         if foreign and not found:
             found += self._again(many)
-        self.findings = found or numbers.findings
+        seeds = [finding for finding in found if finding.cause == "dropout-seeded-alike"]
+        # Equal masks make no other number wrong, so what the numbers say comes first, and is looked at in any case.
+        self.findings = numbers.findings + seeds if len(seeds) == len(found) else found
+        if seeds and len(self.findings) == len(seeds) and numbers.matched:
+            self.notes.insert(0, f"Apart from the masks, the updates agree with one process, {self.tolerance.why}.")
         self.steps = numbers.compared
         if not self.findings and foreign:
             raise _NotComparable(
-                f"The inputs of {numbers.foreign_inputs} differ between the runs: they come from something other than "
-                "a torch DataLoader or torch's random numbers, and one process cannot be given what the workers had."
+                f"The inputs of {numbers.foreign_inputs} differ between the runs: they do not come from a torch "
+                "DataLoader (the script draws or reads its batches itself), and one process cannot be given what the "
+                "workers had."
             )
         if not self.findings and not numbers.matched:
             raise _NotComparable(_nothing(many))
@@ -157,15 +163,16 @@ class _Judge:
 
     def _late(self, run: Run) -> str:
         places = "; ".join(f"worker {rank} at {frames[0]}" for rank, frames in run.stacks.items() if frames)
-        return f"The workers had not ended after {self.request.timeout_s:g} s ({places}); --timeout gives them longer."
+        where = f" ({places})" if places else ""
+        return f"The workers had not ended after {self.request.timeout_s:g} s{where}; --timeout gives them longer."
 
     def _need_end(self, many: Run) -> None:
-        for rank in range(len(many.records)):
-            end = many.end(rank)
-            if end["how"] in ("stopped", "ended"):
-                continue
-            error = end["error"].partition("\n@")[0] or many.log(rank)
-            raise _NotComparable(f"The script does not run on {len(many.records)} workers: worker {rank}: {error}")
+        failed = [rank for rank in range(len(many.records)) if many.end(rank)["how"] not in ("stopped", "ended")]
+        if failed:  # a worker that lost another one has nothing of its own to say
+            rank = next((rank for rank in failed if not lost_a_peer(many.end(rank)["error"])), failed[0])
+            raise _NotComparable(
+                f"The script does not run on {len(many.records)} workers: worker {rank}: {_error(many, rank)}"
+            )
         if not many.updates(0):
             raise _NotComparable(_nothing(many))
 
@@ -174,9 +181,7 @@ class _Judge:
         if one.late or one.stuck:
             raise _NotComparable(f"The single process had not ended after {self.request.timeout_s:g} s.")
         if end["how"] in ("failed", "killed") and not one.updates(0):
-            raise _NotComparable(
-                f"The script does not run as one process: {end['error'].partition(chr(10) + '@')[0] or one.log(0)}"
-            )
+            raise _NotComparable(f"The script does not run as one process: {_error(one, 0)}")
 
     def _job(self, many: Run) -> dict[str, Any]:
         jobs = many.of_kind(0, "job")
@@ -243,8 +248,8 @@ class _Judge:
                 "Batch norm takes the statistics of each worker's own samples, as in torch's DistributedDataParallel; "
                 "one process computed it in as many parts. sync_batch_norm makes it that of the whole batch."
             )
-        ours, alone = first["rates"], one.updates(0)[0]["rates"] if one.updates(0) else []
-        if ours != alone:
+        pairs = zip(many.updates(ranks[0]), one.updates(0), strict=False)
+        if any(ours["rates"] != alone["rates"] for ours, alone in pairs):
             self.notes.append(
                 "The learning rate depends on the number of workers; one process trained with that of the workers."
             )
@@ -311,8 +316,19 @@ def _described(options: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
     return made
 
 
+def _error(run: Run, rank: int) -> str:
+    """Returns the error with which a process ended, its line in the user's files, and what says more than the error."""
+    error, _, where = run.end(rank)["error"].partition("\n@")
+    if where:
+        error += f" ({where})"
+    if not error or error.startswith("SystemExit"):  # argparse and sys.exit print the reason
+        error = "\n".join(filter(None, (error, run.log(rank)))) or "it ended without a word"
+    return error
+
+
 def _nothing(many: Run) -> str:
+    said = many.log(0)
     return (
         "No update of an optimizer was seen that follows a pass through a torch module, within the run of the script; "
-        f"worker 0 printed: {many.log(0)}"
+        + (f"worker 0 printed: {said}" if said else "worker 0 printed nothing.")
     )

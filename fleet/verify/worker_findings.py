@@ -119,20 +119,29 @@ def _rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
 
 
 def _scaled_rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
+    """A rate whose highest value is more than N times that of one process.
+
+    The highest: a schedule that is made for N workers (fewer steps of warm-up, a slower decay) has other rates at each
+    update without being wrong.
+    """
     workers = len(many.records)
+    highest: dict[tuple[Any, int], tuple[float, float]] = {}  # of each optimizer and group
     for ours, alone in zip(many.updates(ranks[0]), one.updates(0), strict=False):
-        for mine, other in zip(ours["rates"], alone["rates"], strict=False):
-            if other and mine / other > 1.05 * workers:
+        for i, (mine, other) in enumerate(zip(ours["rates"], alone["rates"], strict=False)):
+            before = highest.get((ours.get("optimizer"), i), (0.0, 0.0))
+            highest[ours.get("optimizer"), i] = (max(before[0], mine), max(before[1], other))
+            top, base = highest[ours.get("optimizer"), i]
+            if base and top / base > 1.05 * workers:
                 return [
                     Finding(
                         cause="learning-rate-scaled-twice",
-                        sentence=f"At update {ours['n']} the learning rate is {mine / other:.3g} times that of one "
+                        sentence=f"Up to update {ours['n']} the learning rate is {top / base:.3g} times that of one "
                         f"process, and there are {workers} workers: it is multiplied by their number more than once.",
                         step=ours["n"],
                         tensor="learning rate",
-                        expected=other * workers,
-                        received=mine,
-                        difference=mine / (other * workers) - 1,
+                        expected=f"at most {base * workers:g}, the number of workers times {base:g}",
+                        received=top,
+                        difference=top / (base * workers) - 1,
                     )
                 ]
     return []
@@ -222,11 +231,11 @@ def _gradients(many: Run, ranks: Sequence[int]) -> list[Finding]:
             moved = [update["parameters"][name] for update in updates if name in update["parameters"]]
             if len(digests) < len(updates) or differing(digests, 1e-5) is None or differing(moved, 1e-9) is None:
                 continue
+            cause, sentence = _why_apart(name, updates)
             return [
                 Finding(
-                    cause="gradients-not-averaged",
-                    sentence=f"Each worker updates {name} with the gradient of its own samples: its model was not "
-                    "given to distributed_model(), or a pass went around the wrapped model.",
+                    cause=cause,
+                    sentence=sentence,
                     step=n,
                     rank=ranks[1],
                     module=name.rpartition(".")[0],
@@ -237,6 +246,23 @@ def _gradients(many: Run, ranks: Sequence[int]) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _why_apart(name: str, updates: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Returns the cause and the sentence of gradients with which the workers update, and that differ."""
+    behind = [update.get("back", {}).get(name) for update in updates]
+    if None not in behind and differing([digest for digest in behind if digest is not None], 1e-5) is None:
+        return (
+            "gradients-changed-by-worker",
+            f"The workers have the same gradient of {name} after backward() and update it with different ones: before "
+            "step() each of them changes it by something of its own, such as a limit, a factor or noise that depends "
+            "on the worker. Change it alike on every worker.",
+        )
+    return (
+        "gradients-not-averaged",
+        f"Each worker updates {name} with the gradient of its own samples: its model was not given to "
+        "distributed_model(), or a pass went around the wrapped model.",
+    )
 
 
 def _masks(many: Run, ranks: Sequence[int]) -> list[Finding]:

@@ -15,6 +15,7 @@ import ipaddress
 import json
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -101,6 +102,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], page: PageServer) -> None:
         self.page = page
         self._num_callers = 0
+        self._strangers: dict[Any, None] = {}  # connections without a token so far, the oldest first
         self._counting = threading.Lock()
         super().__init__(address, _Handler)
 
@@ -116,14 +118,26 @@ class _Server(ThreadingHTTPServer):
             time.sleep(0.01)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Gives a caller a thread while there is room."""
+        """Gives a caller a thread while there is room; whoever has shown no token makes room, the oldest first."""
         with self._counting:
-            has_room = self._num_callers < _MOST_CALLERS
+            has_room = len(self._strangers) > 0 or self._num_callers < _MOST_CALLERS
+            if self._num_callers >= _MOST_CALLERS and has_room:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end and leaves
             self._num_callers += has_room
+            if has_room:
+                self._strangers[request] = None
         if has_room:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def let_in(self, request: Any) -> None:
+        """Keeps the connection of a caller who has shown the token."""
+        with self._counting:
+            self._strangers.pop(request, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers one caller."""
@@ -131,6 +145,7 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._counting:
+                self._strangers.pop(request, None)
                 self._num_callers -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -170,6 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "This page needs the token of its launch: open the whole address that the launcher printed.\n",
             )
         else:
+            self.server.let_in(self.request)
             answer(where.path, query)
 
     def _get(self, path: str, query: dict[str, list[str]]) -> None:

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Mapping
 
-from fleet.launch.processes.stacks import ask_for_stacks
+from fleet.launch.processes.stacks import Stack, ask_for_stacks, is_stopped
 from fleet.launch.processes.worker_file import SHOWS_STACKS, WorkerFile
 
 Live = Mapping[str, tuple[int, WorkerFile | None]]
@@ -48,11 +48,14 @@ class StackRequests:
         while not self._asked.empty():
             asked.append(self._asked.get())
         known = {name: live[name] for name in {question.name for question in asked} & set(live)}
-        files = [(pid, file) for pid, file in known.values() if file is not None]
+        # A stopped process would have to go on to write its stacks, and a page changes nothing.
+        files = [(pid, file) for pid, file in known.values() if file is not None and not is_stopped(pid)]
         found = ask_for_stacks(files) if files else {}
         for question in asked:
             pid, file = known.get(question.name, (0, None))
-            question.give(found[pid].text if pid in found and found[pid].text else _why_none(question.name, file, pid))
+            stack = found.get(pid, Stack())
+            cut = "" if stack.is_whole else "[cut off: the process wrote no more within a second]\n"
+            question.give(stack.text + cut if stack.text else _why_none(question.name, file, pid))
 
     def close(self) -> None:
         """Closes the descriptors."""
@@ -77,4 +80,9 @@ def _why_none(name: str, file: WorkerFile | None, pid: int) -> str:
         return f"{name} shows no stacks: only workers do. With py-spy: py-spy dump --pid {pid}"
     if not file.words[SHOWS_STACKS]:
         return f"{name} has not called fleet.init() yet, or has ended it. With py-spy: py-spy dump --pid {pid}"
+    if is_stopped(pid):
+        return (
+            f"{name} (process {pid}) is stopped by a signal or a debugger, and would have to go on to write its stacks. "
+            f"With py-spy: py-spy dump --nonblocking --pid {pid}"
+        )
     return f"{name} (process {pid}) wrote no stack within a second."

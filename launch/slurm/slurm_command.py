@@ -112,7 +112,9 @@ def _job(given: argparse.Namespace, launcher: list[str]) -> SlurmJob:
     name = given.name or re.sub(r"[^\w.-]", "_", Path(line.script).stem) or "fleet"
     if re.fullmatch(r"[\w.-]+", name) is None:
         raise ConfigError(f"--name is {name!r}; it takes letters, digits, '_', '.' and '-', because it names files.")
-    options = [f"--{key}={value}" for key in ("time", "partition", "account") if (value := getattr(given, key))]
+    options = [
+        _passed(key, value) for key in ("time", "partition", "account") if (value := getattr(given, key)) is not None
+    ]
     options += [_checked(option) for option in given.sbatch]
     return SlurmJob(
         name=name,
@@ -126,10 +128,19 @@ def _job(given: argparse.Namespace, launcher: list[str]) -> SlurmJob:
     )
 
 
+def _passed(key: str, value: str) -> str:
+    """Returns an option for sbatch; raises ConfigError for a value that is no word on one line of the script."""
+    if not value.strip() or len(value.splitlines()) > 1:
+        raise ConfigError(f"--{key} is {value!r}; it takes one value, as sbatch does. Without one omit the option.")
+    return f"--{key}={value}"
+
+
 def _checked(option: str) -> str:
     """Returns an option of sbatch; raises ConfigError for one that the script sets, and one that is no option."""
     name = option.lstrip("-").split("=")[0].split()[0] if option.startswith("-") and option.strip("- ") else ""
-    if not name or "\n" in option:
+    if not option.startswith("--"):
+        name = name[:1]  # the value may follow a letter without a space: -N3
+    if not name or len(option.splitlines()) > 1:
         raise ConfigError(f"--sbatch is {option!r}; it takes one option of sbatch, as in --sbatch=--gres=gpu:4.")
     if name in _OWN_OPTIONS:
         raise ConfigError(f"--sbatch={option}: the batch script sets that option. Write {_OWN_OPTIONS[name]}.")

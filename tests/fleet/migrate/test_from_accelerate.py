@@ -116,3 +116,10 @@ def test_imports_that_need_an_accelerator_are_named() -> None:
     made = accelerate(after="from accelerate.logging import get_logger\nfrom accelerate.utils import set_seed")
     assert "logging.getLogger" in hand(made)
     assert len(made.by_hand) == 1
+
+
+def test_a_scheduler_that_is_called_as_its_module_is_known() -> None:
+    after = "lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)\n"
+    made = accelerate(after=after + "lr_scheduler = accelerator.prepare(lr_scheduler)")
+    assert "once for each process" in hand(made)
+    assert "was not found" not in hand(made)

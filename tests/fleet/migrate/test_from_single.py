@@ -178,3 +178,27 @@ def test_edits_that_overlap_are_an_error() -> None:
     edits.replace_span(2, 4, "b")
     with pytest.raises(AssertionError, match="two edits"):
         edits.text()
+
+
+@pytest.mark.parametrize(
+    ("seed", "noted"),
+    [
+        ("torch.manual_seed(args.seed)", "torch.manual_seed(args.seed + fleet.worker_index()) after the model is made"),
+        ("torch.manual_seed(args.seed + rank)", ""),
+    ],
+)
+def test_equal_masks_of_dropout_are_noted(seed: str, noted: str) -> None:
+    made = single(f"{LOADER}\n{seed}\nmask = torch.nn.Dropout(0.1)")
+    assert made.by_hand == []
+    said = [found.todo for found in made.findings if "dropout" in found.why]
+    assert [noted in todo for todo in said] == [True] * bool(noted), said
+    assert not any("dropout" in found.why for found in single(f"{LOADER}\n{seed}").findings)
+
+
+def test_a_block_is_indented_as_the_script_is() -> None:
+    text = "import torch\n\ndef save(net):\n\ttorch.save(\n\t\tnet, 'a.pt')\n"
+    loop = "net = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    loop += "for x in torch.utils.data.DataLoader([1]):\n\tnet(x).sum().backward()\n\toptimizer.step()\nsave(net)\n"
+    made = migrate(text + loop).text
+    assert "\tif fleet.is_first_worker():\n\t\ttorch.save(\n\t\t\tnet.module, 'a.pt')" in made
+    assert "    " not in made

@@ -61,7 +61,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (shown["kind"], shown["status"], shown["by_hand"][0]["line"]) == ("accelerate", 1, 37)
     assert whole.read_text() == text_of("single_before")
     assert main(["migrate", str(broken)]) == 2
-    assert "is not Python" in capsys.readouterr().err
+    assert f"is not Python 3: invalid syntax ({broken.name}, line 1)" in capsys.readouterr().err
     assert main(["migrate", str(tmp_path / "absent.py")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

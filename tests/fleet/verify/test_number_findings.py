@@ -8,7 +8,7 @@ import torch
 
 from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors, whole
 from fleet.verify.paired_runs import Run
-from fleet.verify.tensor_digest import whole_digest
+from fleet.verify.tensor_digest import rows_digest, whole_digest
 
 G = torch.randn(20, generator=torch.Generator().manual_seed(0))
 
@@ -41,6 +41,28 @@ def test_rounding_errors_are_no_finding() -> None:
 )
 def test_a_factor_names_its_cause(factor: float, node: str, cause: str) -> None:
     assert causes([G * factor] * 2, node) == [cause]
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_named() -> None:
+    workers = [{**update(G * torch.linspace(0.5, 1.5, 20)), "losses": [loss]} for loss in (1.0, 2.0)]
+    for loss, cause in ((1.8, "loss-over-own-batch"), (1.5, "unknown")):
+        many = Run(folder=Path("many"), records=[[worker] for worker in workers])
+        one = Run(folder=Path("one"), records=[[{**update(G), "losses": [loss]}]])
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert [found.cause for found in made.findings] == [cause]
+
+
+def test_batches_that_are_not_those_of_the_workers_are_noticed() -> None:
+    def passed(rows: torch.Tensor) -> dict[str, Any]:
+        call = {"module": "0", "type": "Linear", "ins": [rows_digest(rows)], "outs": []}
+        return {**update(G), "forward": [call]}
+
+    x = torch.arange(12.0).view(4, 3)
+    for mine, foreign in ((x + 1, "0"), (x, "")):  # a table of positions is the same everywhere
+        many = Run(folder=Path("many"), records=[[passed(x)], [passed(x)]])
+        one = Run(folder=Path("one"), records=[[passed(mine)]])
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert made.foreign_inputs == foreign
 
 
 def test_shards_add_up_and_copies_are_averaged() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet.verify.paired_runs import VerifyRequest
-from fleet.verify.run_comparison import _idle_options, compare_runs
+from fleet.verify.paired_runs import Run, VerifyRequest
+from fleet.verify.run_comparison import _idle_options, _Judge, _NotComparable, _nothing, compare_runs
 
 FOLDER = Path(__file__).parent
 
@@ -13,6 +13,29 @@ FOLDER = Path(__file__).parent
 def test_an_option_that_its_settings_leave_idle_is_a_finding_and_one_that_the_machine_does_is_not() -> None:
     notes = ["amp changes nothing: amp_configs['x'] is 0.", "dgc changes nothing on the CPU."]
     assert [found.tensor for found in _idle_options({"notes": notes, "plan": ["amp", "dgc"]})] == ["amp"]
+
+
+def reason(folder: Path, *errors: str) -> str:
+    """Returns why workers that ended with these errors are not compared."""
+    records = [[{"kind": "end", "how": "failed" if error else "ended", "error": error}] for error in errors]
+    with pytest.raises(_NotComparable) as caught:
+        _Judge(VerifyRequest(script=folder / "x.py"), folder)._need_end(Run(folder=folder, records=records))
+    return str(caught.value)
+
+
+def test_the_error_of_the_worker_that_failed_first_is_shown_with_its_line(tmp_path: Path) -> None:
+    lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4\n@/x/train.py:12"
+    assert "worker 1: ValueError: no data (/x/train.py:8)" in reason(
+        tmp_path, lost, "ValueError: no data\n@/x/train.py:8"
+    )
+    assert "worker 0: RuntimeError" in reason(tmp_path, lost, lost)
+
+
+def test_an_exit_shows_what_was_printed_before(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text("x.py: error: the following arguments are required: --data\n", encoding="utf-8")
+    assert "SystemExit: 2\nx.py: error: the following arguments" in reason(tmp_path, "SystemExit: 2\n@", "")
+    (tmp_path / "rank0.log").write_text("", encoding="utf-8")
+    assert _nothing(Run(folder=tmp_path, records=[[]])).endswith("worker 0 printed nothing.")
 
 
 @pytest.mark.slow

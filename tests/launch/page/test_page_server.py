@@ -134,6 +134,14 @@ def test_a_caller_that_says_nothing_keeps_nobody_waiting(page: PageServer) -> No
         assert ask(page)[0] == 200
 
 
+def test_callers_without_the_token_shut_nobody_out(page: PageServer) -> None:
+    silent = [socket.create_connection((HOST, page.port)) for _ in range(100)]  # more than are answered at a time
+    assert ask(page)[0] == 200
+    assert silent[0].recv(1) == b""  # the oldest made room
+    for one in silent:
+        one.close()
+
+
 def test_a_taken_port_is_named(page: PageServer, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=rf"--page={page.port}: .*Address already in use.*--page=0"):
         PageServer(made_view(tmp_path), page.port)

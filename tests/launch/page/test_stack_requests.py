@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from fleet.launch.page.stack_requests import StackRequests
+from fleet.launch.processes.stacks import is_stopped
 from fleet.launch.processes.worker_file import SHOWS_STACKS, WorkerFile
 
 
@@ -35,6 +39,21 @@ def test_reasons(tmp_path: Path) -> None:
     requests.close()
 
 
+def test_a_stopped_process_stays_stopped(tmp_path: Path) -> None:
+    requests = StackRequests()
+    file = WorkerFile.create(tmp_path / "file")
+    file.words[SHOWS_STACKS] = 1
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        said = answered(requests, "worker 0", {"worker 0": (process.pid, file)})
+        assert "is stopped by a signal or a debugger" in said
+        assert is_stopped(process.pid)
+        process.kill()
+    file.close()
+    requests.close()
+
+
 def test_who_gets_no_answer_says_so() -> None:
     requests = StackRequests()
     assert requests.ask("worker 0", 0.05).startswith("No answer within 0.05 s")
@@ -43,13 +62,16 @@ def test_who_gets_no_answer_says_so() -> None:
 
 def test_stacks_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fleet.launch.page.stack_requests as module
-    from fleet.launch.processes.stacks import Stack
+    from fleet.launch.processes.stacks import Frame, Stack
 
     file = WorkerFile.create(tmp_path / "file")
     file.words[SHOWS_STACKS] = 1
-    monkeypatch.setattr(module, "ask_for_stacks", lambda files: {pid: Stack((), f"of {pid}") for pid, _ in files})
+    whole = (Frame("train.py", 3, "<module>"),)
+    monkeypatch.setattr(module, "ask_for_stacks", lambda files: {pid: Stack(whole, f"of {pid}\n") for pid, _ in files})
     requests = StackRequests()
-    assert answered(requests, "worker 1", {"worker 1": (17, file)}) == "of 17"
+    assert answered(requests, "worker 1", {"worker 1": (17, file)}) == "of 17\n"
+    monkeypatch.setattr(module, "ask_for_stacks", lambda files: {pid: Stack((), f"of {pid}\n") for pid, _ in files})
+    assert answered(requests, "worker 1", {"worker 1": (17, file)}).startswith("of 17\n[cut off")
     monkeypatch.setattr(module, "ask_for_stacks", lambda files: {pid: Stack() for pid, _ in files})
     assert (
         answered(requests, "worker 1", {"worker 1": (17, file)})
