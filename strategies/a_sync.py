@@ -240,7 +240,7 @@ class ASync(JobKind):
         """Raises ConfigError when the servers have no rule for ``optimizer``, or there is one already."""
         from fleet.ps.worker.optimizer_rules import check_geo_optimizer, rule_of_group
 
-        if self.served is not None:
+        if any(other.user_optimizer is not optimizer for other in self.session.optimizers):
             raise ConfigError(
                 "distributed_optimizer() was called twice; a parameter-server job has one optimizer. Put all "
                 "parameters into its groups."

@@ -154,8 +154,9 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
             CheckpointError: the state is of other files or another seed, or it is that of another worker of a job with
                 parameter servers.
         """
-        if not {"epoch", "seed", "rows", "remaining"} <= set(state):
-            raise CheckpointError(f"ParquetDataset: a state of state_dict() is needed, got the keys {sorted(state)}.")
+        if not isinstance(state, Mapping) or not {"epoch", "seed", "rows", "remaining"} <= set(state):
+            got = f"the keys {sorted(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError(f"ParquetDataset: a state of state_dict() is needed, got {got}.")
         if list(state["rows"]) != self._sizes or state["seed"] != self._seed:
             raise CheckpointError(
                 f"ParquetDataset: the state is of {len(state['rows'])} row groups with {sum(state['rows'])} rows and "

@@ -116,10 +116,19 @@ class ParquetFiles:
         """Returns the columns of some rows of a row group; a list column also as its ``.offsets``.
 
         A column is a tensor, or :class:`Words`.
+
+        Raises:
+            FleetError: the row group cannot be read, or holds nulls that nothing fills.
         """
         file, index, _ = self.groups[group]
-        with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
-            table = opened.read_row_group(index, columns=self.columns, use_threads=False)
+        try:
+            with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
+                table = opened.read_row_group(index, columns=self.columns, use_threads=False)
+        except (OSError, self._pa.ArrowException) as error:
+            raise FleetError(
+                f"ParquetDataset: row group {index} of {file} cannot be read: {error} The file is damaged, or it was "
+                "changed or removed after the dataset was made. Write it again, or leave it out."
+            ) from error
         table = table.slice(rows.start, rows.stop - rows.start) if isinstance(rows, slice) else table.take(rows)
         found: dict[str, Any] = {}
         for name in self.columns:

@@ -31,7 +31,7 @@ class Words:
 
     @classmethod
     def of(cls, name: str, values: Any) -> Words:
-        """Returns an array of text in this form; raises ConfigError where a value is neither str nor bytes."""
+        """Returns an array of text in this form; raises ConfigError where a value is neither text nor bytes."""
         array = np.asarray(values, object)
         known: dict[str | bytes, int] = {}
         codes = np.fromiter((known.setdefault(value, len(known)) for value in array.flat), np.int64, array.size)
@@ -41,7 +41,13 @@ class Words:
                 f"fleet.features: column {name!r} holds {wrong!r:.80}; a column of text holds str or bytes only. Fill "
                 "missing values with a word of their own."
             )
-        words = [value.encode() if isinstance(value, str) else value for value in known]
+        try:
+            words = [value.encode() if isinstance(value, str) else value for value in known]
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"fleet.features: column {name!r} holds {error.object!a:.80}, which is no Unicode text: half of a "
+                "surrogate pair has no UTF-8. Give its bytes, or text without it."
+            ) from None
         return cls(words, codes.reshape(array.shape))
 
 
@@ -121,7 +127,9 @@ class Transform:
         return cls(**found)
 
     def _check_names(self) -> None:
-        for name in (*self.inputs, self.output):
+        column, out = getattr(self, "column", ""), getattr(self, "out")  # noqa: B009 - fields of the subclasses
+        wrong = [name for name in (column, "" if out is None else out) if not isinstance(name, str)]
+        for name in (*wrong, *self.inputs, self.output):
             if not isinstance(name, str) or not name or name.endswith(".offsets"):
                 raise ConfigError(
                     f"{self!r:.200}: a column's name is {name!r}; it is text that is not empty and does not end with "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Transforms:
     """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
+        if not isinstance(transforms, Iterable):
+            raise ConfigError(f"Transforms({transforms!r:.100}) takes a list of transforms; write [...] around it.")
         self._transforms = tuple(transforms)
         kinds: dict[str, str | None] = {}
         readers: set[str] = set()
@@ -169,14 +171,25 @@ class Transforms:
             raise CheckpointError(f"fleet.features: a saved value is of another type ({error!s:.100}).") from None
 
     def save(self, path: str | Path) -> Path:
-        """Writes the transforms to a file, into a folder as ``transforms.json``; returns the file.
+        """Writes ``transforms.json`` into a folder, which is made when missing; returns the file.
 
-        ``fleet.save_inference_model(transforms=...)`` does it beside the model.
+        A path that ends with ``.json`` is the file itself. ``fleet.save_inference_model(transforms=...)`` does it
+        beside the model.
+
+        Raises:
+            ConfigError: the path is no path.
+            CheckpointError: it cannot be written.
         """
-        target = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        if not isinstance(path, str | Path) or not str(path):
+            raise ConfigError(f"Transforms.save({path!r:.100}) takes a folder, or a file that ends with .json.")
+        target = Path(path) if Path(path).suffix == ".json" and not Path(path).is_dir() else Path(path) / FILE
         draft = target.with_name(f".{target.name}.tmp")
-        draft.write_text(self.to_json(), encoding="utf-8")
-        os.replace(draft, target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(self.to_json(), encoding="utf-8")
+            os.replace(draft, target)
+        except OSError as error:
+            raise CheckpointError(f"Transforms.save(): {target} cannot be written: {error.strerror}.") from None
         return target
 
     @classmethod
@@ -187,11 +200,15 @@ class Transforms:
             CheckpointError: there are none, or they are damaged.
         """
         target = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        if target.exists() and not target.is_file():
+            raise CheckpointError(f"{target}: not a regular file.")
         try:
             with target.open(encoding="utf-8") as file:
-                return cls.from_json(file.read(_MOST_BYTES))
+                text = file.read(_MOST_BYTES)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{target}: cannot be read: {error}.") from None
+        try:
+            return cls.from_json(text)
         except CheckpointError as error:
             raise CheckpointError(f"{target}: {error}") from None
 
@@ -216,7 +233,10 @@ def _given(values: Any, as_tensor: bool) -> Any:
 
 
 def _array(value: Any) -> Any:
-    return value.detach().cpu().numpy() if _is_tensor(value) else np.asarray(value)
+    if not _is_tensor(value):
+        return np.asarray(value)
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == sys.modules["torch"].bfloat16 else value).numpy()
 
 
 def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
@@ -232,10 +252,9 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
                 values = np.asarray(batch[name], object)  # numpy's text loses zeros at its end, and takes 7 for "7"
     except ValueError as error:
         raise ConfigError(f"fleet.features: column {name!r} is no array: {error}.") from None
-    if values.dtype.kind in "OUS":
+    if values.dtype.kind in "OUS" and values.ndim:
         words = Words.of(name, values.tolist() if values.dtype.kind == "S" else values)
-        column = FeatureColumn(words)
-        count = len(words.codes) if words.codes.ndim else 0
+        column, count = FeatureColumn(words), len(words.codes)
     elif values.dtype.kind in NUMBERS and values.ndim:
         column, count = FeatureColumn(of_one_width(values)), len(values)
     else:

@@ -79,6 +79,10 @@ class Workers(Protocol):
         """Device of this worker."""
 
     @property
+    def optimizers(self) -> Sequence[Any]:
+        """What ``fleet.distributed_optimizer`` has returned so far."""
+
+    @property
     def process_group(self) -> ProcessGroup | None:
         """Process group of all workers; ``None`` in a single process."""
 

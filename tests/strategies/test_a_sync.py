@@ -12,6 +12,9 @@ from torch import nn
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.options import DistributedStrategy
 from fleet.paddle.strategy_factory import StrategyFactory
+from fleet.role.record import RoleRecord
+from fleet.role_maker import UserDefinedRoleMaker
+from fleet.runtime.session import Session
 from fleet.strategies._declare.strategy_plan import plan
 from fleet.strategies._shared.served_optimizer import SERVERS, ServedOptimizer
 from fleet.strategies.a_sync import ASync, is_hybrid, ps_mode
@@ -102,14 +105,45 @@ def test_moments_of_a_local_run_are_refused_where_servers_keep_them() -> None:
     assert hybrid.state_dict()["state"]
 
 
-def test_one_optimizer_per_job() -> None:
-    session: Any = SimpleNamespace(options=StrategyFactory.create_sync_strategy(), world_size=2)
-    strategy = ASync(session.options["a_sync_configs"], session)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    strategy.check_optimizer(optimizer)
-    strategy.wrap_optimizer(optimizer)
+@pytest.mark.parametrize("other", [False, True])
+def test_one_optimizer_per_job(other: bool) -> None:
+    """Adopting the strategy of the second one does not make the job forget the first."""
+    found = StrategyFactory.create_sync_strategy()
+    job = Session(
+        role_maker=UserDefinedRoleMaker(is_collective=False),
+        record=RoleRecord(world_size=2),
+        collective=False,
+        device=torch.device("cpu"),
+        options=found,
+        plan=plan(found, 2, collective=False),
+        say=print,
+    )
+    first = job.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+
+    def second() -> None:
+        job.adopt(StrategyFactory.create_async_strategy() if other else found)
+        job.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+
     with pytest.raises(ConfigError, match="one optimizer"):
-        strategy.check_optimizer(optimizer)
+        second()
+    assert job.optimizers == [first]
+
+
+def test_one_optimizer_in_a_single_process_that_starts_its_server() -> None:
+    found = DistributedStrategy()
+    job = Session(
+        role_maker=UserDefinedRoleMaker(is_collective=True),
+        record=RoleRecord(),
+        collective=True,
+        device=torch.device("cpu"),
+        options=found,
+        plan=plan(found, 1),
+        say=print,
+    )
+    for _ in range(2):
+        job.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+    with pytest.raises(ConfigError, match="one optimizer"):
+        job.become_served()
 
 
 def hybrid(mode: str = "sync", dp_degree: int = 2, **options: Any) -> DistributedStrategy:
@@ -168,7 +202,7 @@ def test_hybrid_needs_rules_for_rows_only() -> None:
     """D.9: dense parameters stay here, so any optimizer trains them; rows need a rule of the servers."""
     from fleet.ps import SparseEmbedding
 
-    session: Any = SimpleNamespace(options=hybrid(), world_size=2)
+    session: Any = SimpleNamespace(options=hybrid(), world_size=2, optimizers=[])
     strategy = ASync(session.options["a_sync_configs"], session)
     strategy.check_optimizer(torch.optim.RMSprop([nn.Parameter(torch.zeros(1))], 0.1))
     with pytest.raises(ConfigError, match="RMSprop"):

@@ -38,6 +38,7 @@ from fleet.ps.server.server_state import ServerState
 __all__ = ["Publisher", "boot_id"]
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+_SLOW = "it is slow"  # why a sink that raises nothing does not take rows
 _TELL_EVERY_S = 30.0
 
 
@@ -73,6 +74,7 @@ class Publisher:
         self._sink: Sink = open_sink(publication, state.job.name)
         self._previous: int | None = None  # what the sink holds of this history, None until it is asked
         self._failing_since: float | None = None
+        self._reason = _SLOW  # of what the sink did not take last
         self._told = 0.0
         self._wake = threading.Condition()
         self._stopping = self._finishing = self._overtaken = False
@@ -126,8 +128,8 @@ class Publisher:
         if self._thread.is_alive() and not self._overtaken:
             raise PSError(
                 f"parameter server {self._server}: {self._publication.address} did not take the last {rows} rows "
-                f"within {limit_s:.0f} s. Its folder (FLEET_PS_FOLDER) keeps them: start the server again with it, and "
-                "it publishes them and ends; or remove the folder."
+                f"within {limit_s:.0f} s ({self._reason}). Its folder (FLEET_PS_FOLDER) keeps them: start the server "
+                "again with it, and it publishes them and ends; or remove the folder."
             )
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -237,17 +239,17 @@ class Publisher:
         self._state.job.published.counts["failures"] += 1
         if self._failing_since is None:
             self._failing_since = now
+        text = self._reason = str(error) if isinstance(error, FleetError) else repr(error)
         if isinstance(error, StaleDelta) or now - self._told < _TELL_EVERY_S:
             return
         self._told = now
-        text = str(error) if isinstance(error, FleetError) else repr(error)
         self._say(
             f"{self._publication.address} has not taken rows for {now - self._failing_since:.0f} s: {text}; "
             f"{waiting_rows(self._state)} rows wait, training goes on"
         )
 
     def _note_success(self) -> None:
-        since, self._failing_since = self._failing_since, None
+        since, self._failing_since, self._reason = self._failing_since, None, _SLOW
         if since is not None and self._told:
             self._say(f"{self._publication.address} takes rows again after {time.monotonic() - since:.0f} s")
         self._told = 0.0

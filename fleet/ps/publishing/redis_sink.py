@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,6 +58,7 @@ class RedisSink:
             )
         import redis
         from redis.backoff import NoBackoff
+        from redis.exceptions import NoPermissionError
         from redis.retry import Retry
 
         self._write_pairs = load_kernels("redis_pairs", "fleet.ps.publishing", "published rows").write_pairs
@@ -71,15 +73,17 @@ class RedisSink:
         except ValueError as error:
             raise ConfigError(f"the sink {address!r}: {error}. Write redis://host:port/database.") from None
         self._watch_error = redis.WatchError
+        self._refused: tuple[type[Exception], ...] = (redis.AuthenticationError, NoPermissionError)
         self._values = values
         self._prefix = f"fleet:{job}:"
         self._positions = f"{self._prefix}position"
         self._known: set[str] = set()  # tables whose description is in Redis
 
     def position(self, server: int) -> tuple[str, int] | None:
-        """Returns (history, watermark) of what Redis holds of ``server``."""
+        """Returns (history, watermark) of what Redis holds of ``server``; raises PSError where it wants a password."""
         self._known.clear()
-        return _position(self._redis.hget(self._positions, str(server)))
+        with self._allowed():
+            return _position(self._redis.hget(self._positions, str(server)))
 
     def write(self, delta: Delta) -> None:
         """Writes ``delta`` in one transaction.
@@ -87,9 +91,10 @@ class RedisSink:
         Raises:
             StaleDelta: the position in Redis is another.
             ConfigError: a table's name cannot be part of a key, or its rows are stored in another form.
+            PSError: Redis wants another password, or allows this user less.
         """
         for _ in range(_TRIES):
-            with self._redis.pipeline(transaction=True) as pipe:
+            with self._allowed(), self._redis.pipeline(transaction=True) as pipe:
                 pipe.watch(self._positions)
                 check_position(delta, _position(pipe.hget(self._positions, str(delta.server))))
                 self._queue_all(pipe, delta)
@@ -98,6 +103,15 @@ class RedisSink:
                     self._known.update(rows.table for rows in delta.tables)
                     return
         raise PSError(f"the positions of job {delta.job!r} in Redis change faster than a delta is written.")
+
+    @contextmanager
+    def _allowed(self) -> Iterator[None]:
+        try:
+            yield
+        except self._refused as error:
+            raise PSError(
+                f"Redis refuses this client: {error}. The address takes redis://user:password@host:port/0"
+            ) from None
 
     def _queue_all(self, pipe: Any, delta: Delta) -> None:
         described = [self._described(pipe, rows) for rows in delta.tables]

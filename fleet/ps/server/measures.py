@@ -95,7 +95,7 @@ def _published_measures(state: ServerState) -> list[Measure]:
     counts = published.counts
     return [
         Measure("publish_lag_seconds", "age of the oldest change that the sink lacks", published.lag_s()),
-        Measure("publish_waiting_rows", "rows and deletions that the sink lacks", waiting_rows(state)),
+        Measure("publish_waiting_rows", "rows and deletions that the sink lacks, at most", waiting_rows(state)),
         Measure("published_deltas", "deltas that the sink took", counts["deltas"], grows=True),
         Measure("published_rows", "rows that the sink took", counts["rows"], grows=True),
         Measure("published_deletions", "deletions that the sink took", counts["deletions"], grows=True),

@@ -22,7 +22,7 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.folder_sink import MANIFEST
 from fleet.ps.publishing.tensor_file import read_tensors
-from fleet.ps.serving.local_rows import LocalState, Position, TableShare
+from fleet.ps.serving.local_rows import LocalState, Position, TableShare, check_servers
 from fleet.ps.serving.mapped_rows import MappedRows, map_file
 
 __all__ = ["DeltaRows", "is_delta_folder"]
@@ -58,7 +58,8 @@ class DeltaRows:
         """Returns whether there is a newer state than before; ``state`` is whole either way.
 
         Raises:
-            CheckpointError: the manifest or a file is damaged.
+            CheckpointError: the manifest or a file is damaged, or absent.
+            ConfigError: a server has not written yet.
         """
         for _ in range(_TRIES):
             text = self._manifest_text()
@@ -67,7 +68,7 @@ class DeltaRows:
             try:
                 self._take(text)
                 return True
-            except (FileNotFoundError, CheckpointError):
+            except CheckpointError:
                 if text == self._manifest_text():  # not because the folder went on
                     raise
         raise CheckpointError(f"{self._folder}: its files are replaced faster than they can be read.")
@@ -114,7 +115,10 @@ class DeltaRows:
                 size = file.seek(0, 2)
         except CheckpointError:
             if not path.exists():
-                raise FileNotFoundError(f"{path}: the manifest names it, but it is absent.") from None
+                raise CheckpointError(
+                    f"{path}: the manifest names it, but it is absent. Remove the folder; the servers' next deltas "
+                    "write all rows."
+                ) from None
             raise
         if size != entry["bytes"] or zlib.crc32(map_file(path).data) != entry["crc32"]:
             raise CheckpointError(
@@ -149,6 +153,7 @@ def _servers_of(path: Path, text: bytes) -> dict[int, dict[str, Any]]:
 
     Raises:
         CheckpointError: it is no manifest, or its deltas do not follow each other.
+        ConfigError: it lacks the rows of a server.
     """
     try:
         manifest = json.loads(text)
@@ -157,6 +162,9 @@ def _servers_of(path: Path, text: bytes) -> dict[int, dict[str, Any]]:
         servers = {int(server): state for server, state in manifest["servers"].items()}
         for server, state in servers.items():
             _check_state(path, server, state)
+        count = manifest["num_servers"]
+        if type(count) is not int:
+            raise ValueError(f"num_servers is {count!r:.40}")
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -164,6 +172,7 @@ def _servers_of(path: Path, text: bytes) -> dict[int, dict[str, Any]]:
             f"{path}: not a manifest of published rows ({type(error).__name__}: {error!s:.200}). The file is damaged, "
             "or another program's."
         ) from None
+    check_servers(str(path), servers, count)
     return servers
 
 

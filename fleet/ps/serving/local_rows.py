@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from fleet.ps.serving.row_index import GONE, MISSING, RowIndex, merged
 from fleet.ps.table.hash import Uint64s, mix
 from fleet.ps.table.layout import Float32s, Int64s
 
-__all__ = ["LocalState", "Position", "TableShare", "check_table"]
+__all__ = ["LocalState", "Position", "TableShare", "check_servers", "check_table"]
 
 Found = tuple[Float32s, NDArray[np.bool_]]
 _OFFSET_BITS = 40  # of a place: which file, above the byte in it
@@ -127,3 +127,12 @@ def check_table(source: str, table: object, dims: Mapping[str, int]) -> str:
             f"{', '.join(map(repr, sorted(dims))) or 'none yet'}."
         )
     return table
+
+
+def check_servers(source: str, present: Collection[int], count: int) -> None:
+    """Raises :class:`ConfigError` unless all of the ``count`` servers of the job have written their rows."""
+    if len(present) < count:
+        raise ConfigError(
+            f"{source}: of the job's {count} servers only those of number {sorted(present)} have written rows; the ids "
+            "of the others would read as zeros. They write within seconds while the job runs: try again then."
+        )

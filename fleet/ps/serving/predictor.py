@@ -30,6 +30,7 @@ class _Program:
     lookups: tuple[RowsInput, ...]
     dense: Callable[..., Any]
     ids: Callable[..., Any]
+    takes: str  # its inputs, for messages
 
 
 class Predictor:
@@ -44,7 +45,7 @@ class Predictor:
 
     Raises:
         CheckpointError: the folder has no program, or a damaged one.
-        ConfigError: the reader's tables are not those of the model.
+        ConfigError: the reader's tables are not those of the model, or ``reader`` is no reader.
 
     Example:
         >>> predictor = fleet.ps.Predictor("export", fleet.ps.Reader("rows").follow())    # doctest: +SKIP
@@ -52,6 +53,11 @@ class Predictor:
     """
 
     def __init__(self, folder: str | Path, reader: Reader | None = None) -> None:
+        if reader is not None and not isinstance(reader, Reader):
+            raise ConfigError(
+                f"fleet.ps.Predictor(reader={reader!r:.100}) takes a fleet.ps.Reader, as in "
+                'Predictor("model", fleet.ps.Reader("rows").follow()), or None for the saved rows.'
+            )
         self._folder = Path(folder)
         self._refreshing = threading.Lock()
         self.reader = Reader(self._folder) if reader is None else reader
@@ -66,14 +72,14 @@ class Predictor:
         """Returns the model's output for ``inputs``, which are shaped as the example was, with any number of samples.
 
         Raises:
-            ConfigError: an id is outside an ``nn.Embedding``.
+            ConfigError: an id is outside an ``nn.Embedding``, or the program cannot take these inputs.
             PSError: the reader's Redis, or one of its servers, does not answer.
         """
         program = self._program  # read once: another thread may put a newer one there
         with torch.inference_mode():
-            asked = program.ids(*inputs)
+            asked = _run(program, program.ids, inputs)
             rows = [self._rows(lookup, *one) for lookup, one in zip(program.lookups, asked, strict=True)]
-            return program.dense(tuple(rows), *inputs)
+            return _run(program, program.dense, inputs, tuple(rows))
 
     def refresh(self) -> bool:
         """Takes up a newer program from the folder; returns whether there was one. The reader is not refreshed.
@@ -140,15 +146,46 @@ class Predictor:
             files = [self._folder / Path(inner[part]).name for part in ("dense", "ids")]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: not what fleet.ps.export wrote ({error!s:.200}). Export again.") from None
-        dense, ids = (_loaded(file) for file in files)
-        return _Program(text, lookups, dense, ids)
+        (dense, _), (ids, takes) = (_loaded(file) for file in files)
+        return _Program(text, lookups, dense, ids, takes)
 
 
-def _loaded(path: Path) -> Callable[..., Any]:
+def _loaded(path: Path) -> tuple[Callable[..., Any], str]:
+    """Returns a program, and what its inputs are."""
     with open_plain(path):
         pass
     try:
-        module: Callable[..., Any] = torch.export.load(path).module()
+        exported = torch.export.load(path)
+        names = exported.graph_signature.user_inputs
+        inputs = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
+        return exported.module(), _described(inputs)
     except Exception as error:
         raise CheckpointError(f"{path}: torch cannot read this program: {error!s:.300}. Export again.") from error
-    return module
+
+
+def _run(program: _Program, part: Callable[..., Any], inputs: tuple[Any, ...], *rows: Any) -> Any:
+    """Returns what a part of the program gives; raises ConfigError where it cannot take the inputs."""
+    try:
+        return part(*rows, *inputs)
+    except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as error:  # what torch raises is not ours
+        raise ConfigError(
+            f"fleet.ps.Predictor: the program cannot take these inputs: {_described(inputs)}. It was exported for "
+            f"{program.takes} (another letter, another size) and takes tensors of such shapes and types. "
+            f"{str(error).partition(chr(10))[0]:.200}"
+        ) from error
+
+
+def _described(inputs: Any) -> str:
+    """Returns types and shapes, a letter for each size that may vary, such as ``int64 [a, 2], float32 [a, 4]``."""
+    letters: dict[str, str] = {}
+
+    def size(value: Any) -> str:
+        return str(value) if type(value) is int else letters.setdefault(str(value), chr(ord("a") + len(letters) % 26))
+
+    leaves = (
+        f"{str(leaf.dtype).removeprefix('torch.')} [{', '.join(map(size, leaf.shape))}]"
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in inputs
+    )
+    return ", ".join(leaves) or "nothing"

@@ -12,7 +12,7 @@ import numpy as np
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import ENCODINGS, row_bytes, unpack_rows
 from fleet.ps.publishing.redis_address import check_database
-from fleet.ps.serving.local_rows import Found, Position, check_table
+from fleet.ps.serving.local_rows import Found, Position, check_servers, check_table
 from fleet.ps.table.layout import Int64s
 
 __all__ = ["RedisRows"]
@@ -58,7 +58,9 @@ class RedisRows:
             )
         except ValueError as error:
             raise ConfigError(f"fleet.ps.Reader({self._label!r}): {error}.") from None
+        self._is_whole = False  # every server has written once
         self._job = self._find_job() if job is None else job
+        self._check_servers()
 
     @property
     def dims(self) -> Mapping[str, int]:
@@ -75,13 +77,7 @@ class RedisRows:
     @property
     def positions(self) -> dict[int, Position]:
         """What Redis holds of each server."""
-        held = self._ask(lambda: self._redis.hgetall(f"fleet:{self._job}:position"))
-        try:
-            return {int(server): _position_of(json.loads(text)) for server, text in held.items()}
-        except (ValueError, KeyError, TypeError):
-            raise PSError(
-                f"{self._label}: fleet:{self._job}:position is not what a publisher writes: {held}."
-            ) from None
+        return {server: _position_of(held) for server, held in self._held_positions().items()}
 
     def refresh(self) -> bool:
         """Returns False: a lookup is of the newest rows in any case. Raises :class:`PSError` when Redis is away."""
@@ -92,6 +88,8 @@ class RedisRows:
         """Returns the rows of ``keys``, zeros where there is none, and which were found."""
         if not isinstance(table, str) or table == _POSITION:  # its key holds no table
             check_table(self._label, table, self.dims)
+        if not self._is_whole:
+            self._check_servers()
         prefix = f"fleet:{self._job}:{table}"
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(prefix)
@@ -119,6 +117,25 @@ class RedisRows:
     def close(self) -> None:
         """Closes the connections."""
         self._redis.close()
+
+    def _held_positions(self) -> dict[int, dict[str, Any]]:
+        """Returns what Redis says of each server, with the entries of a position."""
+        texts = self._ask(lambda: self._redis.hgetall(f"fleet:{self._job}:position"))
+        try:
+            held = {int(server): json.loads(text) for server, text in texts.items()}
+            for one in held.values():
+                _position_of(one)
+                one["num_servers"] = int(one.get("num_servers", 1))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise PSError(
+                f"{self._label}: fleet:{self._job}:position is not what a publisher writes: {texts}."
+            ) from None
+        return held
+
+    def _check_servers(self) -> None:
+        held = self._held_positions()
+        check_servers(self._label, held, max((one["num_servers"] for one in held.values()), default=0))
+        self._is_whole = bool(held)
 
     def _find_job(self) -> str:
         keys = self._hashes("fleet:*:position")

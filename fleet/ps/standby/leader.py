@@ -152,10 +152,12 @@ class Leader:
         with self._moved:
             feed = self._feed
             if feed is None or not self.joined or self._leaves or self._is_over():
-                raise Refused(
-                    f"parameter server {self._config.index} has no standby that could take over: {self.peer} "
-                    "has not joined it. Start it, and wait for the line that it follows."
+                why = (
+                    f"{self.peer} has not joined it. Start it, and wait for the line that it follows"
+                    if self.peer
+                    else "nobody follows it. Shards of --server_shards move by python -m fleet.ps scale"
                 )
+                raise Refused(f"parameter server {self._config.index} has no standby that could take over: {why}.")
             self._leaves = self._journal.handed_over = True
         self._hang_up()
         feed.hand_over()

@@ -3,7 +3,7 @@
 import pytest
 
 import fleet
-from fleet.errors import ConfigError, FleetError
+from fleet.errors import CheckpointError, ConfigError, FleetError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -26,6 +26,22 @@ def test_strings_and_missing_files_are_refused(tmp_path):
         fleet.ParquetDataset(tmp_path, batch_size=1)
     with pytest.raises(ConfigError, match="no file"):
         fleet.ParquetDataset(tmp_path / "none*", batch_size=1)
+
+
+def test_row_groups_that_are_damaged_or_gone_are_named(tmp_path):
+    file = tmp_path / "c.parquet"
+    pq.write_table(pa.table({"a": list(range(1000))}), file, row_group_size=500)
+    dataset = fleet.ParquetDataset(file, batch_size=100)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:200] + b"\xff" * 60 + whole[260:])
+    with pytest.raises(FleetError, match=r"row group 0 of .*c\.parquet cannot be read"):
+        list(dataset)
+    file.unlink()
+    with pytest.raises(FleetError, match=r"row group 0 of .*c\.parquet cannot be read"):
+        list(dataset)
+    for state in (None, {1: 2}):
+        with pytest.raises(CheckpointError, match="a state of state_dict"):
+            dataset.load_state_dict(state)
 
 
 def test_hashes_keep_their_bits(tmp_path):

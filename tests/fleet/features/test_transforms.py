@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -201,3 +202,45 @@ def test_an_unknown_key_of_a_file() -> None:
     text = Transforms([Hash("a")]).to_json()
     with pytest.raises(CheckpointError, match=r"\['order'\] mean nothing"):
         Transforms.from_json(text.replace('"format"', '"order": [0], "format"'))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a word", "numbers or text, one or more for each row"),
+        (["\ud800"], "no Unicode text"),
+    ],
+)
+def test_text_that_is_no_column_of_text(value: object, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Transforms([Hash("site")])({"site": value})
+
+
+def test_a_tensor_of_bfloat16_is_taken_as_float32() -> None:
+    values = torch.tensor([0.1, 7.0], dtype=torch.bfloat16)
+    found = Transforms([Log("price")])({"price": values})["price"]
+    assert torch.equal(found, Transforms([Log("price")])({"price": values.float()})["price"])
+
+
+def test_what_is_no_list_and_no_name() -> None:
+    with pytest.raises(ConfigError, match="takes a list of transforms"):
+        Transforms(Hash("site"))  # type: ignore[arg-type]
+    for make in (lambda: Hash(7), lambda: Hash("site", out=7), lambda: Hash(None)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="a column's name is"):
+            make()
+
+
+def test_a_folder_that_does_not_exist_yet_is_made(tmp_path: Path) -> None:
+    """It is not taken for the name of a file, which would stand where the model is saved next."""
+    transforms = Transforms([Hash("site")])
+    assert transforms.save(tmp_path / "a" / "model") == tmp_path / "a" / "model" / "transforms.json"
+    assert Transforms.load(tmp_path / "a" / "model") == transforms
+    assert transforms.save(tmp_path / "own.json") == tmp_path / "own.json"
+    (tmp_path / "script.py").write_text("print()")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        transforms.save(tmp_path / "script.py")
+    with pytest.raises(ConfigError, match="takes a folder"):
+        transforms.save(None)  # type: ignore[arg-type]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Transforms.load(tmp_path / "pipe")

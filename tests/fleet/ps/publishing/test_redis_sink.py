@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import Delta, RowsDelta, StaleDelta, unpack_rows
 from fleet.ps.publishing.redis_sink import RedisSink
 from tests.fleet.ps.publishing.rig import PublishingService
@@ -185,3 +185,16 @@ def test_a_job_whose_keys_could_be_those_of_another_is_refused(redis: RedisServe
     """Row 7 of table "ads:us" of "shop" and of table "us" of "shop:ads" would be one key."""
     with pytest.raises(ConfigError, match=r"'shop:ads'.*name without ':'"):
         RedisSink(redis.url, "shop:ads", "float32")
+
+
+def test_a_wrong_password_is_named(redis: RedisServer) -> None:
+    sink = RedisSink(redis.url.replace("://", "://:wrong@"), "shop", "float32")
+    with redis.client() as client:
+        client.config_set("requirepass", "right")
+        try:
+            with pytest.raises(PSError, match=r"refuses this client: .*redis://user:password@") as caught:
+                sink.position(0)
+            assert "wrong@" not in str(caught.value)
+        finally:
+            client.config_set("requirepass", "")
+    sink.close()

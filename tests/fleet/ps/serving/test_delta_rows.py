@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet.errors import CheckpointError
+from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
+from fleet.ps.table.partition import servers_of_keys
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
 
 NONE = np.empty(0, np.int64)
@@ -158,7 +159,7 @@ def test_a_torn_manifest_a_cut_and_an_absent_delta(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the size is wrong"):
         DeltaRows(tmp_path).refresh()
     delta.unlink()
-    with pytest.raises(FileNotFoundError, match="the manifest names it, but it is absent"):
+    with pytest.raises(CheckpointError, match="the manifest names it, but it is absent"):
         DeltaRows(tmp_path).refresh()
 
 
@@ -173,3 +174,15 @@ def test_rows_of_two_widths(tmp_path: Path) -> None:
     chain.put(1, np.array([2]), np.ones((1, DIM + 1), np.float32), NONE, whole=True)
     with pytest.raises(CheckpointError, match="server 1 has rows of table 'ads' with 4 columns"):
         DeltaRows(tmp_path / "two").refresh()
+
+
+def test_rows_of_servers_that_have_not_written_are_not_read_as_zeros(tmp_path: Path) -> None:
+    chain = Chain(FolderSink(tmp_path, "shop", "float32"), servers=2)
+    keys = IDS[servers_of_keys(IDS, 2) == 0]
+    chain.put(0, keys, np.ones((len(keys), DIM), np.float32), keys[:0], whole=True)
+    rows = DeltaRows(tmp_path)
+    with pytest.raises(ConfigError, match=r"of the job's 2 servers only those of number \[0\] have written rows"):
+        rows.refresh()
+    chain.put(1, IDS[:0], np.empty((0, DIM), np.float32), IDS[:0], whole=True)
+    assert rows.refresh()
+    assert rows.state.lookup("ads", keys)[1].all()

@@ -12,6 +12,7 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.redis_sink import RedisSink
 from fleet.ps.serving import redis_rows
 from fleet.ps.serving.redis_rows import RedisRows
+from fleet.ps.table.partition import servers_of_keys
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
 from tests.helpers.redis_server import RedisServer, missing
 
@@ -64,21 +65,38 @@ def test_the_job_is_named_where_there_are_several(redis: RedisServer) -> None:
     rows.close()
 
 
+def test_rows_of_servers_that_have_not_written_are_not_read_as_zeros(redis: RedisServer) -> None:
+    early = RedisRows(redis.url, "shop")
+    sink = RedisSink(redis.url, "shop", "float32")
+    chain = Chain(sink, servers=2)
+    mine = IDS[servers_of_keys(IDS, 2) == 0]
+    chain.put(0, mine, np.ones((len(mine), DIM), np.float32), IDS[:0], whole=True)
+    for ask in (lambda: early.lookup("ads", IDS), lambda: RedisRows(redis.url, None)):
+        with pytest.raises(ConfigError, match=r"of the job's 2 servers only those of number \[0\] have written rows"):
+            ask()
+    chain.put(1, IDS[:0], np.empty((0, DIM), np.float32), IDS[:0], whole=True)
+    assert early.lookup("ads", mine)[1].all()
+    sink.close()
+
+
 def test_what_no_publisher_wrote(redis: RedisServer) -> None:
     client = redis.client()
-    client.hset("fleet:shop:position", "0", "{")
+    client.hset("fleet:shop:position", "0", '{"history": "a", "watermark": 1}')
     client.hset("fleet:shop:ads", mapping={"dim": 2, "values": "float32"})
     client.set("fleet:shop:ads:7", b"123")
     client.hset("fleet:shop:users", mapping={"dim": "x", "values": "float32"})
     rows = RedisRows(redis.url, "shop")
     with pytest.raises(ConfigError, match="It has 'ads'"):
         rows.lookup("books", np.array([7]))
-    with pytest.raises(PSError, match="position is not what a publisher writes"):
-        _ = rows.positions
     with pytest.raises(PSError, match="has not the 8 bytes of 2 columns as float32"):
         rows.lookup("ads", np.array([7]))
     with pytest.raises(PSError, match="describes no table"):
         rows.lookup("users", np.array([7]))
+    for text in ("{", "[]", "{}"):
+        client.hset("fleet:shop:position", "0", text)
+        for ask in (lambda: rows.positions, lambda: RedisRows(redis.url, "shop")):
+            with pytest.raises(PSError, match="position is not what a publisher writes"):
+                ask()
     rows.close()
     client.close()
 

@@ -29,6 +29,8 @@ def test_a_server_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
         client = pair.client()
         pair.cut()
         assert "has not joined it" in pair.switch(0)["error"]
+        pair.leader.peer = ""  # as of a shard that nobody follows
+        assert "nobody follows it. Shards of --server_shards" in pair.switch(0)["error"]
         client.wait(client.push({0: gradient([1])}))
         np.testing.assert_array_equal(rows(client, [1])[:, 0], [-1])
 
