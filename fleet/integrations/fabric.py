@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.errors import UnsupportedOptionError
-from fleet.integrations.lightning_workers import FleetWorkers
+from fleet.integrations.lightning_workers import FleetWorkers, caller_names
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
 
-# isort: split  # the one above says which extra is missing
+# isort: split
 from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
-from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 __all__ = ["FleetStrategy"]
@@ -29,8 +29,8 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
     """Trains a Fabric script with the options of a DistributedStrategy.
 
     The workers are those of the launcher, torchrun or srun; a plain ``python train.py`` is one process.
-    ``fabric.launch()`` calls ``fleet.init``, or takes the session of a script that has called it. ``fabric.setup`` passes
-    the optimizers through ``fleet.distributed_optimizer`` and the module through ``fleet.distributed_model``.
+    ``fabric.launch()`` calls ``fleet.init``, or takes the session of a script that has called it. ``fabric.setup``
+    passes the optimizers through ``fleet.distributed_optimizer`` and the module through ``fleet.distributed_model``.
 
     Args:
         strategy: the options: a ``fleet.DistributedStrategy``, a dictionary of options, or ``None``.
@@ -70,7 +70,12 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         return self.setup_module(module), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Returns ``module`` with the options around it."""
+        """Returns ``module`` with the options around it; raises UnsupportedOptionError for a compiled one."""
+        if caller_names("setup", "setup_module").get("compile_kwargs") is not None:  # Fabric has taken it off
+            raise UnsupportedOptionError(
+                f"fabric.setup(torch.compile({type(module).__name__})) would compile Fleet's own parts around the "
+                "module. Pass the module as it is; strategy.to_static = True compiles it."
+            )
         return self.wrapped(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

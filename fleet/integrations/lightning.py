@@ -1,10 +1,10 @@
 """FleetStrategy for Lightning's Trainer: ``Trainer(strategy=FleetStrategy(strategy))``; needs the extra ``lightning``.
 
 [Note: backward inside training_step]
-With automatic optimization Lightning calls ``training_step`` through the forward of the wrapped model, and the loss that
-it returns is that model's output. With manual optimization ``backward`` and ``step`` run before ``training_step``
-returns, so there is no output yet: the loss that ``manual_backward`` gets is watched in its place, and the forward around
-it prepares no exchange.
+With automatic optimization Lightning calls ``training_step`` through the forward of the wrapped model, and the loss
+that it returns is that model's output. With manual optimization ``backward`` and ``step`` run before ``training_step``
+returns, so there is no output yet: the loss that ``manual_backward`` gets is watched in its place, and the forward
+around it prepares no exchange.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,9 +20,10 @@ from fleet.errors import UnsupportedOptionError
 from fleet.integrations.lightning_workers import FleetWorkers
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_model import FleetModel
+from fleet.strategies._shared.gradient_exchange import data_parallel_in
 
-# isort: split  # the one above says which extra is missing
-from lightning.pytorch import Trainer
+# isort: split
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
@@ -33,6 +33,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 __all__ = ["FleetStrategy"]
 
 _SUPPORTED = (MixedPrecision, HalfPrecision, DoublePrecision)
+# Lightning has the first one since 2.5.5.
+_AVERAGING = tuple(vars(callbacks)[n] for n in ("WeightAveraging", "StochasticWeightAveraging") if n in vars(callbacks))
 
 
 class FleetStrategy(FleetWorkers, ParallelStrategy):
@@ -40,8 +42,8 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
 
     The workers are those of the launcher, torchrun or srun; a plain ``python train.py`` is one process. ``fit`` calls
     ``fleet.init``, or takes the session of a script that has called it. What ``configure_optimizers`` returns passes
-    through ``fleet.distributed_optimizer``, then the module through ``fleet.distributed_model``. After ``fit`` the module
-    stays on its device, as the options have left it.
+    through ``fleet.distributed_optimizer``, then the module through ``fleet.distributed_model``. After ``fit`` the
+    module stays on its device, as the options have left it.
 
     Args:
         strategy: the options: a ``fleet.DistributedStrategy``, a dictionary of options, or ``None``.
@@ -86,16 +88,18 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Prepares module and optimizers for ``fit``, and the module for the other calls of the Trainer."""
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         if self.found(module) is None:
             self.precision_plugin.convert_module(module)
             self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._check_manual()
+            self._check_divided(trainer)
             self.setup_optimizers(trainer)
         self.model = self.wrapped(module)
+        self._check_several()
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -122,16 +126,31 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
     def _is_manual(self) -> bool:
         return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
-    def _check_manual(self) -> None:
-        session = self.session
-        divides = session.axes.size("sharding") > 1 and any(
-            getattr(strategy, "zero_stage", 1) > 1 for strategy in session.strategies
-        )
-        if self._is_manual and divides:
+    def _check_divided(self, trainer: Any) -> None:
+        """Raises UnsupportedOptionError where workers have parts of the parameters, and the script needs whole ones."""
+        if not self.divides_parameters:
+            return
+        averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGING)]
+        if averages:
+            raise UnsupportedOptionError(
+                f"{type(averages[0]).__name__} copies whole parameters, and sharding stages 2 and 3 leave a part of "
+                "each on every worker. Set sharding_configs['stage'] to 1, or leave the callback out."
+            )
+        if self._is_manual:
             raise UnsupportedOptionError(
                 "sharding stages 2 and 3 give the parameters back to their workers when a forward ends, and with "
                 "automatic_optimization = False backward and step run inside it. Set sharding_configs['stage'] to 1, "
                 "or use automatic optimization."
+            )
+
+    def _check_several(self) -> None:
+        """Raises UnsupportedOptionError where a backward pass would wait for gradients of another optimizer."""
+        reducer = data_parallel_in(self.model._chain) if isinstance(self.model, FleetModel) else None
+        if reducer is not None and len(self.optimizers) > 1 and not reducer.find_unused_parameters:
+            raise UnsupportedOptionError(
+                f"configure_optimizers() returned {len(self.optimizers)} optimizers, and a backward pass usually "
+                "reaches the parameters of one of them: the exchange of gradients would wait for the others. Set "
+                "strategy.find_unused_parameters = True."
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -32,9 +33,10 @@ from fleet.runtime.running import running_session
 from fleet.runtime.session import Session
 from fleet.runtime.start import choose_device
 from fleet.strategies._shared.axes import MODEL_AXES
+from fleet.strategies.sharding.sharding import stage_of
 
 try:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
 except ImportError as error:
@@ -119,7 +121,8 @@ class FleetWorkers:
                 "have no place. Train with Fleet's loop: docs/ps.md."
             )
         self._device = choose_device(self._record, Environment()) if session is None else session.device
-        rank_zero_only.rank = rank_zero_only_of_utilities.rank = self._record.global_rank
+        for only in (rank_zero_only, rank_zero_only_of_utilities):
+            only.__dict__["rank"] = self._record.global_rank
 
     def _lightning_arguments(self) -> dict[str, Any]:
         """Returns what Lightning's own base class takes."""
@@ -164,9 +167,7 @@ class FleetWorkers:
 
     def _configure_launcher(self) -> None:
         """Compares what the script gave to Lightning with the job, and starts no process."""
-        given = connector_arguments()
-        if given:
-            check_arguments(self._framework, given, self._record, self._device)
+        check_arguments(self._framework, caller_names("__init__", kind="Connector"), self._record, self._device)
 
     def start(self, sync_batch_norm: bool = False) -> None:
         """Joins the job, or takes part in the session that the script has started.
@@ -205,6 +206,12 @@ class FleetWorkers:
                 "itself. Set pp_degree to 1, or train with Fleet's loop: docs/hybrid.md."
             )
 
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether sharding leaves a part of each parameter on every worker."""
+        session = self.session
+        return session.axes.size("sharding") > 1 and stage_of(session.options) > 1
+
     # ---- exchanges -------------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -224,6 +231,21 @@ class FleetWorkers:
         return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
 
     all_reduce = reduce
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the ``tensor`` of every worker, shape [workers, ...]; without a job of several, ``tensor`` itself.
+
+        Args:
+            tensor: of one shape on all workers.
+            group: the workers; all by default.
+            sync_grads: whether gradients flow back to the worker that a row came from.
+        """
+        if not dist.is_initialized():
+            return tensor
+        if sync_grads:
+            rows: Tensor = _Gathered.apply(tensor, group)  # type: ignore[no-untyped-call]
+            return rows
+        return _gathered(tensor.detach(), group)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns when every worker has called it; raises RendezvousError when one does not."""
@@ -338,6 +360,11 @@ class FleetWorkers:
                 "Leave precision out, or turn strategy.amp off."
             )
         if getattr(plugin, "scaler", None) is not None:
+            if self.session.options["gradient_merge"]:
+                raise ConfigError(
+                    f"{self._framework}(precision={precision!r}) skips steps that overflow, and "
+                    "strategy.gradient_merge counts them. Leave precision out and set strategy.amp = True."
+                )
             fleet.distributed_scaler(plugin.scaler)
 
 
@@ -354,20 +381,21 @@ def read_options(strategy: DistributedStrategy | Mapping[str, Any] | None) -> Di
     return strategy
 
 
-def connector_arguments() -> dict[str, Any]:
-    """Returns the arguments of Lightning's connector that is being made; empty where none is. See [Note: Who says what].
+def caller_names(*functions: str, kind: str = "Fabric") -> dict[str, Any]:
+    """Returns the local names of the method of Lightning that has called; see [Note: Who says what].
+
+    Args:
+        functions: names of the method.
+        kind: how the name of its object's class ends.
 
     Example:
-        >>> connector_arguments()
+        >>> caller_names("__init__", kind="Connector")
         {}
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        names = frame.f_locals
-        if frame.f_code.co_name == "__init__" and type(names.get("self")).__name__.endswith("Connector"):
-            return {name: names[name] for name in ("devices", "num_nodes", "precision") if name in names}
-        if frame.f_back is None:
-            break
+        if frame.f_code.co_name in functions and type(frame.f_locals.get("self")).__name__.endswith(kind):
+            return dict(frame.f_locals)
         frame = frame.f_back
     return {}
 
@@ -407,6 +435,27 @@ def _indices(devices: Any) -> Iterator[int]:
     if isinstance(devices, str):
         devices = [int(part) for part in devices.split(",") if part.strip()] if "," in devices else int(devices)
     yield from (range(devices) if isinstance(devices, int) else devices)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all workers; the gradient of a row is the sum of what all workers have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def _gathered(tensor: Tensor, group: Any) -> Tensor:
+    rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, tensor.contiguous(), group=group)
+    return torch.stack(rows)
 
 
 def _packed(obj: Any) -> bytes:

@@ -255,7 +255,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         """
         if isinstance(self._chain, AmpModel):
             loss = self._chain.leave(loss)
-        return self._passes.watch_loss(loss, exchanges)
+        return cast(Tensor, self._passes.watch_loss(loss, exchanges))
 
     def mark_forward_method(self, name: str) -> None:
         """Makes ``model.<name>(...)`` run through the wrapped module, like ``model(...)``.

@@ -34,9 +34,7 @@ for name in ("lightning.pytorch", "lightning.fabric", "fleet"):
 def rows() -> TensorDataset:
     """Returns the rows, equal in all processes."""
     draw = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.randn(ROWS, 6, generator=draw), torch.randint(CLASSES, (ROWS,), generator=draw)
-    )
+    return TensorDataset(torch.randn(ROWS, 6, generator=draw), torch.randint(CLASSES, (ROWS,), generator=draw))
 
 
 def network(norm: bool = False, dropout: float = 0.0) -> nn.Sequential:
@@ -98,7 +96,7 @@ def loader(batch: int, *, shared: bool = False) -> DataLoader[Any]:
     sampler: Any = None
     if shared:
         sampler = DistributedSampler(rows(), fleet.data_replicas(), fleet.data_rank(), shuffle=False)
-    return DataLoader(rows(), batch, sampler=sampler)
+    return DataLoader(rows(), batch_size=batch, sampler=sampler)
 
 
 def by_trainer(
