@@ -49,7 +49,7 @@ class Classifier(pl.LightningModule):
 
     def __init__(self, optimizers_of: Callable[[Any], Any] | None = None, **network_options: Any) -> None:
         super().__init__()
-        self.net = network(**network_options)
+        self.net: Any = network(**network_options)
         self.batch = 4
         self.optimizers_of = optimizers_of or (lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
 
