@@ -58,9 +58,9 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the job."""
-        self.start()
+        self._start()
         super().setup_environment()
-        self.check_precision(self.precision, _SUPPORTED)
+        self._check_precision(self.precision, _SUPPORTED)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -76,34 +76,34 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
                 f"fabric.setup(torch.compile({type(module).__name__})) would compile Fleet's own parts around the "
                 "module. Pass the module as it is; strategy.to_static = True compiles it."
             )
-        return self.wrapped(module)
+        return self._wrapped(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` with the options around it."""
-        return self.wrapped_optimizer(optimizer)
+        return self._wrapped_optimizer(optimizer)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves ``module`` to the device of this worker; a model that Fleet has wrapped is there."""
-        if self.found(module) is None:
+        if self._found(module) is None:
             module.to(self.root_device)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the whole state under the names of the plain module; every worker calls it."""
-        return self.whole_model_state(module)
+        return self._whole_model_state(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state; every worker calls it."""
-        return self.whole_optimizer_state(optimizer)
+        return self._whole_optimizer_state(optimizer)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads a whole state; every worker calls it."""
-        self.load_model_state(module, state_dict, strict)
+        self._load_model_state(module, state_dict, strict)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads a checkpoint without running code from it; returns what no object in ``state`` has taken."""
-        return super().load_checkpoint(path, state, strict, weights_only=self.safely(weights_only))
+        return super().load_checkpoint(path, state, strict, weights_only=self._safely(weights_only))
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Limits the magnitude of every element of the gradients."""

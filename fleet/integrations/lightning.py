@@ -77,13 +77,20 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
                 f"Trainer(plugins=...): {type(self._layer_sync).__name__} changes layers in a way that Fleet does not "
                 "know. Leave it out; strategy.sync_batch_norm shares batch norms."
             )
-        self.start(sync_batch_norm=self._layer_sync is not None)
+        self._start(sync_batch_norm=self._layer_sync is not None)
         super().setup_environment()
-        self.check_precision(self.precision_plugin, _SUPPORTED)
+        self._check_precision(self.precision_plugin, _SUPPORTED)
         if self.session.options["to_static"]:
             raise UnsupportedOptionError(
                 "strategy.to_static compiles the forward, in whose place Lightning's Trainer puts training_step anew "
                 "for every batch. Turn it off, and compile the submodules in configure_model()."
+            )
+
+        if self.session.axes.size("mp") > 1 and self.session.options["tensor_parallel_configs"].plan:
+            raise UnsupportedOptionError(
+                "tensor_parallel_configs['plan'] divides a plain module and tries the result on a copy, which runs its "
+                "forward; Lightning's Trainer has put training_step in its place. Build the module of "
+                "fleet.meta_parallel.ColumnParallelLinear and RowParallelLinear, or use Fabric."
             )
 
     def setup(self, trainer: Trainer) -> None:
@@ -92,20 +99,20 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        if self.found(module) is None:
+        if self._found(module) is None:
             self.precision_plugin.convert_module(module)
             self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_divided(trainer)
             self.setup_optimizers(trainer)
-        self.model = self.wrapped(module)
+        self.model = self._wrapped(module)
         self._check_several()
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Takes the optimizers and schedulers of ``configure_optimizers``, with the options around the optimizers."""
         super().setup_optimizers(trainer)
-        self.optimizers = [o if _is_absent(o) else self.wrapped_optimizer(o) for o in self.optimizers]
+        self.optimizers = [o if _is_absent(o) else self._wrapped_optimizer(o) for o in self.optimizers]
 
     def model_to_device(self) -> None:
         """Moves the module to the device of this worker."""
@@ -128,7 +135,7 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
 
     def _check_divided(self, trainer: Any) -> None:
         """Raises UnsupportedOptionError where workers have parts of the parameters, and the script needs whole ones."""
-        if not self.divides_parameters:
+        if not self._divides_parameters:
             return
         averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGING)]
         if averages:
@@ -179,24 +186,29 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a whole state is loaded by a model that knows its part: where layers are divided."""
+        return self.session.axes.size("mp") > 1
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole state under the names of the plain module; every worker calls it."""
         assert self.lightning_module is not None
-        return self.whole_model_state(self.lightning_module)
+        return self._whole_model_state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state; every worker calls it."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.whole_optimizer_state(plain)
+        return self._whole_optimizer_state(plain)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns what a file holds; code in it is never run."""
-        return super().load_checkpoint(checkpoint_path, weights_only=self.safely(weights_only))
+        return super().load_checkpoint(checkpoint_path, weights_only=self._safely(weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the whole state of the module; every worker calls it."""
         assert self.lightning_module is not None
-        self.load_model_state(self.lightning_module, checkpoint["state_dict"], strict)
+        self._load_model_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the whole states of the optimizers; every worker calls it."""

@@ -169,7 +169,7 @@ class FleetWorkers:
         """Compares what the script gave to Lightning with the job, and starts no process."""
         check_arguments(self._framework, caller_names("__init__", kind="Connector"), self._record, self._device)
 
-    def start(self, sync_batch_norm: bool = False) -> None:
+    def _start(self, sync_batch_norm: bool = False) -> None:
         """Joins the job, or takes part in the session that the script has started.
 
         Raises ConfigError when the script has started one with other options.
@@ -206,8 +206,15 @@ class FleetWorkers:
                 "itself. Set pp_degree to 1, or train with Fleet's loop: docs/hybrid.md."
             )
 
+        for axis in ("sep", "cp", "ep"):
+            if session.axes.size(axis) > 1:
+                raise UnsupportedOptionError(
+                    f"hybrid_configs['{axis}_degree'] above 1 has not been tried in Lightning's loops, and is refused "
+                    "until it is. Set it to 1, or train with Fleet's loop: docs/hybrid.md."
+                )
+
     @property
-    def divides_parameters(self) -> bool:
+    def _divides_parameters(self) -> bool:
         """Whether sharding leaves a part of each parameter on every worker."""
         session = self.session
         return session.axes.size("sharding") > 1 and stage_of(session.options) > 1
@@ -277,12 +284,12 @@ class FleetWorkers:
 
     # ---- models, optimizers and their states -----------------------------------------------------------------------
 
-    def wrapped(self, module: nn.Module) -> FleetModel:
+    def _wrapped(self, module: nn.Module) -> FleetModel:
         """Returns ``module`` as ``fleet.distributed_model`` returns it; wrapped once, also when Lightning asks again.
 
         Raises ConfigError where an option replaces the module itself.
         """
-        found = self.found(module)
+        found = self._found(module)
         if found is not None:
             return found
         model = fleet.distributed_model(module)
@@ -293,27 +300,27 @@ class FleetWorkers:
             )
         return model
 
-    def found(self, module: nn.Module | None) -> FleetModel | None:
+    def _found(self, module: nn.Module | None) -> FleetModel | None:
         """Returns the wrapped model whose module is ``module``, if there is one."""
         session = running_session()
         models = [] if session is None else session.models
         return next((model for model in models if model.module is module or model is module), None)
 
-    def wrapped_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def _wrapped_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns ``optimizer`` as ``fleet.distributed_optimizer`` returns it, unless it comes from there."""
         return optimizer if isinstance(optimizer, FleetOptimizer) else fleet.distributed_optimizer(optimizer)
 
-    def whole_model_state(self, module: nn.Module) -> dict[str, Any]:
+    def _whole_model_state(self, module: nn.Module) -> dict[str, Any]:
         """Returns the state of one process, names and shapes included; every worker calls it.
 
         Where workers hold parts of the model, the others than worker 0 get ``{}``.
         """
-        model = self.found(module)
+        model = self._found(module)
         if model is None:
             return module.state_dict()
         return model.full_state_dict(keep=self._record.global_rank == 0 or not model._states.is_collective())
 
-    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state that any number of workers loads; every worker calls it.
 
         Raises CheckpointError in the middle of a gradient_merge window, whose sums differ between the workers.
@@ -329,11 +336,11 @@ class FleetWorkers:
         divides = self.session.axes.size(*MODEL_AXES, "sharding", "ep") > 1
         return optimizer.full_state_dict(keep=self._record.global_rank == 0 or not divides)
 
-    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def _load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Loads a whole state, on a model that is divided, too; every worker calls it."""
-        (self.found(module) or module).load_state_dict(state, strict=strict)
+        (self._found(module) or module).load_state_dict(state, strict=strict)
 
-    def safely(self, weights_only: bool | None) -> bool:
+    def _safely(self, weights_only: bool | None) -> bool:
         """Returns True, what Lightning is to load files with; raises ConfigError where the script asks for less."""
         if weights_only is False:
             raise ConfigError(
@@ -342,7 +349,7 @@ class FleetWorkers:
             )
         return True
 
-    def check_precision(self, plugin: Any, supported: tuple[type, ...]) -> None:
+    def _check_precision(self, plugin: Any, supported: tuple[type, ...]) -> None:
         """Lets a GradScaler of ``plugin`` skip the same steps on all workers.
 
         Raises ConfigError for a precision that Fleet does not know, or next to strategy.amp.

@@ -443,19 +443,19 @@ def sharding(stage: int) -> dict[str, Any]:
     return {"sharding": True, "sharding_configs": {"stage": stage}}
 
 
-# What Lightning's own averages and steps inside a forward cannot have: the Trainer refuses it.
-_WHOLE = {"averaged", "manual", "adversarial"}
+STAGES = {
+    1: ("manual", "averaged", "adversarial", "hyperparameters", "fabric_two_models"),
+    2: ("clip_values", "hooks", "second_fit", "shared_norms", "fabric_accumulate", "fabric_parts"),
+    3: ("accumulate", "early_stopping", "resumed", "without_fit", "fabric_checkpoint"),
+}
 
 
 def chosen(kind: str) -> list[tuple[str, str, dict[str, Any]]]:
     """Returns a title, the case and its options, of those of ``kind``: "trainer" or "fabric"."""
     names = [case.__name__ for case in (TRAINER if kind == "trainer" else FABRIC)]
-    found = [(name, name, {**OF_CASE.get(name, {})}) for name in names]
-    for stage in (1, 2, 3):
-        fit = [name for name in names if stage == 1 or name not in _WHOLE]
-        found += [(f"{name} stage {stage}", name, {**sharding(stage), **(OF_CASE.get(name, {}) if stage == 1 else {})})
-                  for name in fit if name not in ("doubles", "fabric_callbacks")]  # fmt: skip
-    return found
+    rows = [(name, name, {}) for name in names]
+    rows += [(f"{n} stage {stage}", n, sharding(stage)) for stage, some in STAGES.items() for n in some if n in names]
+    return [(title, name, {**options, **OF_CASE.get(name, {})}) for title, name, options in rows]
 
 
 def run(rank: int, world_size: int, kind: str, folder: str) -> dict[str, Any]:

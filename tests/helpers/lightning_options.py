@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 import fleet
 from fleet.integrations.fabric import FleetStrategy as FabricStrategy
 from fleet.integrations.lightning import FleetStrategy as TrainerStrategy
+from fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.helpers import lightning_training as training
 from tests.helpers.lightning_cases import Adversarial, Manual, sharding
 from tests.helpers.lightning_training import Classifier, Scored
@@ -179,6 +180,12 @@ REFUSED: dict[str, tuple[str, Callable[[str], Any]]] = {
     "pipeline": ("pp_degree", lambda _: _fit({"hybrid_configs": {"pp_degree": 2}})),
     "pipeline of Fabric": ("pp_degree", lambda _: _fabric({"hybrid_configs": {"pp_degree": 2}})),
     "servers": ("parameter servers", lambda _: _fit({"a_sync": True})),
+    "plan": (
+        "ColumnParallelLinear",
+        lambda _: _fit({"hybrid_configs": {"mp_degree": 2}, "tensor_parallel_configs": {"plan": {"net.0": "column"}}}),
+    ),
+    "experts": ("ep_degree", lambda _: _fabric({"hybrid_configs": {"ep_degree": 2}})),
+    "sequences": ("sep_degree", lambda _: _fit({"hybrid_configs": {"sep_degree": 2}})),
     "to_static": ("configure_model", lambda _: _fit({"to_static": True})),
     "second strategy": ("A job has one strategy", lambda _: _second_strategy()),
     "late sync_batchnorm": ("Set it there", lambda _: _late_norms()),
@@ -194,7 +201,7 @@ REFUSED: dict[str, tuple[str, Callable[[str], Any]]] = {
     "code in a file": ("eights.only", _resumed_from_code),
     "compiled module": ("strategy.to_static = True", lambda _: _compiled()),
     "object": ("passed a", lambda _: _fabric({}).broadcast(Scored())),
-    "unknown option": ("'amp'", lambda _: _fabric({"anp": True})),
+    "unknown option": ("'amp'", lambda _: _fabric({"ampz": True})),
     "no strategy": ("takes a fleet.DistributedStrategy", lambda _: _fabric(3)),  # type: ignore[arg-type]
     "LBFGS": ("mean of all workers", lambda _: _fit({}, Classifier(lambda p: torch.optim.LBFGS(p, 0.1)))),
 }
@@ -242,3 +249,66 @@ def exchanges(rank: int, world_size: int) -> dict[str, Any]:
         pass
     training.forget_session()
     return found
+
+
+class Divided(Classifier):
+    """The network with layers that are divided over the workers along mp, made where a session runs."""
+
+    def __init__(self) -> None:
+        super().__init__(adam)
+        self.net = torch.nn.Identity()
+
+    def configure_model(self) -> None:
+        """Makes the layers, once."""
+        if isinstance(self.net, torch.nn.Identity):
+            self.net = divided_network()
+
+
+def divided_network() -> torch.nn.Sequential:
+    """Returns the network; the seed decides its weights."""
+    torch.manual_seed(3)
+    first = ColumnParallelLinear(6, 8, has_bias=True, gather_output=False)
+    return torch.nn.Sequential(first, torch.nn.Tanh(), RowParallelLinear(8, 3, has_bias=True, input_is_parallel=True))
+
+
+def divided_layers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Returns the whole weights that Fleet's loop leaves, those of the Trainer, and of one that was resumed."""
+    options = {"hybrid_configs": {"mp_degree": 2}}
+    path = os.path.join(folder, "divided.ckpt")
+    training.by_trainer(options, Divided(), batch=8, max_epochs=1, gradient_clip_val=0.2).save_checkpoint(path)
+    training.forget_session()
+    module = Divided()
+    module.batch = 8
+    trainer = pl.Trainer(**training.QUIET, max_epochs=2, gradient_clip_val=0.2, strategy=TrainerStrategy(options))
+    trainer.fit(module, ckpt_path=path)
+    found = {"resumed": trainer.strategy.lightning_module_state_dict()}
+    straight = training.by_trainer(options, Divided(), batch=8, gradient_clip_val=0.2)
+    found["Trainer"] = straight.strategy.lightning_module_state_dict()
+    training.forget_session()
+    strategy = fleet.DistributedStrategy()
+    strategy.update(options)
+    fleet.init(is_collective=True, strategy=strategy)
+    scored = Scored()
+    scored.net = divided_network()
+    optimizer = fleet.distributed_optimizer(adam(scored.parameters()))
+    model = fleet.distributed_model(scored)
+    for _ in range(2):
+        for x, y in training.loader(8, shared=True):
+            optimizer.zero_grad()
+            model(x, y).backward()
+            torch.nn.utils.clip_grad_norm_(optimizer.parameters(), 0.2)
+            optimizer.step()
+    found["Fleet"] = model.full_state_dict()
+    training.forget_session()
+    return found
+
+
+def everything(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Returns the results of all of the above, from one start of the processes."""
+    return {
+        "weights": weights(rank, world_size),
+        "small losses": small_losses(rank, world_size),
+        "refusals": refusals(rank, world_size, folder),
+        "exchanges": exchanges(rank, world_size),
+        "divided layers": divided_layers(rank, world_size, folder),
+    }

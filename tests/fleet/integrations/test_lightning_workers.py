@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,15 +20,21 @@ pytestmark = pytest.mark.slow
 AS_ONE = ("plain", "recompute", "sharding 1", "sharding 2", "sharding 3", "sync_batch_norm", "check_nan_inf")
 
 
-def in_worker(rank: int, world_size: int, name: str, *args: Any) -> Any:
-    """Returns what a function of the helper returns; Lightning is imported here, and not where tests are collected."""
+def in_worker(rank: int, world_size: int, folder: str) -> Any:
+    """Returns everything that the helper measures; Lightning is imported here, and not where tests are collected."""
     from tests.helpers import lightning_options
 
-    return getattr(lightning_options, name)(rank, world_size, *args)
+    return lightning_options.everything(rank, world_size, folder)
 
 
-def test_options_train_as_in_fleets_own_loop() -> None:
-    first, second = run_workers(in_worker, 2, "weights", backend=None, timeout_s=300)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Returns what two workers have measured."""
+    return run_workers(in_worker, 2, str(tmp_path_factory.mktemp("files")), backend=None, timeout_s=400)
+
+
+def test_options_train_as_in_fleets_own_loop(found: list[dict[str, Any]]) -> None:
+    first, second = (results["weights"] for results in found)
     assert len(first) > 30
     for title, row in first.items():
         for name, value in row["Fleet"].items():
@@ -45,31 +50,40 @@ def test_options_train_as_in_fleets_own_loop() -> None:
     )
 
 
-def test_manual_backward_scales_small_gradients() -> None:
+def test_manual_backward_scales_small_gradients(found: list[dict[str, Any]]) -> None:
     """The loss of manual_backward is an output of the model: amp scales what comes back to it."""
-    first, _ = run_workers(in_worker, 2, "small_losses", backend=None)
-    for name, value in first["SmallAutomatic"].items():
-        torch.testing.assert_close(first["Small"][name], value, atol=0, rtol=0, msg=name)
+    results = found[0]["small losses"]
+    for name, value in results["SmallAutomatic"].items():
+        torch.testing.assert_close(results["Small"][name], value, atol=0, rtol=0, msg=name)
 
 
-def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused_with_the_reason(found: list[dict[str, Any]]) -> None:
     from tests.helpers.lightning_options import REFUSED
 
-    for found in run_workers(in_worker, 2, "refusals", str(tmp_path), backend=None, timeout_s=300):
-        wrong = {name: text for name, text in found.items() if not re.search(REFUSED[name][0], text)}
-        assert wrong == {}
+    for results in found:
+        texts = results["refusals"]
+        assert {name: text for name, text in texts.items() if not re.search(REFUSED[name][0], text)} == {}
 
 
-def test_collective_calls() -> None:
-    first, second = run_workers(in_worker, 2, "exchanges", backend=None)
-    for found in (first, second):
-        assert found["broadcast"]["list"] == [1, None, 2.5]
-        assert found["broadcast"]["tensor"].tolist() == [0, 1, 2]
-        assert found["from 1"] == "worker 1"
-        assert found["gathered"].tolist() == [[0, 7], [1, 7]]
-        assert (found["mean"].item(), found["sum"].item(), found["max"].item()) == (1.5, 3, 1)
-        assert (found["whole mean"].item(), found["text"]) == (2, "text")
-        assert (found["all"], found["any"]) == (False, True)
+def test_divided_layers_train_and_resume_in_the_trainer(found: list[dict[str, Any]]) -> None:
+    """Tensor parallelism: the checkpoint is whole, and each worker takes its part of it."""
+    results = found[0]["divided layers"]
+    assert results["Fleet"]["net.0.weight"].shape == (8, 6)
+    for name, value in results["Fleet"].items():
+        for kind in ("Trainer", "resumed"):
+            torch.testing.assert_close(results[kind][name], value, atol=0, rtol=0, msg=f"{kind}: {name}")
+
+
+def test_collective_calls(found: list[dict[str, Any]]) -> None:
+    first, second = (results["exchanges"] for results in found)
+    for results in (first, second):
+        assert results["broadcast"]["list"] == [1, None, 2.5]
+        assert results["broadcast"]["tensor"].tolist() == [0, 1, 2]
+        assert results["from 1"] == "worker 1"
+        assert results["gathered"].tolist() == [[0, 7], [1, 7]]
+        assert (results["mean"].item(), results["sum"].item(), results["max"].item()) == (1.5, 3, 1)
+        assert (results["whole mean"].item(), results["text"]) == (2, "text")
+        assert (results["all"], results["any"]) == (False, True)
     assert (first["gradient"].item(), second["gradient"].item()) == (4.0, 6.0)
     assert (first["who"], second["who"]) == ([0, 0, 0, 2, "cpu"], [1, 1, 0, 2, "cpu"])
     assert (first["zero"], second["zero"]) == (True, False)
