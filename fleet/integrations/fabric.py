@@ -40,9 +40,10 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         UnsupportedOptionError: an option that Fabric's loops have no place for; the message says why.
 
     Example:
-        >>> fabric = Fabric(strategy=FleetStrategy({"amp": True}))
-        >>> fabric.launch()
-        >>> model, optimizer = fabric.setup(model, optimizer)
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(strategy=FleetStrategy({"sharding": True}))
+        >>> fabric.world_size
+        1
     """
 
     def __init__(self, strategy: DistributedStrategy | Mapping[str, Any] | None = None) -> None:

@@ -53,8 +53,9 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         UnsupportedOptionError: an option that the Trainer's loops have no place for; the message says why.
 
     Example:
-        >>> trainer = Trainer(strategy=FleetStrategy({"sharding": True, "sharding_configs": {"stage": 2}}))
-        >>> trainer.fit(module, loader)
+        >>> trainer = Trainer(strategy=FleetStrategy({"sharding": True}), logger=False)
+        >>> trainer.world_size
+        1
     """
 
     def __init__(self, strategy: DistributedStrategy | Mapping[str, Any] | None = None) -> None:
