@@ -32,7 +32,7 @@ class SlurmJob:
         grace_s: seconds before the end in which workers save a checkpoint; 0: they are not asked.
         requeue: whether a job that has saved itself goes back into the queue.
         python: of the nodes.
-        log_dir: folder of the log files; empty for one by the number of the job.
+        log_dir: folder of the log files; empty for one by the numbers of job and node.
     """
 
     name: str
@@ -56,16 +56,20 @@ def batch_script(job: SlurmJob) -> str:
     if job.grace_s:
         options.append(f"--signal=TERM@{job.grace_s}")
     options.append("--requeue" if job.requeue else "--no-requeue")
-    flags = [] if job.log_dir else ['"--log_dir=log/slurm-$SLURM_JOB_ID"']
+    flags = []
     if job.grace_s:
         flags.append(f"--preempt_grace={job.grace_s}")
     if job.nodes > 1:
-        # Each task puts its own node's number in; "$0" is the interpreter, "$@" what follows.
-        rank = '"$0" -m fleet.launch --rank="$SLURM_NODEID" "$@"'
+        # Each task puts its own node's number in; "$0" is the interpreter, "$@" what follows. Nodes that share a file
+        # system have a folder of log files each.
+        own = "" if job.log_dir else ' --log_dir="log/slurm-$SLURM_JOB_ID/node-$SLURM_NODEID"'
+        rank = f'"$0" -m fleet.launch --rank="$SLURM_NODEID"{own} "$@"'
         start = f"bash -c {shlex.quote(f'exec {rank}')} {shlex.quote(job.python)}"
         flags = [f"--nnodes={job.nodes}", '"--master=$first:$port"', '"--job_id=slurm-$SLURM_JOB_ID"', *flags]
     else:
         start = f"{shlex.quote(job.python)} -m fleet.launch"
+        if not job.log_dir:
+            flags.append('"--log_dir=log/slurm-$SLURM_JOB_ID"')
         flags = ['"--job_id=slurm-$SLURM_JOB_ID"', "--standalone", *flags]
     command = " ".join([start, *flags, *map(shlex.quote, job.launcher)])
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *_variables(job), f"srun {command}"]

@@ -106,7 +106,8 @@ def test_two_nodes_train_as_one_process(tmp_path: Path, slurm: dict[str, str]) -
     alone = json.loads((tmp_path / "found.json").read_text())
     assert alone[0] == 1
     assert weights[0] == pytest.approx(alone[3][0], rel=1e-6)
-    assert (tmp_path / "log" / f"slurm-{slurm['SLURM_JOB_ID']}").is_dir()
+    logs = tmp_path / "log" / f"slurm-{slurm['SLURM_JOB_ID']}"
+    assert [(logs / f"node-{node}" / "workerlog.0").is_file() for node in range(2)] == [True, True]
     assert not (tmp_path / "said").exists()
 
 
