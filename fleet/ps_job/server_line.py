@@ -8,6 +8,7 @@ from typing import Any
 from fleet.env import Environment
 from fleet.errors import PSError
 from fleet.ps.standby.carried import Carried
+from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
 from fleet.ps.wire.messages import Header, Op, control_body, decode_control, decode_header, encode_header
 from fleet.ps.wire.transport import SocketTransport, stays_here
@@ -28,6 +29,7 @@ def tell_server(server: str, fields: Mapping[str, Any], environment: Environment
     text = (environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
     secret = read_user_secret(environment) if not text and stays_here(server) else check_secret(server, text)
     body = control_body(dict(fields))
+    load_kernels("seal")  # seconds in a new process: a server that waited for them meanwhile would hang up
     connection = SocketTransport(client_tls=read_worker_tls(environment)).connect(server, 5.0)
     try:
         line = prove_to_server(connection, server, secret, 5.0)
