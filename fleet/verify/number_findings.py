@@ -279,6 +279,10 @@ class _Step:
                 f"Each gradient is {ratio:.4g} times that of one process: the loss or the gradients are divided by the "
                 "wrong count.",
             )
+        return self._why_loss(name)
+
+    def _why_loss(self, name: str) -> tuple[str, str]:
+        """Returns the cause of gradients that differ by no factor: the loss, where the losses differ as well."""
         one, many = self.row()["loss_one"], self.row()["loss_many"]
         if one is not None and many is not None and not self._close(one, many):
             return (

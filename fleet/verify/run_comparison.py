@@ -318,7 +318,7 @@ def _described(options: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
 
 def _error(run: Run, rank: int) -> str:
     """Returns the error with which a process ended, its line in the user's files, and what says more than the error."""
-    error, _, where = run.end(rank)["error"].partition("\n@")
+    error, _, where = str(run.end(rank)["error"]).partition("\n@")
     if where:
         error += f" ({where})"
     if not error or error.startswith("SystemExit"):  # argparse and sys.exit print the reason

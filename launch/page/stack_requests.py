@@ -82,7 +82,7 @@ def _why_none(name: str, file: WorkerFile | None, pid: int) -> str:
         return f"{name} has not called fleet.init() yet, or has ended it. With py-spy: py-spy dump --pid {pid}"
     if is_stopped(pid):
         return (
-            f"{name} (process {pid}) is stopped by a signal or a debugger, and would have to go on to write its stacks. "
-            f"With py-spy: py-spy dump --nonblocking --pid {pid}"
+            f"{name} (process {pid}) is stopped by a signal or a debugger, and would have to go on to write "
+            f"its stacks. With py-spy: py-spy dump --nonblocking --pid {pid}"
         )
     return f"{name} (process {pid}) wrote no stack within a second."
