@@ -25,6 +25,7 @@ if os.environ.get("CI"):
 # long and missed their deadline on a slow machine.
 _PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch.optim", "pytest", "tests.helpers.ps_warm"]
 _ALLOWED = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+_ALLOWED |= {"PYTORCH_NVML_BASED_CUDA_CHECK"}  # importing Lightning sets it
 
 
 def pytest_configure(config: pytest.Config) -> None:

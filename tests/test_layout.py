@@ -48,6 +48,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
 
 # Class names that the library defines twice, and why each still stands.
 SHARED_CLASS_NAMES: dict[str, str] = {
+    "FleetStrategy": "Lightning has a strategy of one name for Fabric and for its Trainer, of different base classes",
     "TensorParallel": "Fleet's name of a wrapped model, for isinstance, and the strategy",
 }
 # File stems that the library has twice, and why each still stands.

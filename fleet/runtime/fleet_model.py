@@ -24,6 +24,7 @@ from fleet.strategies._shared.gradient_exchange import copied_chain, data_parall
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
 from fleet.strategies._shared.passes import passes_of
 from fleet.strategies._shared.whole_states import WholeStates
+from fleet.strategies.amp.amp_model import AmpModel
 
 if TYPE_CHECKING:
     from fleet.profile.step_watch import StepWatch
@@ -246,6 +247,15 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
     def apply_collective_grads(self) -> None:
         """A no-op: gradients were exchanged during backward (Fleet's older loops call this)."""
+
+    def watch_loss(self, loss: Tensor, exchanges: bool = True) -> Tensor:
+        """Returns ``loss``, for a backward pass that begins before the forward that computed it has ended.
+
+        The pass exchanges gradients, unless ``exchanges`` is False, as one from an output of the model does.
+        """
+        if isinstance(self._chain, AmpModel):
+            loss = self._chain.leave(loss)
+        return cast(Tensor, self._passes.watch_loss(loss, exchanges))
 
     def mark_forward_method(self, name: str) -> None:
         """Makes ``model.<name>(...)`` run through the wrapped module, like ``model(...)``.

@@ -92,6 +92,10 @@ class Passes:
         self._prepared = made.exchanges and not self.gates
         return self._watched(output, made)
 
+    def watch_loss(self, loss: Tensor, exchanges: bool) -> Tensor:
+        """Returns ``loss``, from which backward is called while a forward is under way; that pass is noticed."""
+        return cast(Tensor, self._watched(loss, Forward(exchanges and self._reducer is not None)))
+
     def begin(self, made: Forward | None = None) -> None:
         """Begins a pass that fills gradients, unless one is under way; of the latest forward when none is named.
 

@@ -95,6 +95,10 @@ class AmpModel(nn.Module):
             region.depth, region.guarded = 0, False
         return map_tensors(result, lambda output: leave_model(output, self._scale, had_input=had_input))
 
+    def leave(self, loss: Tensor) -> Tensor:
+        """Returns ``loss``, computed by the wrapped module, as one of its results."""
+        return leave_model(loss, self._scale)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._treatment is None:
             return self.chain(*args, **kwargs)
