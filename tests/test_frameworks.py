@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,11 @@ def blocks(page: str) -> dict[str, str]:
     return dict(BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
 
 
-def run_blocks(rank: int, world_size: int) -> dict[str, Any]:
+def run_blocks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Returns what each block of the English page leaves; the rows of torchmetrics' are this worker's."""
     import warnings
 
+    os.chdir(folder)  # the Trainer of the block logs there
     from tests.helpers import lightning_training as training
 
     found = blocks("frameworks.md")
@@ -84,8 +87,8 @@ def alone(rank: int, world_size: int) -> dict[str, Any]:
     return {title: float(value) for title, value in names["found"].items()}
 
 
-def test_the_blocks_run() -> None:
-    first, second = run_workers(run_blocks, 2, backend=None)
+def test_the_blocks_run(tmp_path: Path) -> None:
+    first, second = run_workers(run_blocks, 2, str(tmp_path), backend=None)
     assert first["accuracy"] == second["accuracy"]
     assert first["loss"] == second["loss"]
     assert bool(first["Fabric"].isfinite().all())
