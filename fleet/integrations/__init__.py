@@ -1,0 +1,1 @@
+"""Fleet inside other frameworks: Lightning, Hugging Face's Trainer, Ray."""
