@@ -33,6 +33,7 @@ from fleet.runtime.session import Session
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import has_length
 
     from fleet.integrations.hf_accelerator import FleetAccelerator
     from fleet.integrations.hf_arguments import agree, check_job, check_running, checked_options, precision_of
@@ -117,6 +118,20 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
             return self.accelerator.fleet_model(model)
         return super()._wrap_model(model, training, dataloader)
 
+    def get_train_dataloader(self) -> Any:
+        """Returns Trainer's loader; warns where its last batch of an epoch counts rows twice."""
+        loader = super().get_train_dataloader()
+        batch = self._train_batch_size * self._session.data_replicas
+        length = len(self.train_dataset) if has_length(self.train_dataset) else 0
+        fills = self._session.data_replicas > 1 and not self.args.dataloader_drop_last
+        if fills and not self.accelerator.split_batches and length % batch:
+            self._session.say(
+                f"TrainingArguments(dataloader_drop_last=False): {length} rows are no multiple of {batch}, the rows of "
+                f"all workers' batches, so Trainer fills the last batch of an epoch with {-length % batch} rows from "
+                "its beginning, which count twice. dataloader_drop_last=True leaves that batch out."
+            )
+        return loader
+
     # ---- loss --------------------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -149,7 +164,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         """
         wrapped = self._wrapped
         if wrapped is not None and self._divides(wrapped):
-            self._whole_state = wrapped.full_state_dict(keep=self.args.should_save)
+            self._whole_state = _tied(wrapped.full_state_dict(keep=self.args.should_save), wrapped.module)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -235,6 +250,16 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UnsupportedOptionError: trials would follow each other in one job, with the options of the first."""
         raise UnsupportedOptionError("FleetTrainer.hyperparameter_search(): start one job for each trial.")
+
+
+def _tied(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Returns a whole ``state`` in which names of one parameter have one tensor, of which transformers writes one."""
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known in state and name in state:
+            state[name] = state[known]
+    return state
 
 
 class _StopWhenAsked(TrainerCallback):  # type: ignore[misc]

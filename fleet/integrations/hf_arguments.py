@@ -224,6 +224,17 @@ def check_job(args: Any, session: Session) -> None:
             "of memory would start again, and the others wait for it. Set per_device_train_batch_size; "
             "docs/estimate.md computes what fits."
         )
+    config = args.accelerator_config
+    if not config.even_batches and not args.dataloader_drop_last and session.data_replicas > 1:
+        raise UnsupportedOptionError(
+            "TrainingArguments(accelerator_config={'even_batches': False}): workers with fewer batches would leave the "
+            "others waiting. Add dataloader_drop_last=True, or omit it."
+        )
+    if config.dispatch_batches and session.data_replicas != session.world_size:
+        raise UnsupportedOptionError(
+            "TrainingArguments(accelerator_config={'dispatch_batches': True}) sends every worker other rows, and those "
+            "of strategy.tensor_parallel_configs need the same. Omit it."
+        )
 
 
 def agree(args: Any, session: Session) -> None:
