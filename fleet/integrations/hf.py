@@ -9,8 +9,8 @@ whole first, where an option divides it.
 [Note: Items in a batch]
 Trainer divides the loss by the number of labels of all workers, multiplies it by their number, and lets the exchange
 average. A model that accepts that number and ignores it (BertForSequenceClassification) would get a loss that is too
-large by the number of workers. Here the loss is divided by the labels per worker, and not multiplied: the same where the
-number is used, and the mean where it is not.
+large by the number of workers. Here the loss is divided by the labels per worker, and not multiplied: the same where
+the number is used, and the mean where it is not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import has_length
 
-    from fleet.integrations.hf_accelerator import FleetAccelerator
+    from fleet.integrations.hf_accelerator import FleetAccelerator, divides
     from fleet.integrations.hf_arguments import agree, check_job, check_running, checked_options, precision_of
 except ImportError as error:
     raise UnsupportedOptionError(
@@ -78,7 +78,9 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")  # Trainer's own default
         if isinstance(model, FleetModel):
-            raise ConfigError("FleetTrainer(model=...) takes your model, and wraps it; got what distributed_model() made.")
+            raise ConfigError(
+                "FleetTrainer(model=...) takes your model and wraps it; got what distributed_model() made."
+            )
         self._session = _start(model, args, strategy)
         self._whole_state: dict[str, Any] | None = None
         agree(args, self._session)
@@ -163,7 +165,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         Where an option divides the model, every worker must call it.
         """
         wrapped = self._wrapped
-        if wrapped is not None and self._divides(wrapped):
+        if wrapped is not None and divides(wrapped):
             self._whole_state = _tied(wrapped.full_state_dict(keep=self.args.should_save), wrapped.module)
         try:
             super().save_model(output_dir, _internal_call)
@@ -214,7 +216,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
     def _loading_whole(self) -> Iterator[None]:
         """Makes what Trainer loads into its model inside the context reach a model that an option divides."""
         plain, wrapped = self.model, self._wrapped
-        if wrapped is not None and self._divides(wrapped):
+        if wrapped is not None and divides(wrapped):
             self.model = wrapped
         try:
             yield
@@ -226,11 +228,6 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         """What Fleet made of the model, or ``None`` before it was needed."""
         return next((model for model in self._session.models if model.module is self.model), None)
 
-    def _divides(self, model: FleetModel) -> bool:
-        """Returns whether a worker's plain module holds a part of the model alone."""
-        states = model._states
-        return bool(states.is_part or states.is_collective())
-
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +238,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs as Trainer does, and to the trackers of the job (``strategy.trackers``, the launcher's ``--tracker``)."""
+        """Logs as Trainer does, and to the job's trackers (``strategy.trackers``, the launcher's ``--tracker``)."""
         super().log(logs, *args, **kwargs)
         if self._session.run_log.is_recorded:
             numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}

@@ -63,7 +63,11 @@ class FleetAccelerator(Accelerator):  # type: ignore[misc]
         if isinstance(model, FleetModel):
             return model
         found = next((wrapped for wrapped in self.session.models if wrapped.module is model), None)
-        return self.session.wrap_model(model) if found is None else found
+        if found is None:
+            found = self.session.wrap_model(model)
+            if divides(found) and hasattr(model, "save_pretrained"):
+                model.__dict__["save_pretrained"] = WholeOnly(model)
+        return found
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -74,7 +78,9 @@ class FleetAccelerator(Accelerator):  # type: ignore[misc]
             self._models.append(wrapped)
         return wrapped
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> FleetAcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> FleetAcceleratedOptimizer:
         """Returns ``optimizer`` as Fleet wraps it, in the form that Trainer expects."""
         if not isinstance(optimizer, FleetAcceleratedOptimizer):
             if isinstance(optimizer, AcceleratedOptimizer):
@@ -112,6 +118,28 @@ class FleetAccelerator(Accelerator):  # type: ignore[misc]
         """Ends Accelerate's trackers; the process group ends with the process, as Fleet's other groups do."""
         for tracker in self.trackers:
             tracker.finish()
+
+
+def divides(model: FleetModel) -> bool:
+    """Returns whether an option divides ``model``, so that a worker's module holds a part of it."""
+    return bool(model._states.is_part or model._states.is_collective())
+
+
+class WholeOnly:
+    """The ``save_pretrained`` of a divided model: writes a state that it is given, not the part that it holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        """Writes ``state_dict``; raises ConfigError without it."""
+        if state_dict is None:
+            raise ConfigError(
+                "model.save_pretrained(): a worker holds a part of this model, which sharding stage 2 or 3 or "
+                "tensor_parallel divided. Call trainer.save_model(folder) on every worker, which writes the whole "
+                "model, or pass state_dict=trainer.model_wrapped.full_state_dict(), called on every worker."
+            )
+        return type(self._model).save_pretrained(self._model, *args, state_dict=state_dict, **kwargs)  # type: ignore[operator]
 
 
 class FleetAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -164,7 +164,9 @@ def _take_precision(options: DistributedStrategy, args: Any) -> None:
     if asked == "no":
         return
     if asked not in _NARROW:
-        raise UnsupportedOptionError(f"mixed precision {asked!r} is not for FleetTrainer. Use fp16, bf16, strategy.amp.")
+        raise UnsupportedOptionError(
+            f"mixed precision {asked!r} is not for FleetTrainer. Use fp16, bf16, strategy.amp."
+        )
     config, dtype = options["amp_configs"], _NARROW[asked]
     said = "float16" if config.use_pure_fp16 else "bfloat16" if config.use_pure_bf16 else config.dtype
     if options.is_set("amp") and not options["amp"]:

@@ -272,7 +272,7 @@ def trained_twice(on: Setting) -> dict[str, Any]:
 def made_models(on: Setting) -> dict[str, Any]:
     """model_init: every train() starts with a new model."""
     extra = {} if on.strategy is None else {"strategy": on.strategy}
-    trainer = on.base(model_init=bert, args=on.args(), train_dataset=sentences(32), **extra)
+    trainer = on.base(model_init=lambda: bert(), args=on.args(), train_dataset=sentences(32), **extra)
     trainer.train()
     trainer.train()
     return {"weights": finished(trainer)}
@@ -422,7 +422,10 @@ def run_scripts(
     found = {}
     for script in SCRIPTS:
         if script.__name__ in names:
-            on = Setting(base, world_size, Path(folder) / script.__name__, strategy if fleet_trainer else None)
+            divided = ((strategy or {}).get("hybrid_configs") or {}).get("mp_degree", 1)
+            on = Setting(
+                base, world_size // divided, Path(folder) / script.__name__, strategy if fleet_trainer else None
+            )
             try:
                 found[script.__name__] = script(on)
             except Exception:
