@@ -21,7 +21,7 @@ from fleet.strategies._shared.axes import DATA_AXES
 
 
 class FleetAccelerator(Accelerator):  # type: ignore[misc]
-    """Prepares models and optimizers through one session of Fleet; data loaders, gathers and trackers stay Accelerate's.
+    """Prepares models and optimizers through one session of Fleet; loaders, gathers and trackers stay Accelerate's.
 
     ``num_processes`` and ``process_index`` say how rows are divided: they count the workers that train on different
     rows, which with divided layers are fewer than all.

@@ -22,7 +22,7 @@ _REPLACED = {
     "parallelism_config": "Fleet arranges the workers: strategy.hybrid_configs = {'mp_degree': 2}, strategy.sharding",
     "torch_compile": "Fleet compiles the model: strategy.to_static = True",
     "ddp_bucket_cap_mb": "Fleet exchanges the gradients: strategy.fuse_grad_size_in_MB",
-    "ddp_static_graph": "Fleet's exchange has no static graph; strategy.find_unused_parameters = False is the fast form",
+    "ddp_static_graph": "Fleet's exchange has no static graph; strategy.find_unused_parameters = False is fast",
     "fp16_full_eval": "it converts the model in place; strategy.amp computes in 16 bits, in evaluation too",
     "bf16_full_eval": "it converts the model in place; strategy.amp computes in 16 bits, in evaluation too",
 }
