@@ -67,6 +67,9 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         >>> trainer = FleetTrainer(model, TrainingArguments("out"), train_dataset=rows, strategy={"sharding": True})
     """
 
+    model: Any
+    optimizer: Any
+
     def __init__(
         self,
         model: Any = None,

@@ -139,7 +139,8 @@ class WholeOnly:
                 "tensor_parallel divided. Call trainer.save_model(folder) on every worker, which writes the whole "
                 "model, or pass state_dict=trainer.model_wrapped.full_state_dict(), called on every worker."
             )
-        return type(self._model).save_pretrained(self._model, *args, state_dict=state_dict, **kwargs)  # type: ignore[operator]
+        kind: Any = type(self._model)
+        return kind.save_pretrained(self._model, *args, state_dict=state_dict, **kwargs)
 
 
 class FleetAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -104,51 +105,53 @@ def check_arguments(args: Any) -> None:
 
 def check_options(options: DistributedStrategy) -> None:
     """Raises UnsupportedOptionError for an option that Trainer's loop cannot follow."""
-    refused = "FleetTrainer: {}. {}"
-    hybrid, sharding = options["hybrid_configs"], options["sharding_configs"]
+    for reason, instead in (*_other_loops(options), *_merged_updates(options)):
+        raise UnsupportedOptionError(f"FleetTrainer: {reason}. {instead}.")
+
+
+def _other_loops(options: DistributedStrategy) -> Iterator[tuple[str, str]]:
+    """Yields why an option needs a loop of its own, and the next step."""
+    hybrid = options["hybrid_configs"]
     if (options.is_set("a_sync") and options["a_sync"]) or options.is_set("a_sync_configs"):
-        raise UnsupportedOptionError(
-            refused.format(
-                "strategy.a_sync is for parameter servers, and Trainer steps one optimizer of dense parameters",
-                "Write a loop with fleet.init_worker(); docs/ps.md",
-            )
+        yield (
+            "strategy.a_sync is for parameter servers, and Trainer steps one optimizer of dense parameters",
+            "Write a loop with fleet.init_worker(); docs/ps.md",
         )
-    if options["pipeline"] or hybrid.pp_degree > 1 or sharding.pp_degree > 1:
-        raise UnsupportedOptionError(
-            refused.format(
-                "pipelines (strategy.pipeline, pp_degree) run forward and backward together, and Trainer calls them "
-                "one after the other",
-                "Write a loop with model.train_batch(); docs/hybrid.md",
-            )
+    if options["pipeline"] or hybrid.pp_degree > 1 or options["sharding_configs"].pp_degree > 1:
+        yield (
+            "pipelines (strategy.pipeline, pp_degree) run forward and backward together, and Trainer calls them one "
+            "after the other",
+            "Write a loop with model.train_batch(); docs/hybrid.md",
         )
     for name in ("sep_degree", "cp_degree", "ep_degree"):
-        if getattr(hybrid, name) > 1:
-            raise UnsupportedOptionError(
-                refused.format(
-                    f"hybrid_configs[{name!r}] is {getattr(hybrid, name)}, and Trainer divides rows alone",
-                    "Set it to 1, or write a loop; docs/hybrid.md",
-                )
+        if (degree := getattr(hybrid, name)) > 1:
+            yield (
+                f"hybrid_configs[{name!r}] is {degree}, and Trainer divides rows alone",
+                "Set it to 1, or write a loop; docs/hybrid.md",
             )
+    if options["qat"]:
+        yield (
+            "strategy.qat replaces layers, and from_pretrained() could not load what Trainer saves",
+            "Write a loop; docs/recipes.md",
+        )
+
+
+def _merged_updates(options: DistributedStrategy) -> Iterator[tuple[str, str]]:
+    """Yields the options that make an update of several steps, which Trainer would count, and the next step."""
+    merges = options["gradient_merge_configs"].k_steps if options["gradient_merge"] else 1
     merged = {
-        "gradient_merge_configs['k_steps']": options["gradient_merge_configs"].k_steps * options["gradient_merge"],
-        "sharding_configs['gradient_merge_acc_step']": sharding.gradient_merge_acc_step,
-        "hybrid_configs['sharding_configs']['accumulate_steps']": hybrid.sharding_configs.accumulate_steps,
+        "gradient_merge_configs['k_steps']": merges,
+        "sharding_configs['gradient_merge_acc_step']": options["sharding_configs"].gradient_merge_acc_step,
+        "hybrid_configs['sharding_configs']['accumulate_steps']": (
+            options["hybrid_configs"].sharding_configs.accumulate_steps
+        ),
     }
     for key, count in merged.items():
         if count > 1:
-            raise UnsupportedOptionError(
-                refused.format(
-                    f"{key} is {count}, and Trainer counts steps, schedules and clips by updates of its own",
-                    f"Use TrainingArguments(gradient_accumulation_steps={count}), and turn it off",
-                )
+            yield (
+                f"{key} is {count}, and Trainer counts steps, schedules and clips by updates of its own",
+                f"Use TrainingArguments(gradient_accumulation_steps={count}), and turn it off",
             )
-    if options["qat"]:
-        raise UnsupportedOptionError(
-            refused.format(
-                "strategy.qat replaces layers, and from_pretrained() could not load what Trainer saves",
-                "Write a loop; docs/recipes.md",
-            )
-        )
 
 
 def precision_of(args: Any) -> str:

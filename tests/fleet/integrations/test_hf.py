@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import traceback
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.hf_scripts import SCRIPTS, Setting, bert, finished, llama, run_scripts, saved, sentences, texts
+from tests.helpers.hf_scripts import SCRIPTS, Setting, bert, finished, llama, run_scripts, sentences, texts
 from tests.helpers.workers import run_workers
 
 pytestmark = pytest.mark.slow
@@ -48,34 +49,48 @@ def difference(first: Any, second: Any, place: str = "") -> list[str]:
     return [] if largest <= TOLERANCE * max(1.0, float(b.abs().max())) else [f"{place}: differs by {largest:.1e}"]
 
 
+def run_all(rank: int, world_size: int, uses_fleet: bool, folder: str) -> dict[str, Any]:
+    """Runs everything of this file in one job, whose start takes longer than most of it; errors are results."""
+    parts: dict[str, Any] = {"cases": partial(train_cases, uses_fleet=uses_fleet)}
+    if uses_fleet:
+        parts |= {"resumed": resume_each, "loops": train_as_fleets_own_loop, "refused": agree_and_refuse}
+    found = {"scripts": run_scripts(rank, world_size, uses_fleet, NAMES, folder, {})}
+    for name, part in parts.items():
+        try:
+            found[name] = part(rank, world_size, folder=f"{folder}/{name}")
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+    return found
+
+
+def part_of(results: Any, name: str) -> Any:
+    """Returns one part of what :func:`run_all` returned."""
+    assert "error" not in results[name], results[name]["error"]
+    return results[name]
+
+
 @pytest.fixture(scope="module")
 def in_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What Trainer gives in one process."""
-    folder = str(tmp_path_factory.mktemp("one"))
-    environment = {**ALONE, **OFFLINE}
-    found: list[Any] = run_workers(
-        run_scripts, 1, False, NAMES, folder, None, backend=None, environment=environment, timeout_s=300
-    )
-    return dict(found[0])
+    folder, environment = str(tmp_path_factory.mktemp("one")), {**ALONE, **OFFLINE}
+    return dict(run_workers(run_all, 1, False, folder, backend=None, environment=environment, timeout_s=300)[0])
 
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What FleetTrainer gives on two workers, all scripts in one job."""
+    """What FleetTrainer gives on two workers."""
     folder = str(tmp_path_factory.mktemp("two"))
-    return run_workers(run_scripts, 2, True, NAMES, folder, {}, backend=None, environment=OFFLINE, timeout_s=300)
+    return run_workers(run_all, 2, True, folder, backend=None, environment=OFFLINE, timeout_s=400)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_gives_on_two_workers_what_it_gives_in_one_process(
     name: str, in_one: dict[str, Any], in_two: list[dict[str, Any]]
 ) -> None:
-    assert "error" not in in_one[name], in_one[name]["error"]
-    for result in in_two:
-        assert "error" not in result[name], result[name]["error"]
-    assert difference(in_one[name], in_two[0][name]) == []
-    shared = [key for key in in_one[name] if key in ("scores", "predictions", "labels", "log", "steps")]
-    assert difference({key: in_one[name][key] for key in shared}, {key: in_two[1][name][key] for key in shared}) == []
+    alone, first, second = (part_of(found["scripts"], name) for found in (in_one, *in_two))
+    assert difference(alone, first) == []
+    shared = [key for key in alone if key in ("scores", "predictions", "labels", "log", "steps")]
+    assert difference({key: alone[key] for key in shared}, {key: second[key] for key in shared}) == []
 
 
 # Model, changes of the arguments, strategy, the largest difference.
@@ -90,7 +105,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], float]] = [
 ]
 
 
-def train_cases(rank: int, world_size: int, uses_fleet: bool, folder: str) -> list[dict[str, Tensor]]:
+def train_cases(rank: int, world_size: int, folder: str, uses_fleet: bool) -> list[dict[str, Tensor]]:
     from transformers import Trainer
 
     found = []
@@ -108,11 +123,9 @@ def train_cases(rank: int, world_size: int, uses_fleet: bool, folder: str) -> li
     return found
 
 
-def test_strategies_give_the_weights_of_one_process(tmp_path: Path) -> None:
+def test_strategies_give_the_weights_of_one_process(in_one: dict[str, Any], in_two: list[dict[str, Any]]) -> None:
     """Also the names of a model with tied weights: the file of a divided model holds what Trainer's holds."""
-    environment = {**ALONE, **OFFLINE}
-    [one] = run_workers(train_cases, 1, False, f"{tmp_path}/one", backend=None, environment=environment, timeout_s=240)
-    two = run_workers(train_cases, 2, True, f"{tmp_path}/two", backend=None, environment=OFFLINE, timeout_s=240)[0]
+    one, two = part_of(in_one, "cases"), part_of(in_two[0], "cases")
     for (kind, changes, strategy, limit), alone, shared in zip(CASES, one, two, strict=True):
         assert alone.keys() == shared.keys(), (kind, changes, strategy)
         assert max(float((alone[name] - shared[name]).abs().max()) for name in alone) <= limit, (changes, strategy)
@@ -164,10 +177,9 @@ def resume_each(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]
     return found
 
 
-def test_a_resumed_run_gives_the_weights_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_weights_of_one_that_was_not_interrupted(in_two: list[dict[str, Any]]) -> None:
     """With dropout, bit for bit: optimizer, schedule, rows, random draws; with localsgd what each worker has alone."""
-    results = run_workers(resume_each, 2, str(tmp_path), backend=None, environment=OFFLINE, timeout_s=300)[0]
-    for (strategy, _), result in zip(RESUMED, results, strict=True):
+    for (strategy, _), result in zip(RESUMED, part_of(in_two[0], "resumed"), strict=True):
         expected, resumed = result["expected"], result["resumed"]
         assert expected.keys() == resumed.keys()
         assert all(torch.equal(expected[name], resumed[name]) for name in expected), strategy
@@ -204,9 +216,10 @@ def train_as_fleets_own_loop(rank: int, world_size: int, folder: str) -> dict[st
     return differences
 
 
-def test_localsgd_and_lamb_train_as_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    for found in run_workers(train_as_fleets_own_loop, 2, str(tmp_path), backend=None, environment=OFFLINE):
-        assert {name: max(values) for name, values in found.items()} == {"localsgd": 0.0, "lamb": 0.0}
+def test_localsgd_and_lamb_train_as_in_a_loop_of_ones_own(in_two: list[dict[str, Any]]) -> None:
+    for found in in_two:
+        loops = part_of(found, "loops")
+        assert {name: max(values) for name, values in loops.items()} == {"localsgd": 0.0, "lamb": 0.0}
 
 
 def agree_and_refuse(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -245,11 +258,10 @@ def agree_and_refuse(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_ranks_agree_with_fleet_and_parts_are_not_saved_as_a_model(tmp_path: Path) -> None:
-    results = run_workers(agree_and_refuse, 2, str(tmp_path), backend=None, environment=OFFLINE)
-    for rank, found in enumerate(results):
+def test_ranks_agree_with_fleet_and_parts_are_not_saved_as_a_model(in_two: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(in_two):
+        found = part_of(results, "refused")
         assert found["workers"][1:] == [2, rank, rank]
         assert (found["mode"], found["saves"], found["device"], found["batch"]) == ("distributed", rank == 0, "cpu", 8)
         assert "trainer.save_model" in found["refused"]
         assert found["uneven"] <= TOLERANCE
-    assert saved(tmp_path / "a" / "..") if (tmp_path / "model.safetensors").exists() else True
