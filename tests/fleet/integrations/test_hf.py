@@ -73,14 +73,14 @@ def part_of(results: Any, name: str) -> Any:
 def in_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What Trainer gives in one process."""
     folder, environment = str(tmp_path_factory.mktemp("one")), {**ALONE, **OFFLINE}
-    return dict(run_workers(run_all, 1, False, folder, backend=None, environment=environment, timeout_s=300)[0])
+    return dict(run_workers(run_all, 1, False, folder, backend=None, environment=environment, timeout_s=500)[0])
 
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What FleetTrainer gives on two workers."""
     folder = str(tmp_path_factory.mktemp("two"))
-    return run_workers(run_all, 2, True, folder, backend=None, environment=OFFLINE, timeout_s=400)
+    return run_workers(run_all, 2, True, folder, backend=None, environment=OFFLINE, timeout_s=600)
 
 
 @pytest.mark.parametrize("name", NAMES)
