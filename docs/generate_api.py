@@ -20,6 +20,7 @@ of the modules below name; everything else may change without notice. The option
 # Documented modules that are not attributes of the package.
 MORE_MODULES = (
     "fleet.base.role_maker",
+    "fleet.integrations.hf",
     "fleet.layers.mpu",
     "fleet.utils.fs",
     "fleet.utils.hybrid_parallel_util",
