@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from fleet.errors import ConfigError, UnsupportedOptionError
@@ -210,6 +209,12 @@ def _divides_model(options: DistributedStrategy) -> bool:
     return bool(on and (options["sharding_configs"].stage > 1 or hybrid.sharding_configs.split_param))
 
 
+def backend_of(session: Session) -> str | None:
+    """Returns what moves tensors of this worker's device: a group for several kinds of device has no one name."""
+    group = session.process_group
+    return None if group is None or session.world_size == 1 else str(group._get_backend(session.device).name())
+
+
 def check_job(args: Any, session: Session) -> None:
     """Raises ConfigError where ``args`` name another device or backend than the job has, or need one process."""
     if args.use_cpu and session.device.type != "cpu":
@@ -217,7 +222,7 @@ def check_job(args: Any, session: Session) -> None:
             f"TrainingArguments(use_cpu=True), and this worker computes on {session.device}. Set "
             "PADDLE_DISTRI_BACKEND=gloo in the environment to train on the CPU, or omit use_cpu."
         )
-    backend = dist.get_backend() if session.world_size > 1 else args.ddp_backend
+    backend = backend_of(session) or args.ddp_backend
     if args.ddp_backend not in (None, backend):
         raise ConfigError(
             f"TrainingArguments(ddp_backend={args.ddp_backend!r}), and the workers of this job are connected through "
@@ -248,7 +253,7 @@ def agree(args: Any, session: Session) -> None:
     on_gpu = session.device.type == "cuda"
     kind = DistributedType.MULTI_GPU if on_gpu else DistributedType.MULTI_CPU
     state.distributed_type = kind if several else DistributedType.NO
-    state.backend = dist.get_backend() if several else None
+    state.backend = backend_of(session)
     state.num_processes, state.process_index = session.world_size, session.global_rank
     state.local_process_index = session.local_rank
     state.device = session.device
