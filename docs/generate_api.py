@@ -21,6 +21,7 @@ of the modules below name; everything else may change without notice. The option
 MORE_MODULES = (
     "fleet.base.role_maker",
     "fleet.integrations.fabric",
+    "fleet.integrations.hf",
     "fleet.integrations.lightning",
     "fleet.integrations.ray",
     "fleet.layers.mpu",

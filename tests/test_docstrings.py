@@ -35,6 +35,7 @@ NOT_RUN: dict[str, str] = {
     "fleet.facade.Fleet.distributed_scaler": "a GradScaler warns where there is no GPU",
     "fleet.facade.Fleet.group_sharded_parallel": "takes a module of its own, and several workers",
     "fleet.topology.HybridCommunicateGroup": "needs the groups of several workers",
+    "fleet.integrations.hf.FleetTrainer": "trains a model of transformers; test_hf.py does",
     "fleet.parallel.spawn": "starts processes that import the user's script",
     "fleet.utils._hdfs.HDFSClient": "needs the hadoop program",
     "fleet.utils._run_check.run_check": "trains on every device",

@@ -54,7 +54,7 @@ class RunLog:
         self._values: StepValues | None = None
         self._record: RunRecord | None = None
         self._rank_page: RankPage | None = None
-        self._is_recorded = False
+        self.is_recorded = False
         self.choose(session.options)
 
     def choose(self, options: DistributedStrategy) -> None:
@@ -81,7 +81,7 @@ class RunLog:
             )
         check_trackers(asked)
         made = {name: make_tracker(name, origin) for name, origin in asked.items() if self._may_be_here(name)}
-        self._is_recorded = bool(asked)
+        self.is_recorded = bool(asked)
         if folder := environment.raw("FLEET_PAGE_FOLDER"):
             self._rank_page = RankPage(Path(folder))
             made.update({_RANK_PAGE: self._rank_page, "the job's page": CurvePage(Path(folder))})
@@ -181,7 +181,7 @@ class RunLog:
             world_size=session.world_size,
             options=session.options.to_dict(),
         )
-        if session.global_rank == 0 and self._is_recorded:
+        if session.global_rank == 0 and self.is_recorded:
             run = self._recorded(run, step, began, environment)
         for name, tracker in list(self._trackers.items()):
             self._guarded(name, tracker.start, run)
