@@ -25,6 +25,7 @@ import mmap
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ LEAST_BYTES = 1 << 12  # up to here a body costs less on the socket
 ROOM_BYTES = 1 << 26  # of each direction; larger bodies go by the socket
 _NAME = "fleet-ps-{}"
 _WORD_BYTES = 16
+MOST_OPENED = 64  # of other processes at a time: each takes a descriptor, and up to twice ROOM_BYTES of memory
 
 
 class NotShared(PSError):
@@ -91,6 +93,8 @@ class SharedBodies:
             raise NotShared("the place of the memory is malformed.")
         if len(word) != 2 * _WORD_BYTES or not word.isalnum() or pid < 1 or number < 0:
             raise NotShared("the place of the memory is malformed.")
+        if len(_opened) >= MOST_OPENED:
+            raise NotShared(f"the server shares memory with {len(_opened)} workers already.")
         path = f"/proc/{pid}/fd/{number}"
         try:
             if os.readlink(path) != f"/memfd:{_NAME.format(word)} (deleted)":
@@ -103,7 +107,9 @@ class SharedBodies:
             own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == 2 * ROOM_BYTES
             if not own or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise NotShared("the worker's memory is not one that this user made for it.")
-            return cls(fd, is_server=True)
+            made = cls(fd, is_server=True)
+            _opened.add(made)
+            return made
         except (OSError, ValueError) as error:
             raise NotShared(f"the server cannot use the worker's memory: {error}.") from None
         finally:
@@ -142,6 +148,9 @@ class SharedBodies:
 
     def __del__(self) -> None:
         self.seal_off()
+
+
+_opened: weakref.WeakSet[SharedBodies] = weakref.WeakSet()
 
 
 def _address(buffer: Buffer) -> int:

@@ -81,6 +81,18 @@ def test_what_one_end_writes_the_other_reads_in_both_directions() -> None:
     assert mapped() == before
 
 
+def test_a_server_opens_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    monkeypatch.setattr("fleet.ps.wire.shared_bodies.MOST_OPENED", 2)
+    made = [SharedBodies.make() for _ in range(3)]
+    opened = [SharedBodies.open(place) for _, place in made[:2]]
+    with pytest.raises(NotShared, match="2 workers already"):
+        SharedBodies.open(made[2][1])
+    del opened
+    gc.collect()
+    assert SharedBodies.open(made[2][1])
+
+
 def test_another_process_opens_it_and_a_killed_one_leaves_nothing() -> None:
     memory, place = SharedBodies.make()
     memory.write([b"from the worker"])
