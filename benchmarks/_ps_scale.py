@@ -49,7 +49,7 @@ def start(stack: ExitStack, parts: list[dict[str, Any]]) -> None:
 def open_client(endpoints: list[str], others: list[list[str]]) -> Any:
     """Returns a client with one table."""
     from fleet.ps.client.client import Client
-    from fleet.ps.client.link import ClientConfig
+    from fleet.ps.client.client_config import ClientConfig
     from fleet.ps.table.layout import SparseTableConfig
     from fleet.ps.table.rules import Rule
 

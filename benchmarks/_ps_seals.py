@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _ps_wire import CONFIG, DIM, SECRET, batches, fill, processor_s, serve
 
 from fleet.ps.client.client import Client, Gradient
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.wire import sealed as _sealed
 
 

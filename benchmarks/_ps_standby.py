@@ -58,7 +58,7 @@ def processor_s(pid: int) -> float:
 def open_client(endpoint: str, standbys: list[str]) -> Any:
     """Returns a client with one table."""
     from fleet.ps.client.client import Client
-    from fleet.ps.client.link import ClientConfig
+    from fleet.ps.client.client_config import ClientConfig
     from fleet.ps.table.layout import SparseTableConfig
     from fleet.ps.table.rules import Rule
 

@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fleet.ps.client.client import Client, Gradient
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_process import run_server
 from fleet.ps.table.layout import SparseTableConfig

@@ -120,6 +120,12 @@ VARIABLES: dict[str, Variable] = _table(
     ("FLEET_PS_KEY", "user", None, "key file of that certificate; by default the certificate file holds it"),
     ("FLEET_PS_CA", "user", None, "CA file of the parameter servers' certificates"),
     ("FLEET_PS_MAX_CONNECTIONS", "user", 1024, "connections that a parameter server accepts; open files limit it"),
+    (
+        "FLEET_PS_SHARED_MEMORY",
+        "user",
+        1,
+        "0: a worker sends everything through the socket, also to parameter servers of its machine and user",
+    ),
     ("FLEET_PS_SOCKET", "launcher", None, "descriptor of a socket bound to a parameter server's port"),
     (
         "FLEET_PS_METRICS_PORT",

@@ -10,7 +10,7 @@ from fleet._lazy_names import lazy_names
 _HOMES = {
     "SparseEmbedding": "worker.embedding",
     "Client": "client.client",
-    "ClientConfig": "client.link",
+    "ClientConfig": "client.client_config",
     "Gradient": "client.shards",
     "Server": "server.server",
     "ServerConfig": "server.server_config",

@@ -5,7 +5,7 @@ Names are resolved at first use: importing this package loads neither numpy nor 
 """
 
 from fleet.ps.client.client import Client as Client
-from fleet.ps.client.link import ClientConfig as ClientConfig
+from fleet.ps.client.client_config import ClientConfig as ClientConfig
 from fleet.ps.client.shards import Gradient as Gradient
 from fleet.ps.files.table_files import load_dense as load_dense
 from fleet.ps.files.table_files import load_table as load_table

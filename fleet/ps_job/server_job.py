@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.shards import TableMap
 from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server
@@ -415,6 +415,7 @@ class ServerJob:
             deadline_s=read_seconds(environment, "FLEET_PS_DEADLINE"),
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
             wire=wire,
+            shares_memory=environment.bool("FLEET_PS_SHARED_MEMORY"),
             standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
             places=[other_places(places, *one) for one in enumerate(endpoints)] if places else (),
         )

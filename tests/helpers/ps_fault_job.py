@@ -32,6 +32,7 @@ __all__ = ["IDS", "FaultJob", "Kill", "Training", "expected_tables", "plan_kills
 
 IDS = np.arange(60) * 10**12 + 7
 NUM_WORDS = 30
+WIDTH = 1500  # so that messages are large
 EVERY = 3  # steps between the files of a worker
 LIMIT_S = 120  # eight processes on a slow machine; what hangs, hangs longer
 
@@ -44,7 +45,7 @@ class IntegerModel(nn.Module):
         start = fleet_package.ps.Initializer("constant", 0.0)
         self.ads = fleet_package.SparseEmbedding(3, combiner="sum", initializer=start)
         self.words = nn.Embedding(NUM_WORDS, 2, sparse=True)
-        self.out = nn.Linear(5, 3)
+        self.out = nn.Linear(5, WIDTH)
         with torch.no_grad():
             for weight in (self.words.weight, self.out.weight, self.out.bias):
                 weight.copy_(torch.arange(weight.numel(), dtype=torch.float32).view_as(weight))
@@ -72,8 +73,8 @@ def batch_of(rank: int, step: int) -> dict[str, np.ndarray]:
         "by_ad": factors(8, 3),
         "words": rng.integers(0, NUM_WORDS, 8),
         "by_word": factors(8, 2),
-        "weight": factors(3, 5),
-        "bias": factors(3),
+        "weight": factors(WIDTH, 5),
+        "bias": factors(WIDTH),
     }
 
 

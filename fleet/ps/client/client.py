@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.client.link import ClientConfig, Link, Request
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.link import Link, Request
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig

@@ -22,122 +22,37 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleet.errors import ConfigError, PSError
-from fleet.ps.client.fence import Fences
+from fleet.errors import PSError
+from fleet.ps.client.client_config import ONCE, ClientConfig
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
 from fleet.ps.wire.messages import (
-    MAX_BODY_BYTES,
     Buffer,
     Header,
     MessageError,
     MessageFlag,
     Op,
     Status,
+    asks_rows,
     control_body,
     decode_control,
     decode_header,
     encode_header,
 )
-from fleet.ps.wire.row_form import check_wire
 from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
 from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
 
-__all__ = ["ClientConfig", "Link", "ONCE", "Request"]
+__all__ = ["Link", "Request"]
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
 
 
 OnAnswer = Callable[[Header, memoryview], None]
-
-
-ONCE = 1 << 15  # from this channel on, every process of a worker numbers its changes from 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    """One worker's side.
-
-    Args:
-        endpoints: the servers, in the same order on every worker.
-        rank: this worker's rank.
-        num_workers: the number of workers.
-        secret: the job secret, as the servers have it; without one this worker connects to no server.
-        job: name of the job, as the servers have it.
-        channel: number of this client among those of the same worker process; each is an ordered stream. After a
-            restart, numbering continues after the last change of the previous process; from :data:`ONCE` on it starts
-            at 1, and changes that were applied are not applied again.
-        deadline_s: how long a server may be away before calls fail.
-        start_timeout_s: how long to wait for the servers at the start; ``None`` waits forever.
-        retry_interval_s: seconds between the lines that say which servers are not ready.
-        answer_timeout_s: reconnect when a server sends nothing for this long while an answer is due.
-        connect_timeout_s: time limit of one connection attempt.
-        wire: the form in which rows travel, see :mod:`fleet.ps.wire.row_form`.
-        replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
-        heartbeat: a thread keeps this worker's lease while it computes.
-        max_body_bytes: the largest message, as the servers have it.
-        deputy: the client pushes in the name of a worker that was lost, as :meth:`Client.deputy` makes it.
-        standbys: the standby of each server, in the order of ``endpoints``; empty: there are none.
-        places: for each server, the other endpoints where it may be served, where shards can move; empty: they cannot.
-        fences: shared by all clients of one process whose servers have standbys.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    endpoints: Sequence[str]
-    rank: int = 0
-    num_workers: int = 1
-    secret: bytes | None = None
-    job: str = ""
-    channel: int = 0
-    deadline_s: float = 120.0
-    start_timeout_s: float | None = None
-    retry_interval_s: float = 3.0
-    answer_timeout_s: float = 30.0
-    connect_timeout_s: float = 5.0
-    wire: str = "float32"
-    replay_bytes: int = 256 << 20
-    heartbeat: bool = True
-    max_body_bytes: int = MAX_BODY_BYTES
-    deputy: bool = False
-    standbys: Sequence[str] = ()
-    places: Sequence[Sequence[str]] = ()
-    fences: Fences = field(default_factory=Fences)
-
-    def __post_init__(self) -> None:
-        check_wire(self.wire)
-        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
-            raise ConfigError(f"parameter server endpoints {list(self.endpoints)!r}: give each server once.")
-        if not 0 <= self.rank < self.num_workers:
-            raise ConfigError(f"worker rank {self.rank!r} of {self.num_workers!r}: ranks run from 0.")
-        count, distinct = len(self.endpoints), len({*self.endpoints, *self.standbys})
-        if self.standbys and (len(self.standbys) != count or distinct < 2 * count):
-            raise ConfigError(
-                f"standbys {list(self.standbys)!r} of the parameter servers {list(self.endpoints)!r}: give each server "
-                "one, at an endpoint of its own."
-            )
-        if self.places and (self.standbys or len(self.places) != count):
-            raise ConfigError(
-                f"parameter servers {list(self.endpoints)!r} that can move to {list(self.places)!r}: give each the "
-                "other endpoints where it may be served, and no standbys."
-            )
-        for name in ("deadline_s", "retry_interval_s", "answer_timeout_s", "connect_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"parameter server client: {name} is {getattr(self, name)!r}; it must be above 0.")
-
-    def others(self, index: int) -> list[str]:
-        """Returns the endpoints where server ``index`` may be instead of its own."""
-        return [*self.standbys[index : index + 1], *(self.places[index] if self.places else ())]
-
-    @property
-    def has_others(self) -> bool:
-        """Whether servers may be elsewhere than at their own endpoints."""
-        return bool(self.standbys or self.places)
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +80,7 @@ class Request:
     @property
     def asks_rows(self) -> bool:
         """Whether the answer may be large."""
-        return self.op in (Op.PULL, Op.GEO_PULL) or bool(self.flags & MessageFlag.VALUES)
+        return asks_rows(self.op, self.flags)
 
 
 class Link:
@@ -195,12 +110,14 @@ class Link:
         self._transport = transport
         self._notify = notify
         self._connection: Sealed | None = None
+        self._in_memory: Request | None = None  # the last one whose body is in shared memory
         self._pending: deque[Request] = deque()
         self._replay: deque[Request] = deque()
         self._replay_bytes = 0
         self._next_seq = 1
         self._next_tag = 1
         self._acknowledged = self._durable = 0
+        self._told_not_shared = False
         self._away_since: float | None = None
         self._refusals = 0
         self._said = 0.0
@@ -329,15 +246,20 @@ class Link:
 
     def _transmit(self, request: Request) -> None:
         assert self._connection is not None
+        size = request.body_bytes
+        flags = request.flags
+        if (self._in_memory is None or self._in_memory.done) and self._connection.takes_in_memory(size):
+            flags |= MessageFlag.IN_MEMORY
+            self._in_memory = request
         header = Header(
             request.op,
-            request.flags,
+            flags,
             self._client_id,
             request.seq,
             request.step,
             request.n_tables,
             Status.OK,
-            request.body_bytes,
+            size,
             request.tag,
         )
         self._connection.send(encode_header(header), request.buffers, self._config.answer_timeout_s)
@@ -388,9 +310,11 @@ class Link:
             raise ConnectionLost(f"{self.name} is not connected.")
         limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
         header = decode_header(self._connection.receive_header(limit, limit), self._config.max_body_bytes)
-        if header.body_bytes > len(self._body):
-            self._body = bytearray(header.body_bytes + header.body_bytes // 4)
-        body = memoryview(self._body)[: header.body_bytes]
+        body = self._connection.body_in_memory(header.body_bytes)
+        if body is None:
+            if header.body_bytes > len(self._body):
+                self._body = bytearray(header.body_bytes + header.body_bytes // 4)
+            body = memoryview(self._body)[: header.body_bytes]
         self._connection.receive_body(body, limit)
         self.last_used = time.monotonic()
         return header, body
@@ -464,6 +388,7 @@ class Link:
         try:
             connection = self._transport.connect(self.endpoint, self._patience_s)
             self._connection = prove_to_server(connection, self.endpoint, secret, self._patience_s)
+            self._in_memory = None
             self._greet()
             for request in self._pending:
                 self._transmit(request)
@@ -488,6 +413,8 @@ class Link:
         fields.update(num_workers=config.num_workers, job=config.job)
         if config.deputy:
             fields["deputy"] = "keep" if self.welcome else "take"
+        memory, offered = self._offer_memory()
+        fields.update(offered)
         header, answer = self._agree(fields) if config.has_others else self._say_hello(fields)
         if header.op is not Op.HELLO or header.status is not Status.OK:
             self._dead = PSError(f"{self.name}: {answer.get('error', 'it did not greet back')}")
@@ -501,12 +428,42 @@ class Link:
             )
             raise self._dead
         self.welcome = answer
+        self._take_memory(memory, answer)
         if first:
             before = 0 if config.channel >= ONCE else answer["last"]
             self._next_seq = before + 1
             self._acknowledged = self._durable = before
             return
         self._queue_again(answer["last"])
+
+    def _offer_memory(self) -> tuple[SharedBodies | None, dict[str, Any]]:
+        """Returns memory for a server that may be on this machine, and the field of HELLO that offers it."""
+        assert self._connection is not None
+        if not (self._config.shares_memory and self._connection.is_here):
+            return None, {}
+        try:
+            memory, place = SharedBodies.make()
+        except NotShared as error:
+            self._say_not_shared(error)
+            return None, {}
+        return memory, {"memory": place}
+
+    def _take_memory(self, memory: SharedBodies | None, answer: dict[str, Any]) -> None:
+        if memory is None or self._connection is None:
+            return
+        memory.seal_off()
+        if answer.get("memory") is True:
+            self._connection.share(memory)
+        else:
+            self._say_not_shared(answer.get("memory"))
+
+    def _say_not_shared(self, reason: object) -> None:
+        if not self._config.channel and not self._told_not_shared:
+            self._told_not_shared = True
+            self._notify(
+                f"{self.name} is on this machine and shares no memory with this worker: {reason} What is large goes "
+                "through the socket, which takes more processor time. FLEET_PS_SHARED_MEMORY=0 omits this line"
+            )
 
     def _say_hello(self, fields: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
         self._transmit(Request(Op.HELLO, [control_body(fields)]))

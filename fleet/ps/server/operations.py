@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleet.errors import FleetError
 from fleet.ps.server.job_state import Fenced, Refused, Worker
@@ -18,18 +19,21 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState, parts_of
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
+    PART_BYTES,
     Buffer,
     Header,
     MessageFlag,
     Op,
     Status,
     TablePart,
+    asks_rows,
     control_body,
     decode_control,
     decode_parts,
     encode_parts,
 )
 from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
 
 __all__ = ["Answer", "ConnectedWorker", "Operations"]
 
@@ -48,6 +52,11 @@ class Answer:
     flags: int = MessageFlag.NONE
     step: int | None = None  # the step that the answer holds at least; by default the last one of sync mode
 
+    @property
+    def size(self) -> int:
+        """The length of the body."""
+        return sum(map(len, self.buffers))
+
 
 class ConnectedWorker:
     """One connection of a worker, with the buffers it reuses."""
@@ -60,23 +69,62 @@ class ConnectedWorker:
         self.reads = ""  # the form in which rows go to a reader; empty: not one
         self.epoch = 0  # of what the reader reads
         self._body = memoryview(bytearray(1 << 16))
-        self._rows = np.empty(1 << 14, np.float32)
+        self.in_memory = False  # the last body lies in memory that the worker shares
+        self._rows = memoryview(bytearray(1 << 16))
 
     def body(self, size: int) -> memoryview:
-        """Returns ``size`` writable bytes; invalidates the previous view."""
+        """Returns the place of the next body: ``size`` bytes; invalidates the previous view."""
+        shared = self.connection.body_in_memory(size)
+        self.in_memory = shared is not None
+        if shared is not None:
+            return shared
         if size > len(self._body):
             self._body = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
         return self._body[:size]
 
-    def give_body(self) -> None:
-        """Leaves the last body to whoever has it: it stays valid."""
-        self._body = memoryview(b"")
+    def kept_body(self, body: memoryview, flags: int) -> memoryview:
+        """Returns the last body so that it stays valid until its step is applied.
 
-    def rows(self, size: int) -> Any:
-        """Returns ``size`` float32 elements; invalidates the previous array."""
-        if size > len(self._rows):
-            self._rows = np.empty(size + size // 4, np.float32)
-        return self._rows[:size]
+        In memory it does where the answer waits for the step: until then the worker leaves it as it is.
+        """
+        if not self.in_memory:
+            self._body = memoryview(b"")
+            return body
+        return body if flags & MessageFlag.VALUES else memoryview(np.frombuffer(body, np.uint8).copy())  # type: ignore[arg-type]
+
+    def place_of(self, answer: Answer, header: Header) -> int:
+        """Returns the flag of an answer that goes into memory: one with rows, see [Note: Memory of a connection]."""
+        in_memory = asks_rows(header.op, header.flags) and self.connection.takes_in_memory(answer.size)
+        return MessageFlag.IN_MEMORY if in_memory else MessageFlag.NONE
+
+    def share(self, place: Any) -> bool | str:
+        """Shares the memory that a worker offers; returns True, or the reason why not."""
+        try:
+            if not self.connection.is_here:
+                raise NotShared("the server does not see that the worker is on its machine.")
+            self.connection.share(SharedBodies.open(place if isinstance(place, dict) else {}))
+        except NotShared as error:
+            return str(error)
+        return True
+
+    def rows(self, shapes: Sequence[tuple[int, int]]) -> list[NDArray[np.float32]]:
+        """Returns an array for the rows of each part of an answer; invalidates the previous ones.
+
+        In memory they lie where the body has them, so that nothing is copied.
+        """
+        sizes = [4 * n * dim for n, dim in shapes]
+        whole = sum(PART_BYTES + size + -size % 8 for size in sizes)
+        place = self.connection.place_in_memory(whole)
+        if place is None:
+            if whole > len(self._rows):
+                self._rows = memoryview(np.empty(whole + whole // 4, np.uint8))  # type: ignore[arg-type]
+            place = self._rows
+        rows = []
+        at = 0
+        for size, shape in zip(sizes, shapes, strict=True):
+            rows.append(np.frombuffer(place, np.float32, size // 4, at + PART_BYTES).reshape(shape))
+            at += PART_BYTES + size + -size % 8
+        return rows
 
 
 Beat = Callable[[dict[str, Any]], None]
@@ -178,6 +226,8 @@ class Operations:
                 "barriers": dict(job.barriers),
                 **self._settings(),
             }
+        if "memory" in fields:
+            answer["memory"] = peer.share(fields["memory"])
         peer.worker = worker
         peer.channel = number
         peer.client_id = header.client_id
@@ -227,7 +277,7 @@ class Operations:
         if state.sync and header.op is Op.PUSH and not state.may_hold(header.step):
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
-            peer.give_body()  # the gradients are held as they lie there
+            body = peer.kept_body(body, header.flags)  # the gradients are held as they lie there
         status = state.change(worker, peer.channel, header, body)
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
@@ -257,16 +307,12 @@ class Operations:
             due = header.step - (self._config.staleness or 0)
             self._wait_for_step(worker, lambda: self._fresh_enough(header.step), beat, due)
         reached = None if self._config.staleness is None else self._job.min_clock() or 0
-        out = peer.rows(size)
-        start = 0
         answers = []
         create = not header.flags & MessageFlag.NO_CREATE
-        for part, table, (n, dim) in zip(parts, tables, shapes, strict=True):
-            rows = out[start : start + n * dim].reshape(n, dim)
-            start += n * dim
+        for part, table, rows in zip(parts, tables, peer.rows(shapes), strict=True):
             table.pull(part, rows, create)
-            self._state.counts["pulled"] += n
-            answers.append(TablePart(part.table_id, n * dim, 1, rows=rows))
+            self._state.counts["pulled"] += len(rows)
+            answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))
         answer = self._rows_answer(answers, header)
         answer.step = reached
         return answer

@@ -507,7 +507,7 @@ class Server:
             if channel is not None and header.seq:
                 with state.journal.lock:
                     durable = channel.durable_seq(state.journal.durable_lsn)
-        flags = MessageFlag.RESPONSE | answer.flags
+        flags = MessageFlag.RESPONSE | answer.flags | peer.place_of(answer, header)
         head = Header(
             header.op,
             flags,
@@ -516,7 +516,7 @@ class Server:
             state.job.applied_step if answer.step is None else answer.step,
             answer.n_tables,
             answer.status,
-            sum(map(len, answer.buffers)),
+            answer.size,
             header.tag,
         )
         peer.connection.send(encode_header(head), answer.buffers, 10 * self.config.lease_s)

@@ -23,6 +23,7 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_BODY_BYTES",
     "MAX_CONTROL_BYTES",
+    "PART_BYTES",
     "Buffer",
     "MessageFlag",
     "Header",
@@ -30,12 +31,14 @@ __all__ = [
     "Op",
     "TablePart",
     "Status",
+    "asks_rows",
     "control_body",
     "decode_control",
     "decode_header",
     "decode_parts",
     "encode_header",
     "encode_parts",
+    "is_in_memory",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -51,6 +54,7 @@ MAX_DIM = 1 << 16
 _HEADER = struct.Struct("<4sBBHQQQHHII")
 _PART = struct.Struct("<IIHHIQ")  # table id, n, parts present, reserved, dim, offset
 HEADER_BYTES = _HEADER.size
+_FLAGS_AT = 6  # the lower byte
 PART_BYTES = _PART.size
 assert HEADER_BYTES == 44
 assert PART_BYTES == 24
@@ -93,6 +97,7 @@ class MessageFlag:
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
     NO_CLOCK = 32  # a push that more of the same step will follow
     VALUES = 64  # the answer to a push brings the values that its dense tables have after the step
+    IN_MEMORY = 128  # the body lies in memory that both ends share, see fleet.ps.wire.shared_bodies
 
 
 class Status(IntEnum):
@@ -107,7 +112,7 @@ class Status(IntEnum):
 
 
 _IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS, _SCALES = 1, 2, 4, 8, 16, 32, 64  # what a part carries
-_ALL_PRESENT, _ALL_FLAGS = 127, 127
+_ALL_PRESENT, _ALL_FLAGS = 127, 255
 
 
 class Header(NamedTuple):
@@ -166,6 +171,16 @@ def encode_header(header: Header) -> bytes:
         header.body_bytes,
         header.tag,
     )
+
+
+def asks_rows(op: Op, flags: int) -> bool:
+    """Returns whether the answer to a request brings rows or values, and so may be large."""
+    return op in (Op.PULL, Op.GEO_PULL) or bool(flags & MessageFlag.VALUES)
+
+
+def is_in_memory(header: Buffer) -> bool:
+    """Returns whether the header in ``header`` says so of its body."""
+    return bool(header[_FLAGS_AT] & MessageFlag.IN_MEMORY)
 
 
 def decode_header(data: Buffer, max_body_bytes: int = MAX_BODY_BYTES) -> Header:

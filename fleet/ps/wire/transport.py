@@ -54,6 +54,7 @@ class Connection(Protocol):
     """One stream between a worker and a server."""
 
     peer: str
+    is_here: bool  # both ends are on one machine, without TLS; False where that is not known
 
     def send(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
         """Sends all bytes of ``buffers`` in order."""
@@ -272,6 +273,7 @@ class SocketConnection:
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.peer = peer
+        self.is_here = _is_here(sock)
         self._sock = sock
         sock.settimeout(None)
         tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
@@ -340,6 +342,15 @@ class SocketConnection:
         self._sock.close()
 
 
+def _is_here(sock: socket.socket) -> bool:
+    if sock.family == socket.AF_UNIX:
+        return True
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except OSError:
+        return False  # closed meanwhile
+
+
 def _has_byte(sock: socket.socket, limit_s: float) -> bool:
     poll = select.poll()
     try:
@@ -360,6 +371,8 @@ def _is_cut(sock: socket.socket) -> bool:
 
 class TlsConnection:
     """A TLS socket; about four times the processor time of a plain one."""
+
+    is_here = False
 
     def __init__(self, sock: ssl.SSLSocket, peer: str) -> None:
         self.peer = peer
@@ -408,6 +421,8 @@ class TlsConnection:
 
 class _LateTls:
     """An accepted socket whose TLS handshake happens at its first use, so that accepting never waits for a peer."""
+
+    is_here = False
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer

@@ -13,7 +13,7 @@ import numpy as np
 
 from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError, UnsupportedOptionError
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ONCE
+from fleet.ps.client.client_config import ONCE
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
 from fleet.ps.table.rules import LEARNING_RATE

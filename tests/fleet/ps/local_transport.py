@@ -149,6 +149,7 @@ class LocalConnection:
 
     def __init__(self, network: LocalTransport, side: Side, peer: str, incoming: _Pipe, outgoing: _Pipe) -> None:
         self.peer = peer
+        self.is_here = True
         self._network, self._side = network, side
         self._incoming, self._outgoing = incoming, outgoing
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fleet.ps.client.client import Client, Gradient
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.server.served_table import ServedDense, ServedSparse
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.server.journal import RecordKind, read_journal
 from fleet.ps.server.measures import server_measures
 from fleet.ps.table.bounds import Bounds

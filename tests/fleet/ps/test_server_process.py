@@ -11,7 +11,7 @@ import pytest
 
 from fleet.errors import PSError
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.rules import Rule
 from tests.fleet.ps.service import SECRET, SPARSE, Gradient, gradient, rows, silent

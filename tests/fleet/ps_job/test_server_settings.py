@@ -16,7 +16,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.wire.transport import SocketTransport
 from fleet.ps_job.server_settings import (

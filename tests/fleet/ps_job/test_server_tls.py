@@ -12,7 +12,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.wire.transport import SocketTransport, TlsConnection
 from fleet.ps_job.server_settings import read_server_tls, read_worker_tls
 from tests.fleet.ps.service import SECRET, serving, silent

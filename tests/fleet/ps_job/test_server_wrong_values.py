@@ -315,6 +315,7 @@ VARIABLES = {
     "FLEET_PS_STANDBY_ENDPOINTS": ["127.0.0.1:1"],
     "FLEET_PS_METRICS_PORT": ["0", "x", "65535"],
     "FLEET_PS_MAX_CONNECTIONS": ["0", "-1", "x", "1.5"],
+    "FLEET_PS_SHARED_MEMORY": ["x", "2"],
     "FLAGS_stop_check_timeout": ["0", "x"],
     "FLAGS_check_nan_inf": ["x"],
     "CPU_NUM": ["0", "-3", "x"],

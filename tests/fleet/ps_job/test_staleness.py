@@ -15,7 +15,7 @@ import fleet
 from fleet.errors import ConfigError, FleetError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.worker.exchange_modes import HalfAsyncExchange
 from fleet.ps.worker.sender import AsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan

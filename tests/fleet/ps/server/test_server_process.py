@@ -8,7 +8,7 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_process import run_server
 from tests.fleet.ps.local_transport import LocalTransport

@@ -11,8 +11,8 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
+from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.fence import Fences
-from fleet.ps.client.link import ClientConfig
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.standby.carried import Carried

@@ -12,7 +12,8 @@ from torch import nn
 
 from fleet.errors import PSError
 from fleet.ps.client.client import Client
-from fleet.ps.client.link import ClientConfig, Link, Request
+from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.link import Link, Request
 from fleet.ps.wire.messages import Op
 from fleet.ps.worker import served_embedding as _served_embedding
 from fleet.ps.worker.served_embedding import serve_embeddings

@@ -86,6 +86,24 @@ def test_the_share_of_one_server_goes_to_its_places_whatever_parameters_it_cuts(
     assert model.out.bias.tolist() == [18]
 
 
+def test_all_values_at_once_are_those_of_pieces_and_autograd_sees_the_change() -> None:
+    model = Towers()
+    model.out.weight = torch.nn.Parameter(torch.zeros(3, 4)[:, :2].T)
+    part = DensePart(0, DenseTableConfig("dense", 7), [model.out.weight, model.out.bias], GroupPlace(None, 0))
+    used = (model.out.weight * model.out.weight).sum()
+    part.assign(np.arange(7, dtype=np.float32))
+    assert model.out.weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert model.out.bias.tolist() == [6]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()
+    pieces = np.random.default_rng(0).standard_normal(7).astype(np.float32)
+    part.assign(pieces)
+    whole = [p.detach().clone() for p in part.parameters]
+    part.assign(pieces[:4])
+    part.assign(pieces[4:], 4)
+    assert all(torch.equal(p, q) for p, q in zip(part.parameters, whole, strict=True))
+
+
 def test_modules_that_describe_a_table_differently_are_refused() -> None:
     for other in ({"dim": 5}, {"seed": 1}, {"entry": fleet.CountFilterEntry(2)}):
         model = Towers()

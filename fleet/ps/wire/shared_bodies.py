@@ -1,0 +1,157 @@
+"""SharedBodies: memory in which the large bodies of one connection lie, where both ends are one user's on one machine.
+
+A message with such a body still travels over the sealed connection, as header and seal: it says that the body is in
+memory. The receiver reads it there, so nothing is sent, hashed or copied. The seal does not cover the body: whoever can
+write to the memory can write to the processes, too.
+
+[Note: Memory of a connection]
+The worker makes the memory when it connects, after both proofs: a file without a name (memfd), which no folder holds,
+no limit of ``/dev/shm`` applies to, and which goes with the last process that has it open, however that ends. HELLO
+tells the server where the worker has it open and a random word that is part of its name; the server opens it through
+``/proc``, which the system allows the same user alone, and checks word, owner and size. A server that cannot (another
+user, a container with processes of its own, a system without memfd) says why, and all bodies travel on the socket.
+
+Each direction has one place, so the next body may be written once the other end has done with the last one. A worker's
+request is done with when it is answered: the server copies what it keeps for longer. Rows are done with when the worker
+sends its next request that asks for rows, because a link takes outstanding rows before it sends anything
+(:meth:`fleet.ps.client.link.Link.submit`). Pages are taken by the first body that reaches them and kept until the
+connection ends: a connection takes as much memory as its largest body in each direction.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import PSError
+from fleet.ps.wire.messages import Buffer
+
+__all__ = ["LEAST_BYTES", "ROOM_BYTES", "NotShared", "SharedBodies"]
+
+LEAST_BYTES = 1 << 12  # up to here a body costs less on the socket
+ROOM_BYTES = 1 << 26  # of each direction; larger bodies go by the socket
+_NAME = "fleet-ps-{}"
+_WORD_BYTES = 16
+MOST_OPENED = 64  # of other processes at a time: each takes a descriptor, and up to twice ROOM_BYTES of memory
+
+
+class NotShared(PSError):
+    """Both ends cannot use the same memory."""
+
+
+class SharedBodies:
+    """One end's view of the memory; make it with :meth:`make` (the worker) or :meth:`open` (the server)."""
+
+    def __init__(self, fd: int, *, is_server: bool) -> None:
+        self._fd = -1
+        whole = memoryview(mmap.mmap(fd, 2 * ROOM_BYTES))
+        self._own = whole[ROOM_BYTES:] if is_server else whole[:ROOM_BYTES]
+        self._others = whole[:ROOM_BYTES] if is_server else whole[ROOM_BYTES:]
+        self._own_at = _address(self._own)
+
+    @classmethod
+    def make(cls) -> tuple[SharedBodies, dict[str, Any]]:
+        """Returns new memory and what the other process needs to open it, before :meth:`seal_off` is called.
+
+        Raises:
+            NotShared: this system has no such memory, or none is left.
+        """
+        word = secrets.token_hex(_WORD_BYTES)
+        try:
+            fd = os.memfd_create(_NAME.format(word), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError) as error:
+            raise NotShared(f"no memory to share: {error}.") from None
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, 2 * ROOM_BYTES)
+            # Nobody can shorten it, which would end a process that reads behind the end.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            made = cls(fd, is_server=False)
+            made._fd = fd
+            return made, {"pid": os.getpid(), "fd": fd, "word": word}
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise NotShared(f"no memory to share: {error}.") from None
+
+    @classmethod
+    def open(cls, place: Mapping[str, Any]) -> SharedBodies:
+        """Returns the memory that another process of this user and machine has made.
+
+        Raises:
+            NotShared: it is not there, or not what it should be.
+        """
+        pid, number, word = (place.get(name) for name in ("pid", "fd", "word"))
+        if type(pid) is not int or type(number) is not int or not isinstance(word, str):
+            raise NotShared("the place of the memory is malformed.")
+        if len(word) != 2 * _WORD_BYTES or not word.isalnum() or pid < 1 or number < 0:
+            raise NotShared("the place of the memory is malformed.")
+        if len(_opened) >= MOST_OPENED:
+            raise NotShared(f"the server shares memory with {len(_opened)} workers already.")
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if os.readlink(path) != f"/memfd:{_NAME.format(word)} (deleted)":
+                raise NotShared("the server sees other processes than the worker.")
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise NotShared(f"the server cannot open the worker's memory: {error.strerror}.") from None
+        try:
+            found = os.fstat(fd)
+            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == 2 * ROOM_BYTES
+            if not own or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise NotShared("the worker's memory is not one that this user made for it.")
+            made = cls(fd, is_server=True)
+            _opened.add(made)
+            return made
+        except (OSError, ValueError) as error:
+            raise NotShared(f"the server cannot use the worker's memory: {error}.") from None
+        finally:
+            os.close(fd)
+
+    def seal_off(self) -> None:
+        """Makes the memory unreachable for processes that have not opened it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def write(self, buffers: Sequence[Buffer]) -> None:
+        """Writes a body of at most :data:`ROOM_BYTES`; the other end must have done with the one before.
+
+        What is at its place already, in the memory that :meth:`place` has returned, is not copied.
+        """
+        end = 0
+        for buffer in buffers:
+            begin, end = end, end + len(buffer)
+            if len(buffer) < LEAST_BYTES or _address(buffer) != self._own_at + begin:
+                self._own[begin:end] = buffer
+
+    def place(self, size: int) -> memoryview:
+        """Returns where the next body of this end lies: ``size`` bytes, at most :data:`ROOM_BYTES`."""
+        return self._own[:size]
+
+    def read(self, size: int) -> memoryview:
+        """Returns the other end's last body, where it lies.
+
+        Raises:
+            NotShared: there is no room for so many bytes.
+        """
+        if size > ROOM_BYTES:
+            raise NotShared(f"a body of {size} bytes in memory that has room for {ROOM_BYTES}.")
+        return self._others[:size]
+
+    def __del__(self) -> None:
+        self.seal_off()
+
+
+_opened: weakref.WeakSet[SharedBodies] = weakref.WeakSet()
+
+
+def _address(buffer: Buffer) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
