@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.hf_scripts import SCRIPTS, Setting, bert, finished, llama, run_scripts, sentences, texts
+from tests.helpers.hf_scripts import SCRIPTS, Setting, accuracy, bert, finished, llama, run_scripts, sentences, texts
 from tests.helpers.workers import run_workers
 
 pytestmark = pytest.mark.slow
@@ -233,7 +233,7 @@ def agree_and_refuse(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     args = on.args(use_cpu=False)
     model = bert()
     before = args.world_size
-    trainer = on.trainer(model, args, train_dataset=sentences(36), eval_dataset=sentences(9))
+    trainer = on.trainer(model, args, train_dataset=sentences(36), eval_dataset=sentences(9), compute_metrics=accuracy)
     trainer.train()
     trainer.evaluate()
     found: dict[str, Any] = {
