@@ -32,6 +32,7 @@ def main() -> None:
     train, test = open_digits()
     train_loader, test_loader = fabric.setup_dataloaders(share(train, 32, train=True), share(test, 120, train=False))
 
+    loss = torch.zeros(())
     for epoch in range(args.epochs):
         model.train()
         for images, labels in train_loader:

@@ -53,7 +53,7 @@ def main() -> None:
     trainer = pl.Trainer(strategy=FleetStrategy(), max_epochs=args.epochs, gradient_clip_val=5.0, logger=False)
     trainer.fit(Digits(), share(train, 32, train=True), share(test, 120, train=False), ckpt_path=args.resume)
     shown = ", ".join(f"{name}: {value:.5f}" for name, value in sorted(trainer.callback_metrics.items()))
-    trainer.print(f"Epoch {trainer.current_epoch - 1}, {shown}, {trainer.checkpoint_callback.best_model_path}")
+    trainer.print(f"Epoch {trainer.current_epoch - 1}, {shown}")
 
 
 if __name__ == "__main__":
