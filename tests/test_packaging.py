@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PACKAGE_FILES = {
     path.as_posix() if path.parts[0] == "fleet" else f"fleet/{path.as_posix()}"
     for path in project_files()
-    if path.parts[0] in ("fleet", "strategies", "launch") and path.suffix in (".py", ".pyi", ".typed")
+    if path.parts[0] in ("fleet", "strategies", "launch") and path.suffix in (".py", ".pyi", ".typed", ".css", ".js")
 }
 
 EXTRAS = {
@@ -32,8 +32,10 @@ EXTRAS = {
     "docs",
     "elastic",
     "examples",
+    "hf",
     "k8s",
     "kafka",
+    "lightning",
     "metrics",
     "migrate",
     "mlflow",
