@@ -12,7 +12,7 @@ generator = torch.Generator().manual_seed(0)
 x = torch.randn(96, 8, generator=generator)
 data = TensorDataset(x, x.sum(1, keepdim=True))
 layers = [nn.Linear(8, 32)]
-for _ in range(10):
+for _ in range(7):
     layers += [nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
 model = nn.Sequential(*layers, nn.Linear(32, 1))
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9))
