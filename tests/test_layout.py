@@ -142,15 +142,15 @@ DIRECTIONS = {
         "redis",
         "torch",
     ),
-    # The public calls of the package and of the launcher, and the framework that is integrated.
+    # They stand on top of the package and the launcher: each may use all of it, and the framework that it joins.
     "fleet/integrations": (
-        "fleet.env",
-        "fleet.errors",
-        "fleet._log",
-        "fleet.fleet",
-        "fleet.launch",
+        "fleet",
+        "accelerate",
+        "lightning",
+        "lightning_utilities",
         "ray",
         "torch",
+        "transformers",
     ),
     "fleet/k8s": ("fleet.errors", "fleet._limited_yaml", "fleet.env", "fleet.launch", "yaml", "kopf", "kubernetes"),
 }

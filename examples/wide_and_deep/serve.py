@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fleet.errors import FleetError
+from fleet.errors import ConfigError, FleetError
 from fleet.ps import Predictor, Reader
 
 MOST_BYTES = 1 << 24
@@ -39,6 +39,8 @@ class Requests(BaseHTTPRequestHandler):
             dense = torch.tensor(body["dense"], dtype=torch.float32)
             positions = self.predictor.reader.position  # before: newer rows may come during the prediction
             probability = torch.sigmoid(self.predictor(ids, dense))
+        except ConfigError as error:  # the program takes other shapes
+            self.answer(400, {"error": str(error)})
         except FleetError as error:  # Redis is away, for instance
             self.answer(503, {"error": str(error)})
         except (ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:

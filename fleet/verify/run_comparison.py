@@ -7,12 +7,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fleet.checks.broken_exchange import lost_a_peer
 from fleet.verify.data_findings import data_findings, data_notes
-from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors
+from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, VerifyRequest, start_run
 from fleet.verify.report import Finding, Outcome, Report
 from fleet.verify.waiting_findings import uneven_steps, waiting_findings
@@ -28,6 +29,9 @@ _LOCAL = {
 _MOST_NOISE = 5e-5  # in gradients of one update: more is no rounding error
 _HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
+
+
+_RunAlone = Callable[[str, float], Run]  # name of the run, noise in its gradients
 
 
 class _NotComparable(Exception):
@@ -107,9 +111,7 @@ class _Judge:
         self._need_one(one)
         self._compare(many, one, ranks, job, run_alone)
 
-    def _compare(
-        self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], run_alone: Callable[[str, float], Run]
-    ) -> None:
+    def _compare(self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], run_alone: _RunAlone) -> None:
         local = [name for name in _LOCAL if name in job["plan"]]
         parts = bool(job["parts"])
         found = data_findings(many, one, ranks)
@@ -127,16 +129,7 @@ class _Judge:
                 "The model has dropout and is divided among the workers: one process cannot be given the masks of its "
                 "parts. Set the rates of dropout to 0 to compare the rest."
             )
-        numbers = compare_numbers(many, one, ranks, self.tolerance, parts=parts, only_first=bool(local))
-        if numbers.findings and not found and all(finding.cause == "unknown" for finding in numbers.findings):
-            self._try_rounding(one, run_alone, numbers.rows)
-            numbers = compare_numbers(many, one, ranks, self.tolerance, parts=parts, only_first=bool(local))
-        self.rows = numbers.rows
-        if numbers.not_finite:
-            self.notes.append(
-                f"Gradients are NaN or infinite on the workers and in one process at update(s) "
-                f"{', '.join(map(str, numbers.not_finite))}: these were not compared."
-            )
+        numbers = self._compare_numbers(many, one, ranks, job, None if found else run_alone)
         self._note_equal_things(many, one, ranks)
         foreign = bool(numbers.foreign_inputs)
         if foreign and not found:
@@ -155,6 +148,24 @@ class _Judge:
             )
         if not self.findings and not numbers.matched:
             raise _NotComparable(_nothing(many))
+
+    def _compare_numbers(
+        self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], run_alone: _RunAlone | None
+    ) -> Comparison:
+        """Compares the numbers; an unexplained difference is compared again with what rounding errors grow to."""
+        local = any(name in job["plan"] for name in _LOCAL)
+        compare = partial(compare_numbers, many, one, ranks, parts=bool(job["parts"]), only_first=local)
+        numbers = compare(self.tolerance)
+        if run_alone and numbers.findings and all(finding.cause == "unknown" for finding in numbers.findings):
+            self._try_rounding(one, run_alone, numbers.rows)
+            numbers = compare(self.tolerance)
+        self.rows = numbers.rows
+        if numbers.not_finite:
+            steps = ", ".join(map(str, numbers.not_finite))
+            self.notes.append(
+                f"Gradients are NaN or infinite on the workers and in one process at update {steps}; not compared there."
+            )
+        return numbers
 
     # ---- the runs ------------------------------------------------------------------------------------------------
 
@@ -187,7 +198,7 @@ class _Judge:
         jobs = many.of_kind(0, "job")
         return jobs[0] if jobs else {"parts": False, "notes": [], "plan": []}
 
-    def _try_rounding(self, one: Run, run_alone: Callable[[str, float], Run], rows: Sequence[dict[str, Any]]) -> None:
+    def _try_rounding(self, one: Run, run_alone: _RunAlone, rows: Sequence[dict[str, Any]]) -> None:
         """Runs the one process with a rounding error in each gradient, and allows what that makes of each update.
 
         Some training is ill-conditioned: batch norm over few rows at a high rate makes percents of an order of sums.
