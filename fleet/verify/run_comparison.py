@@ -163,7 +163,7 @@ class _Judge:
         if numbers.not_finite:
             steps = ", ".join(map(str, numbers.not_finite))
             self.notes.append(
-                f"Gradients are NaN or infinite on the workers and in one process at update {steps}; not compared there."
+                f"Gradients are NaN or infinite on the workers and in one process at update {steps}, not compared."
             )
         return numbers
 

@@ -83,7 +83,7 @@ def test_answers_follow_the_rows(tmp_path: Path, url: str) -> None:
     [
         ({}, "KeyError"),
         ({"ids": "x", "dense": []}, "Error"),
-        ({"ids": [[7]], "dense": [[1.0], [2.0]]}, "exported for int64 [a, 1], float32 [a, 2]"),
+        ({"ids": [[7]], "dense": [[1.0], [2.0]]}, "exported for int64 [a, "),
         ([], "Error"),
     ],
 )
