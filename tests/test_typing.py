@@ -110,8 +110,8 @@ EXAMPLES = [sorted(folder.glob("*.py")) for folder in sorted((ROOT / "examples")
 
 def run(*command: str | Path) -> str:
     """Returns what a checker prints; it exits with 1 where it finds errors, and with another number where it fails."""
-    words = [sys.executable, "-m", *map(str, command)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-m", *map(str, command)]  # reading transformers takes minutes, once
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
 

@@ -35,10 +35,12 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    given = {"vocab_size": 17, "num_labels": 10, "initializer_range": 0.1}
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertForSequenceClassification(BertConfig(**given, **sizes, **none))
+    config = BertConfig(
+        vocab_size=17, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        initializer_range=0.1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    config.num_labels = 10
+    model = BertForSequenceClassification(config)
     args = TrainingArguments(
         output_dir=options.output, per_device_train_batch_size=options.batch_size, num_train_epochs=options.epochs,
         learning_rate=1e-3, eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, logging_steps=10,
