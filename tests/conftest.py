@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -55,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_secret_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Jobs that are started by hand without a secret keep theirs in a folder of this run."""
     os.environ["FLEET_SECRET_FOLDER"] = str(tmp_path_factory.mktemp("secret") / "folder")
+
+
+@pytest.fixture(autouse=True)
+def _new_logger() -> None:
+    """Undoes what ``fleet.init`` of an earlier test in this process set on the logger: a test may look for warnings."""
+    logger = logging.getLogger("FLEET")
+    logger.setLevel(logging.NOTSET)
+    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture(autouse=True)

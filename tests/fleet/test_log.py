@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from fleet._log import LOGGER, set_log_level, show_log
 from fleet.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Restores the logger."""
-    state = LOGGER.level, list(LOGGER.handlers), LOGGER.propagate
-    yield
-    LOGGER.setLevel(state[0])
-    LOGGER.handlers[:] = state[1]
-    LOGGER.propagate = state[2]
 
 
 def test_levels() -> None:

@@ -144,7 +144,6 @@ def test_a_stream_that_ends_before_such_a_batch_is_another_one() -> None:
 
 def test_waiting_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("fleet.dataset._stream._SAY_EVERY_S", 0.0)
-    monkeypatch.setattr("fleet._log.LOGGER.propagate", True)
     with caplog.at_level("INFO", logger="FLEET"):
         assert lists(stream(endless, batch_size=3, timeout_s=0.3)) == [[0, 1, 2]]
     assert "stream 'stream': no event for 0 s in partitions [0]; still waiting" in caplog.text

@@ -28,12 +28,6 @@ def server(tmp_path: Path) -> Iterator[StatusServer]:
         yield started
 
 
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the log reach the root logger, whatever an earlier test in this process has set up."""
-    monkeypatch.setattr("fleet._log.LOGGER.propagate", True)
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the tracker send often, and give up soon."""
