@@ -71,6 +71,7 @@ class Passes:
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
         self._latest = Forward(exchanges=True)
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
+        self._accumulator: Any = None  # of the parameter that the last pass was recognised by
         self._searched: list[tuple[Forward, list[Tensor]]] = []  # outputs whose graph is searched for unused parameters
 
     def forward(self, chain: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,6 +92,20 @@ class Passes:
             reducer.require_backward_grad_sync = made.exchanges
         self._prepared = made.exchanges and not self.gates
         return self._watched(output, made)
+
+    def fill(self) -> bool:
+        """Returns whether the backward pass under way adds to ``.grad`` of one of the parameters."""
+        try:
+            if self._accumulator is not None and torch._C._will_engine_execute_node(self._accumulator):
+                return True
+        except RuntimeError:
+            return False  # torch.autograd.grad(..., parameter)
+        found = _first_filled(self.parameters)
+        if found is not None and not is_part(found):
+            self._accumulator = accumulator_of(
+                found
+            )  # most likely of the next pass, too; a search takes ten times as long
+        return found is not None
 
     def watch_loss(self, loss: Tensor, exchanges: bool) -> Tensor:
         """Returns ``loss``, from which backward is called while a forward is under way; that pass is noticed."""
@@ -162,7 +177,10 @@ class Passes:
                 tensors.append(value)
             return value
 
-        map_tensors(output, watch)
+        if type(output) is Tensor:
+            watch(output)
+        else:
+            map_tensors(output, watch)
         # Weakly: the graph must not hold what holds the graph.
         arrive = partial(_arrive, weakref.ref(self), made)
         for tensor in tensors:
@@ -181,7 +199,7 @@ def _arrive(passes_ref: weakref.ref[Passes], made: Forward, gradient: Tensor) ->
     passes = passes_ref()
     if passes is None or (passes.running and made.differentiated):
         return
-    fills = fills_gradients(passes.parameters)
+    fills = passes.fill()
     if fills:
         passes.begin(made)
     if not made.differentiated and (fills or fills_gradients(passes.everyone(), alone=True)):
@@ -208,18 +226,22 @@ def accumulator_of(parameter: Tensor) -> Any:
 
 def fills_gradients(parameters: Iterable[Tensor], alone: bool = False) -> bool:
     """Returns whether the backward pass under way adds to ``.grad`` of one of ``parameters``; ``alone`` without any."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return _first_filled(trained) is not None if trained else alone
+
+
+def _first_filled(parameters: Iterable[Tensor]) -> Tensor | None:
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        alone = False
         if is_part(parameter):
-            return True  # what was gathered has the node
+            return parameter  # what was gathered has the node
         try:
             if torch._C._will_engine_execute_node(accumulator_of(parameter)):
-                return True
+                return parameter
         except RuntimeError:
-            return False  # torch.autograd.grad(..., parameter)
-    return alone
+            return None  # torch.autograd.grad(..., parameter)
+    return None
 
 
 def forwards_behind(loss: Tensor) -> list[Forward]:

@@ -91,21 +91,24 @@ class ServedOptimizer(OptimizerWrapper):
 
     def train_here(self) -> None:
         """Steps the user's optimizer on this worker's parameters (geo)."""
-        hooks = {
-            name: dict(getattr(self.optimizer, name))
-            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        }
-        for name in hooks:
-            getattr(self.optimizer, name).clear()  # they run in step(), around the whole
+        optimizer: Any = self.optimizer
+        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if not any(own):
+            optimizer.step()
+            return
+        kept = [dict(hooks) for hooks in own]
+        for hooks in own:
+            hooks.clear()  # they run in step(), around the whole
         try:
-            self.optimizer.step()
+            optimizer.step()
         finally:
-            for name, found in hooks.items():
-                getattr(self.optimizer, name).update(found)
+            for hooks, found in zip(own, kept, strict=True):
+                hooks.update(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of parameters and rows."""
-        super().zero_grad(set_to_none=set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows watches its uses
+            super().zero_grad(set_to_none=set_to_none)
         self.drop_row_gradients()
 
     def drop_row_gradients(self) -> None:

@@ -103,6 +103,37 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     return out
 
 
+def train_rows(
+    weight: Float32s, places: Int64s, gradients: Float32s, learning_rate: float, touched: npt.NDArray[np.bool_]
+) -> None:
+    """Does ``weight[place] -= learning_rate * gradient`` for each place in turn, and sets ``touched[place]``.
+
+    Args:
+        weight: float32 [n, dim].
+        places: int64 [k]; they may repeat.
+        gradients: float32 [k, dim].
+        learning_rate: of plain SGD.
+        touched: bool [n].
+
+    Raises:
+        ConfigError: the arrays do not fit together, or a place is not below n.
+    """
+    _check_array("weights", weight, np.float32, 2)
+    _check_array("places", places, np.int64, 1)
+    n, dim = weight.shape
+    if gradients.dtype != np.float32 or gradients.shape != (len(places), dim):
+        raise ConfigError(f"gradients are {gradients.dtype} {gradients.shape}; they take float32 {len(places), dim}.")
+    if touched.dtype != np.bool_ or touched.shape != (n,):
+        raise ConfigError(f"touched is {touched.dtype} {touched.shape}; it takes bool ({n},).")
+    # A negative place is a large one here. The kernel indexes memory with these numbers.
+    if len(places) and int(np.maximum.reduce(places.view(np.uint64))) >= n:
+        raise ConfigError(f"places range from {places.min()} to {places.max()}; there are {n} rows.")
+    places, gradients = np.ascontiguousarray(places), np.ascontiguousarray(gradients)
+    load_kernels("id_kernels").train_rows(
+        _address(weight), dim, _address(places), len(places), _address(gradients), learning_rate, _address(touched)
+    )
+
+
 def _address(array: npt.NDArray[np.generic]) -> int:
     return int(array.__array_interface__["data"][0])
 

@@ -22,6 +22,7 @@ from fleet.ps.client.shards import Gradient, Keys, Rows, Take
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
+from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
 __all__ = ["MODES", "AsyncExchange", "Coming", "GeoExchange", "HalfAsyncExchange", "ServerExchange", "SyncExchange"]
@@ -323,8 +324,17 @@ class GeoExchange:
         self._plan = plan
         self._train_dense = train_dense
         self._values = {part.table_id: part.values() for part in plan.dense}
-        self._geo = GeoCommunicator(client, k_steps, [part.table_id for part in plan.sparse], self._values)
         self._parts = {part.table_id: part for part in plan.sparse}
+        self._whole = {
+            part.table_id: module
+            for part in plan.sparse
+            for module in part.modules
+            if isinstance(module, ServedEmbedding) and module.read_weight()
+        }
+        whole = {
+            table_id: module.lookup.whole for table_id, module in self._whole.items() if module.lookup.whole is not None
+        }
+        self._geo = GeoCommunicator(client, k_steps, list(self._parts), self._values, whole)
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's own rows."""
@@ -351,7 +361,9 @@ class GeoExchange:
         self._exchange(self._geo.exchange)
 
     def close(self) -> None:
-        """Does nothing: it has no threads or connections of its own."""
+        """Makes lookups ask this worker again, which refuses; it has no threads or connections of its own."""
+        for module in self._whole.values():
+            module.lookup.whole = None
 
     abandon = close
 

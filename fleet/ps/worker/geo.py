@@ -10,17 +10,20 @@ Only rows that changed here are sent, and only rows that others changed come bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
-from fleet.ps.table.ids import KeyPlaces
+from fleet.ps.table.ids import KeyPlaces, train_rows
 
-__all__ = ["GeoCommunicator", "GeoRows"]
+__all__ = ["GeoCommunicator", "GeoRows", "WholeGeoRows"]
+
+_ROWS_AT_ONCE = 1 << 16
 
 
 def _pieces(size: int) -> Iterator[slice]:
@@ -71,7 +74,17 @@ class GeoRows:
         delta = (self.local[places] - self.old[places]) / np.float32(num_workers)
         self.old[places] += delta
         self._touched[places] = False
-        return Gradient(self.keys[places], delta)
+        return Gradient(self._keys_at(places), delta)
+
+    def train(self, places: NDArray[np.int64], gradient: Rows, learning_rate: float) -> None:
+        """Does ``local -= learning_rate * gradient`` for distinct places."""
+        trained = self.local.take(places, 0)
+        trained -= np.float32(learning_rate) * gradient
+        self.local[places] = trained
+        self.touch(places)
+
+    def _keys_at(self, places: NDArray[np.int64]) -> Keys:
+        return self.keys[places]
 
     def receive(self, keys: Keys, rows: Rows) -> None:
         """Takes the changes of others; keys that are unknown here come with their first use."""
@@ -83,6 +96,30 @@ class GeoRows:
         self.old[places] = rows
 
 
+class WholeGeoRows(GeoRows):
+    """All rows of a table, in the memory of a tensor that training reads and changes: the place of a row is its id.
+
+    Args:
+        weight: float32 [n, dim] on the CPU, with the servers' values.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.local = weight.detach().numpy()
+        self.old = self.local.copy()
+        self._touched = np.zeros(len(self.local), np.bool_)
+
+    def find(self, keys: Keys) -> NDArray[np.int64]:
+        """Returns the keys, which are the places."""
+        return keys
+
+    def train(self, places: NDArray[np.int64], gradient: Rows, learning_rate: float) -> None:
+        """Does ``local -= learning_rate * gradient``; places may repeat."""
+        train_rows(self.local, places, gradient, learning_rate, self._touched)
+
+    def _keys_at(self, places: NDArray[np.int64]) -> Keys:
+        return places
+
+
 class GeoCommunicator:
     """The exchange of one worker.
 
@@ -92,21 +129,43 @@ class GeoCommunicator:
         sparse: ids of sparse tables.
         dense: flat float32 values of dense tables, changed in place by training and by the exchange; worker 0 must
             have set them on the servers and all workers start from the servers' values.
+        whole: float32 [n, dim] on the CPU of sparse tables whose ids are 0 to n - 1, also listed in ``sparse``; their
+            rows become the servers' and are then trained and exchanged in this memory.
     """
 
     def __init__(
-        self, client: Client, k_steps: int, sparse: Iterable[int] = (), dense: dict[int, Rows] | None = None
+        self,
+        client: Client,
+        k_steps: int,
+        sparse: Iterable[int] = (),
+        dense: dict[int, Rows] | None = None,
+        whole: Mapping[int, Tensor] | None = None,
     ) -> None:
         if isinstance(k_steps, bool) or not isinstance(k_steps, int) or k_steps < 1:
             raise ConfigError(f"a_sync_configs['k_steps'] is {k_steps!r}; geo mode needs 1 or more.")
         self._client = client
         self._k_steps = k_steps
-        self._rows = {table_id: GeoRows(client.tables[table_id].dim) for table_id in sparse}
+        self._take_whole(whole or {})
+        self._rows = {
+            table_id: WholeGeoRows(whole[table_id])
+            if whole and table_id in whole
+            else GeoRows(client.tables[table_id].dim)
+            for table_id in sparse
+        }
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
         self._spare: dict[int, Rows] = {}  # memory for dense differences, then for what is pulled
         self._steps = self._exchanges = 0
         self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it reads
+
+    def _take_whole(self, whole: Mapping[int, Tensor]) -> None:
+        if whole:
+            self._client.pull_changes(list(whole))  # what was added until now comes with all rows
+        for table_id, weight in whole.items():
+            rows = weight.detach().numpy()
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                ids = np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), dtype=np.int64)
+                rows[start : start + len(ids)] = self._client.wait(self._client.pull({table_id: ids}))[table_id]
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
@@ -124,13 +183,8 @@ class GeoCommunicator:
         rows.touch(places)
 
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
-        """Does ``local -= learning_rate * gradient`` for distinct ids: geo mode trains with SGD."""
-        rows = self._rows[table_id]
-        places = self._known(table_id, gradient.ids)
-        trained = rows.local.take(places, 0)
-        trained -= np.float32(learning_rate) * gradient.rows
-        rows.local[places] = trained
-        rows.touch(places)
+        """Does ``local -= learning_rate * gradient`` for ids, distinct but in ``whole`` tables: geo trains with SGD."""
+        self._rows[table_id].train(self._known(table_id, gradient.ids), gradient.rows, learning_rate)
 
     def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
         """Returns the places of ``keys``; fetches those that this worker has not seen."""
@@ -139,7 +193,7 @@ class GeoCommunicator:
             return last[1]
         rows = self._rows[table_id]
         places = rows.find(keys)
-        if len(places) and places.min() < 0:
+        if not isinstance(rows, WholeGeoRows) and len(places) and places.min() < 0:
             unknown = np.unique(keys[places < 0])
             rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
             places = rows.find(keys)

@@ -111,6 +111,7 @@ class RowLookup:
     ) -> None:
         self.label = label
         self.source = None
+        self.whole = None
         self._num_counters = num_counters
         self.keeps_shows = keeps_shows
         self._skipped = skipped
@@ -120,6 +121,7 @@ class RowLookup:
         self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)
 
     source: RowSource | None
+    whole: Tensor | None  # a leaf that lookups read in place of the source, and that takes sparse gradients
 
     def find(
         self,
@@ -169,8 +171,14 @@ class RowLookup:
         return None
 
     def take(self) -> Gradient | None:
-        """Returns the gradients since the last call, one row per distinct id, or ``None`` without any."""
+        """Returns the gradients since the last call, or ``None`` without any: one row per distinct id.
+
+        Of ``whole``, one row per id of the batches.
+        """
         found: list[Gradient] = []
+        if self.whole is not None and self.whole.grad is not None:
+            added, self.whole.grad = self.whole.grad, None
+            found.append(Gradient(added._indices()[0].numpy(), added._values().numpy()))
         for leaf, gradient in self._ready:
             if leaf.grad is None:
                 continue
@@ -187,9 +195,13 @@ class RowLookup:
         for leaf, _ in self._ready:
             leaf.grad = None
         self._ready = []
+        if self.whole is not None:
+            self.whole.grad = None
 
     def has_gradients(self) -> bool:
         """Returns whether a backward has left gradients since the last :meth:`take`."""
+        if self.whole is not None and self.whole.grad is not None:
+            return True
         return any(leaf.grad is not None for leaf, _ in self._ready)
 
     def _gradient_of(

@@ -84,17 +84,43 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of ``input``."""
-        if self.lookup.source is None:
+        lookup = self.lookup
+        if lookup.source is None:
             return super().forward(input)
-        ids = self._keys(input)
         with as_plain():
             weight = self.weight
             device, trained = weight.device, weight.requires_grad
+        if lookup.whole is not None:
+            found = self._read(lookup.whole if trained else lookup.whole.detach(), input).to(device)
+            return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
+        ids = self._keys(input)
         rows, places = self.lookup.find(ids, device, trained=trained)
         places = places.view(input.shape)
         many = len(ids) >= MANY_IDS and rows.requires_grad and device.type == "cpu"
         found = _ManyRows.apply(rows, places) if many else torch.embedding(rows, places)  # type: ignore[no-untyped-call]
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
+
+    def read_weight(self) -> bool:
+        """Makes lookups read the weight itself, which then holds the rows that this worker trains.
+
+        Returns whether it can: the weight is on the CPU. ``lookup.whole`` shares its memory.
+        """
+        with as_plain():
+            values = self.weight.data
+        if values.device.type != "cpu" or not values.is_contiguous():
+            return False
+        self.lookup.whole = values.requires_grad_()
+        return True
+
+    def _read(self, rows: Tensor, input: Tensor) -> Tensor:
+        if input.dtype is not torch.int64 or input.device.type != "cpu":
+            input = input.detach().to("cpu", torch.int64)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        try:
+            return torch.embedding(rows, input, padding, False, True)
+        except IndexError:
+            self._keys(input)  # says which
+            raise
 
     def prefetch(self, input: Tensor) -> None:
         """Asks the servers for the rows of the next batch, as :meth:`fleet.SparseEmbedding.prefetch` does."""
@@ -111,6 +137,18 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             )
         return ids
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        whole = self.lookup.whole
+        if whole is None:
+            super()._load_from_state_dict(*args, **kwargs)
+            return
+        with as_plain():
+            kept, self.weight.data = self.weight.data, self.weight.data.clone()
+            try:
+                super()._load_from_state_dict(*args, **kwargs)  # which changes no row that is trained
+            finally:
+                self.weight.data = kept
+
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns ids and weights in pieces, to be added to the table."""
         weight = self.weight.detach().to("cpu", torch.float32).numpy()
@@ -122,13 +160,18 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def refresh(self) -> None:
         """Copies the servers' rows into the weight, invisibly to autograd."""
-        if self.lookup.source is None:
+        source, whole = self.lookup.source, self.lookup.whole
+        if source is None:
             return
         with as_plain():
             weight = self.weight.data
+        if whole is not None:
+            if weight.data_ptr() != whole.data_ptr():  # it was moved
+                weight.copy_(whole.detach())
+            return
         for start in range(0, self.num_embeddings, ROWS_AT_ONCE):
             ids = np.arange(start, min(start + ROWS_AT_ONCE, self.num_embeddings), dtype=np.int64)
-            weight[start : start + len(ids)] = torch.from_numpy(self.lookup.source.rows(ids)).to(weight)
+            weight[start : start + len(ids)] = torch.from_numpy(source.rows(ids)).to(weight)
 
 
 class _ManyRows(torch.autograd.Function):

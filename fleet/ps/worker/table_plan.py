@@ -158,6 +158,8 @@ class TablePlan:
     dense: list[DensePart] = field(default_factory=list)
     optimizer: Optimizer | None = None
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
+    _watched_key: list[tuple[int, int]] | None = field(default=None, init=False, repr=False, compare=False)
+    _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
 
     def check_trained(self) -> None:
         """Checks that every gradient has a table, and that the tables' rules are still those of the groups.
@@ -167,22 +169,35 @@ class TablePlan:
                 move it by momentum or decay; or a hyper-parameter of a group has changed since the start.
         """
         self._check_groups()
-        known, rows = self._trained
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            for parameter in group["params"]:
-                part = known.get(id(parameter))
-                if part is None and parameter.grad is not None and parameter.numel() and id(parameter) not in rows:
-                    raise ConfigError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient and no table: it was frozen, or "
-                        "not in the optimizer, when the tables were made. Unfreeze and add parameters before "
-                        "fleet.init_worker(); to freeze one, give its group the learning rate 0."
-                    )
-                if part is not None and not parameter.requires_grad and not part.config.adds_up and part.follows:
-                    raise ConfigError(
-                        f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, but "
-                        f"the rule {part.config.rule.name!r} would keep moving it. Freeze it before "
-                        "fleet.init_worker(), or give it its own group and set its learning rate to 0."
-                    )
+        others, moved = self._watched()
+        for parameter in others:
+            if parameter.grad is not None and parameter.numel():
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient and no table: it was frozen, or "
+                    "not in the optimizer, when the tables were made. Unfreeze and add parameters before "
+                    "fleet.init_worker(); to freeze one, give its group the learning rate 0."
+                )
+        for parameter, part in moved:
+            if not parameter.requires_grad:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, but "
+                    f"the rule {part.config.rule.name!r} would keep moving it. Freeze it before "
+                    "fleet.init_worker(), or give it its own group and set its learning rate to 0."
+                )
+
+    def _watched(self) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, DensePart]]]:
+        """Returns the optimizer's parameters without a table, and those that a table moves without a gradient."""
+        lists = [group["params"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        key = [(id(held), len(held)) for held in lists]
+        if key != self._watched_key:
+            known, rows = self._trained
+            held = [parameter for parameters in lists for parameter in parameters]
+            others = [p for p in held if id(p) not in known and id(p) not in rows]
+            parts = [(p, known[id(p)]) for p in held if id(p) in known]
+            moved = [(p, part) for p, part in parts if not part.config.adds_up and part.follows]
+            self._watched_key, self._watched_found = key, (others, moved)
+        found: tuple[list[nn.Parameter], list[tuple[nn.Parameter, DensePart]]] = self._watched_found
+        return found
 
     def shrinking(self, threshold: float | None) -> list[SparsePart]:
         """Returns the tables that a shrink acts on: those with a criterion, whose rows can be made again.

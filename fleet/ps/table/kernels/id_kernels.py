@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Worker kernels: the distinct keys of a batch, their places in an array, and the sums of their gradients."""
+"""Worker kernels: the distinct keys of a batch, their places in an array, sums of their gradients, one step of SGD."""
 
 from __future__ import annotations
 
-from fleet.ps.table.kernels.common import floats, i32, i64, ints, kernel, mix, prefetch, u64, words
+from fleet.ps.table.kernels.common import f32, floats, i32, i64, ints, kernel, mix, octets, prefetch, u64, words
 
 _AHEAD = 16
 
@@ -83,3 +83,17 @@ def merge_rows(gradients, inverse, n, dim, out, num_unique):
         source, target = floats(gradients + 4 * i * dim), floats(out + 4 * i64(places[i]) * dim)
         for j in range(dim):
             target[j] += source[j]
+
+
+@kernel
+def train_rows(weight, dim, places, n, gradients, rate, touched):
+    """Does ``weight[place] -= rate * gradient`` for each place, in their order, and notes the places as touched."""
+    at, step, notes = words(places), f32(rate), octets(touched)
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch(weight + 4 * at[i + _AHEAD] * dim)
+            prefetch(touched + at[i + _AHEAD])
+        source, target = floats(gradients + 4 * i * dim), floats(weight + 4 * at[i] * dim)
+        for j in range(dim):
+            target[j] -= step * source[j]
+        notes[at[i]] = 1
