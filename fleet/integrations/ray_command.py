@@ -61,13 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandOptions(
-        prog=_PROGRAM,
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=f"{_PROGRAM} [options] [launcher's flags] script [arguments]",
-        allow_abbrev=False,
-    )
+    parser = CommandOptions(_PROGRAM, _ABOUT)
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="number of nodes, one launcher on each (default 1)")
     add("--nproc_per_node", type=int, help="workers on each node; default: one for each GPU of its bundle, or one")

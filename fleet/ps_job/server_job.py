@@ -194,7 +194,7 @@ class ServerJob:
             dense_here=strategy.hybrid,
             configure=lambda config: configure_table(config, tables.get(config.name)),
         )
-        plan.ids_of(list(tables))  # settings of a table that does not exist are a mistake
+        plan.ids_of(list(tables), "sparse_table_configs")  # settings of a table that does not exist are a mistake
         check_hooks(strategy.served.optimizer, any(part.place is not None for part in plan.sparse))
         return plan
 

@@ -18,7 +18,21 @@ _SERVER_FLAGS = ("server_num", "worker_num", "servers", "workers", "server_stand
 
 
 class CommandOptions(argparse.ArgumentParser):
-    """A parser whose errors are UsageErrors that name the command."""
+    """A parser whose errors are UsageErrors that name the command.
+
+    Args:
+        program: the command as it is typed.
+        about: what its help says.
+    """
+
+    def __init__(self, program: str, about: str) -> None:
+        super().__init__(
+            prog=program,
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"{program} [options] [launcher's flags] script [arguments]",
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError."""

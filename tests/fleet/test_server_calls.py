@@ -83,7 +83,7 @@ def test_entry_policies_and_table_settings_reach_the_servers(tmp_path: Any) -> N
     wrong = Fleet()
     made.sparse_table_configs = {"adz": {}}
     wrong.init(strategy=made, log_level="WARNING")
-    with pytest.raises(ConfigError, match="'adz' is not a sparse table"):
+    with pytest.raises(ConfigError, match="sparse_table_configs: 'adz' is not a sparse table"):
         served(wrong, made, make_sgd)
     wrong.session.close()
 

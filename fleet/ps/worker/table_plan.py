@@ -254,12 +254,12 @@ class TablePlan:
         sparse: dict[int, SparseTableConfig | DenseTableConfig] = {part.table_id: part.config for part in self.sparse}
         return sparse | {part.table_id: part.config for part in self.dense}
 
-    def ids_of(self, names: Sequence[str]) -> list[int]:
-        """Returns the ids of the sparse tables called ``names``; raises ConfigError for another name."""
+    def ids_of(self, names: Sequence[str], given: str = "var_names") -> list[int]:
+        """Returns the ids of the sparse tables called ``names``; raises ConfigError for another name in ``given``."""
         known = {part.config.name: part.table_id for part in self.sparse}
         for name in names:
             if name not in known:
-                raise ConfigError(f"{name!r} is not a sparse table of this model; those are {sorted(known)}.")
+                raise ConfigError(f"{given}: {name!r} is not a sparse table of this model; those are {sorted(known)}.")
         return [known[name] for name in names]
 
 

@@ -288,7 +288,10 @@ def test_a_save_that_is_not_there_is_named_and_the_tables_stay(worker: Fleet, tm
         ({"dirname": ".", "var_names": "ads"}, "takes a list of names"),
         ({"dirname": ".", "var_names": 3}, "takes a list of names"),
         ({"dirname": ".", "var_names": [3]}, "takes a list of names"),
-        ({"dirname": ".", "var_names": ["add"]}, r"'add' is not a sparse table of this model; those are \['ads'"),
+        (
+            {"dirname": ".", "var_names": ["add"]},
+            r"var_names: 'add' is not a sparse table of this model; those are \['ads'",
+        ),
         ({"var_names": ["ads"]}, "give the folder as dirname"),
     ],
 )
