@@ -1,4 +1,4 @@
-"""docs/data.md: its two programs run as they stand, and its table has every option."""
+"""docs/data.md: its two programs run as they stand, its table has every option, and the Chinese page has the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,18 @@ def test_the_programs_of_the_guide_run(tmp_path: Path) -> None:
     assert len(re.findall(r"batch \d+: loss=[\d.]+", done.stdout + done.stderr)) == 10
 
 
-def test_the_guide_names_every_option() -> None:
-    rows = re.findall(r"^\| (`[^|]*) \|", read("docs/data.md"), re.MULTILINE)
+@pytest.mark.parametrize("page", ["docs/data.md", "docs/data.zh-CN.md"])
+def test_the_guide_names_every_option(page: str) -> None:
+    rows = re.findall(r"^\| (`[^|]*) \|", read(page), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert set(MEMORY_OPTIONS) - named == set()
+
+
+def test_both_languages_have_the_same_programs_and_outline() -> None:
+    texts = [read(page) for page in ("docs/data.md", "docs/data.zh-CN.md")]
+    english, chinese = (re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL) for text in texts)
+    assert english == chinese
+    english, chinese = (
+        re.findall(r"^(#+ |- |\| )", re.sub(r"(?s)```.*?```", "", text), re.MULTILINE) for text in texts
+    )
+    assert english == chinese
