@@ -41,6 +41,7 @@ from fleet.checks.whereabouts import (
 )
 from fleet.env import Environment
 from fleet.errors import ConfigError, RendezvousError
+from fleet.runtime.process_group import restarted_key
 
 _LOOK_EVERY_S = 1.0
 _GROWTH = 1.5  # of the interval between two queries of where the others are
@@ -69,6 +70,9 @@ class RollCall:
         store = _get_default_store()
         prefix = f"fleet/roll_call/{store.add(f'fleet/roll_calls/{global_rank}', 1)}"
         self._store = dist.PrefixStore(prefix, store)
+        self._root = store
+        while isinstance(self._root, dist.PrefixStore):
+            self._root = self._root.underlying_store
         self.global_rank, self._world_size, self._step = global_rank, world_size, step
         self._limit_s, self._timeout_s = limit_s, timeout_s
         self._period_s = min(1.0, limit_s / 10) if limit_s else 1.0
@@ -176,6 +180,7 @@ class RollCall:
                 absent = [rank for rank in range(self._world_size) if rank not in present]
                 if any(self._store.check([f"left/{rank}"]) for rank in absent) and not self._store.check(names):
                     self._refuse(call, where, absent, self.whereabouts())
+                self._check_restarts(call, where, absent)
                 look_at = now + _LOOK_EVERY_S
                 if now >= ask_at and absent:
                     self._ask(call, where, present, absent, now - began)
@@ -187,6 +192,16 @@ class RollCall:
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
+
+    def _check_restarts(self, call: str, where: str, absent: list[int]) -> None:
+        """Raises RendezvousError when an absent worker was restarted alone: it waits for a new meeting of all."""
+        again = [rank for rank in absent if self._root.check([restarted_key(rank)])]
+        if again:
+            raise RendezvousError(
+                f"{self._who} {call} at {where}: {self._named(again)} ended, was restarted and waits until all workers "
+                "join anew. This worker ends so that its own restart joins, as the launcher's --max_restart makes it; "
+                "without it, restart all workers. They resume from the newest checkpoint."
+            )
 
     def _clear(self, names: list[str], read: str) -> None:
         """Removes the posts of a call once all have read them; rank 0 serves them and must not end before."""

@@ -76,6 +76,8 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         [([7, 9, 7], [0, 2])]
     """
 
+    says_next_batch = True  # to checkpoints, see BatchLoops
+
     def __init__(
         self,
         paths: str | Path | Sequence[str | Path],
@@ -200,6 +202,11 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if get_worker_info() is not None:
             raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
+        session = running_session()
+        batches = self._batches()
+        yield from batches if session is None else session.loops.over(self, batches)
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
         session, (rank, size) = running_session(), _place()
         is_even = session is not None and session.server_job is None and size > 1
         self._remaining = self._whole() if self._is_over else self._left()  # a loop that was left goes on

@@ -92,6 +92,8 @@ class StreamDataset(IterableDataset[Any]):
         [[7, 9], [7]]
     """
 
+    says_next_batch = True  # to checkpoints, see BatchLoops
+
     def __init__(
         self,
         source: StreamSource | Callable[[int, int], Iterator[tuple[int, Any] | None]],
@@ -143,6 +145,12 @@ class StreamDataset(IterableDataset[Any]):
                 "positions of this one would not say which of them were trained. Use num_workers=0; batches are read "
                 "while the step before them is computed on the servers."
             )
+        session = running_session()
+        batches = self._in_turn()
+        yield from batches if session is None else session.loops.over(self, batches)
+
+    def _in_turn(self) -> Iterator[Any]:
+        """Yields the batches for the loop, those of ranks that were lost among them."""
         self._begin()
         turns: dict[StreamDataset, Iterator[list[Any] | None]] = {self: self._batches()}
         share = self

@@ -116,7 +116,10 @@ class Checkpoint:
         self._faults = Faults.read(
             environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
         )
-        session.checkpoints.append(self)
+        self._noted: tuple[int, Any] | None = None  # the position in the data after a step, and which
+        session.loops.checkpoints.append(self)
+        if data is not None and not _says_next_batch(data):
+            session.each_step.append(self._note_position)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -188,22 +191,40 @@ class Checkpoint:
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""
-        if self in self._session.checkpoints:
-            self._session.checkpoints.remove(self)
-        if self._raise_failed in self._session.each_step:
-            self._session.each_step.remove(self._raise_failed)
+        if self in self._session.loops.checkpoints:
+            self._session.loops.checkpoints.remove(self)
+        for call in (self._raise_failed, self._note_position):
+            if call in self._session.each_step:
+                self._session.each_step.remove(call)
         self._session.meet("Checkpoint.close()")
         self._raise_on_all(self._background.close())
 
     def save_when_due(self, sampler: object = None) -> None:
         """Saves when ``every`` steps have passed since the last one; called between two batches.
 
-        It does not save in the loop over a sampler other than ``data``: a resumed run would repeat that evaluation,
+        It does not save in the loop over something other than ``data``: a resumed run would repeat that evaluation,
         with random numbers that it has already drawn.
         """
-        is_other = isinstance(self._data, ElasticSampler) and sampler is not None and sampler is not self._data
-        if self.every and not is_other and self.step - self._saved_at >= self.every:
+        is_other = _says_next_batch(self._data) and sampler is not None and sampler is not self._data
+        if self._is_due and not is_other:
             self.save()
+
+    @property
+    def _is_due(self) -> bool:
+        return bool(self.every) and self.step - self._saved_at >= self.every
+
+    def _note_position(self) -> None:
+        """Takes the position in the data after a step, for a save that comes when the next batch was taken already."""
+        health = self._session.health
+        if self._is_due or (health is not None and health.is_preempted):
+            self._noted = self.step, self._data.state_dict()
+
+    def _position(self) -> Any:
+        if self._data is None:
+            return None
+        if self._session.loops.holds_untrained and self._noted is not None and self._noted[0] == self.step:
+            return self._noted[1]
+        return self._data.state_dict()
 
     @property
     def _chain(self) -> Optimizer | None:
@@ -223,7 +244,7 @@ class Checkpoint:
             "step": self.step,
             "own": self._session.world_size > 1 and bool(getattr(chain, "has_own_state", False)),
             "token": secrets.token_hex(6),
-            "data": None if self._data is None else self._data.state_dict(),
+            "data": self._position(),
             "random": take_random(),
             "place": {**self._session.axes.coordinate(), "data": self._session.data_rank},
         }
@@ -245,7 +266,7 @@ class Checkpoint:
                 "each would remove the other's checkpoints. Give each a folder, or call resume() to continue from what "
                 "is there."
             )
-        for other in self._session.checkpoints:
+        for other in self._session.loops.checkpoints:
             if other is not self and other.path == self.path:
                 other._is_superseded = True
 
@@ -440,3 +461,8 @@ def _check_number(call: str, name: str, number: object, least: int) -> None:
 def _check_switch(call: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{call}({name}={value!r}) takes True or False.")
+
+
+def _says_next_batch(data: object) -> bool:
+    """Returns whether loops over ``data`` say when they ask for their next batch, see ``BatchLoops``."""
+    return bool(getattr(type(data), "says_next_batch", False))

@@ -68,9 +68,9 @@ class Health:
 
         A program without a ``Checkpoint`` goes on: it calls ``fleet.preempted()`` itself, or nothing saves it.
         """
-        if not self.is_preempted or not self._session.checkpoints:
+        if not self.is_preempted or not self._session.loops.checkpoints:
             return
-        for checkpoint in self._session.checkpoints:
+        for checkpoint in self._session.loops.checkpoints:
             checkpoint.save(wait=True)
             LOGGER.info("Saved step %d to %s; stopping, as requested.", checkpoint.step, checkpoint.path)
         raise SystemExit(PREEMPTED)

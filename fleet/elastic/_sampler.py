@@ -52,6 +52,8 @@ class ElasticSampler(Sampler[int]):
         100
     """
 
+    says_next_batch = True  # to checkpoints, see BatchLoops
+
     def __init__(
         self,
         dataset: Sized,
@@ -136,20 +138,17 @@ class ElasticSampler(Sampler[int]):
 
     def _counted(self, iterator: Iterator[Any], batch_size: int) -> Iterator[Any]:
         session = running_session()
+
+        def recorded() -> Iterator[Any]:
+            for batch in iterator:
+                self.record(batch_size)
+                yield batch
+
         if session is None:
-            for batch in iterator:
-                self.record(batch_size)
-                yield batch
+            yield from recorded()
             return
-        session.num_loops += 1
-        try:
-            session.after_batch(self)
-            for batch in iterator:
-                self.record(batch_size)
-                yield batch
-                session.after_batch(self)
-        finally:
-            session.num_loops -= 1
+        session.loops.after_batch(self)
+        yield from session.loops.over(self, recorded())
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over this worker's share of the rest of the epoch; after its end, over the epoch again."""

@@ -104,6 +104,11 @@ def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
     return store
 
 
+def restarted_key(rank: int) -> str:
+    """Returns the key under which ``rank`` tells those who joined its predecessor that it was restarted."""
+    return f"fleet/restarted/{rank}"
+
+
 def _store_of_next_meeting(
     meeting: Meeting, store: dist.Store, deadline: float, say: Callable[[str], None]
 ) -> dist.Store:
@@ -112,7 +117,7 @@ def _store_of_next_meeting(
     say(f"{who} restarted, and the others have not ended yet; waiting for all to rejoin")
     while True:
         try:
-            store.check(["fleet"])
+            store.set(restarted_key(meeting.global_rank), "1")
         except dist.DistError:
             break  # rank 0, which served it, has ended
         if time.monotonic() >= deadline:

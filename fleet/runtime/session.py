@@ -29,6 +29,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 from fleet.profile.step_watch import StepWatch
+from fleet.runtime.batch_loops import BatchLoops
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.runtime.util import UtilBase
@@ -48,7 +49,6 @@ from fleet.trackers.run_log import RunLog
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet.elastic._checkpoint import Checkpoint
     from fleet.ps_job.server_job import ServerJob
     from fleet.role.record import RoleRecord
     from fleet.role_maker import RoleMakerBase
@@ -79,10 +79,8 @@ class Session:
     axes: Axes = field(default_factory=lambda: Axes({}, 0))
     num_steps: int = 0
     closed: bool = False
-    checkpoints: list[Checkpoint] = field(default_factory=list)
     each_step: list[Callable[[], None]] = field(default_factory=list)  # called after each step of an optimizer
     means_sequences: bool = False  # sequence_mean() was called
-    num_loops: int = 0  # loops over ElasticSampler.batches() that are under way
     server_job: ServerJob | None = None
     meet_workers: Callable[..., dist.ProcessGroup] | None = None  # in a job with servers; takes the tensors' device
     _host_group: dist.ProcessGroup | None = None
@@ -102,6 +100,7 @@ class Session:
         self.util = UtilBase(self)
         self.role_maker.set_util(self.util)
         self.health = start_health(self)
+        self.loops = BatchLoops(lambda: self.health)
         self.checks = TrainingChecks(self)
         self.step_watch = StepWatch(self.global_rank, self.device)
         self.run_log = RunLog(self)
@@ -391,16 +390,6 @@ class Session:
         for call in self.each_step:
             call()
 
-    def after_batch(self, sampler: object = None) -> None:
-        """Writes the checkpoints that are due, and exits when asked to stop; called where a loop begins a batch.
-
-        ``sampler`` is the one the loop uses, where that is known.
-        """
-        for checkpoint in self.checkpoints:
-            checkpoint.save_when_due(sampler)
-        if self.health is not None:
-            self.health.leave_when_preempted()
-
     def beat(self, pause: bool = False) -> None:
         """Reports that this worker is alive, and with ``pause`` that it may be silent until the next step."""
         if self.health is not None:
@@ -414,10 +403,10 @@ class Session:
     def before_forward(self, model: FleetModel) -> None:
         """Raises ConfigError when training starts with an option that acts in the optimizer, and there is none.
 
-        A loop that does not use ``ElasticSampler.batches`` begins its next batch here.
+        A loop that does not say when it asks for its next batch begins it here.
         """
-        if self.checkpoints and not self.num_loops and torch.is_grad_enabled() and self.models[0].training:
-            self.after_batch()
+        if torch.is_grad_enabled() and self.models[0].training:
+            self.loops.before_forward()
         self.checks.before_forward(model)
         self.step_watch.before_forward(self.num_steps)
         if torch.is_grad_enabled() and model.training:

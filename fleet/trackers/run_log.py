@@ -115,8 +115,8 @@ class RunLog:
     def after_step(self) -> None:
         """Counts a step, and logs what is logged by itself when it is due."""
         self._own_steps += 1
-        if self._rank_page is not None and self._session.checkpoints:
-            self._rank_page.checkpoints = self._session.checkpoints[-1].path
+        if self._rank_page is not None and self._session.loops.checkpoints:
+            self._rank_page.checkpoints = self._session.loops.checkpoints[-1].path
         if self._values is None:
             return
         self._unlogged_steps += 1
@@ -137,7 +137,7 @@ class RunLog:
     @property
     def _step(self) -> int:
         """Steps of the training run: with a checkpoint those before a restart too."""
-        checkpoints = self._session.checkpoints
+        checkpoints = self._session.loops.checkpoints
         return checkpoints[-1].step if checkpoints else self._session.num_steps
 
     def _may_be_here(self, name: str) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import fleet
 from fleet.checks.roll_call import RollCall
 from fleet.errors import ConfigError, RendezvousError
+from fleet.runtime.process_group import restarted_key
 from tests.helpers.workers import WorkerError, run_workers
 
 SOON = {"FLEET_WAIT_LIMIT": "1"}
@@ -187,6 +188,26 @@ def _ended(rank: int, world_size: int) -> str:
 def test_a_worker_that_has_ended_is_not_waited_for() -> None:
     said = run_workers(_ended, 2, backend=None, environment={"FLEET_WAIT_LIMIT": "60"})[0]
     assert "rank 1: has ended, after step 0" in said
+
+
+def _restarted(rank: int, world_size: int) -> str:
+    session = _session()
+    if rank == 0:
+        return _message(fleet.barrier_worker)
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    store.set(restarted_key(rank), "1")  # as the process does that takes this one's place
+    time.sleep(4.0)
+    session.close()
+    return ""
+
+
+def test_a_worker_that_was_restarted_alone_ends_the_others() -> None:
+    """It waits until all join it; they would wait for its predecessor."""
+    said = run_workers(_restarted, 2, backend=None, environment={"FLEET_WAIT_LIMIT": "60"})[0]
+    assert "rank 1 ended, was restarted and waits until all workers join anew" in said
+    assert "--max_restart" in said
 
 
 def _rank_0_leaves_first(rank: int, world_size: int) -> bool:

@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
 
 
 def _on(monkeypatch, rank, size, server_job=None):
-    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=server_job)
+    loops = SimpleNamespace(over=lambda data, batches: batches)
+    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=server_job, loops=loops)
     monkeypatch.setattr(_parquet, "running_session", lambda: session)
 
 
