@@ -24,6 +24,7 @@ _DIVIDED = re.compile(
     r"mixed torch\.Tensor and DTensor|in-place operations that require placement changes|"
     r"output with shape \[1((?:, \d+)*)\] doesn't match the broadcast shape \[0\1\]"  # a worker without rows
 )
+_WRAPPED = "its data is not allocated yet"  # torch.tensor(list) of parts
 _GIVEN_UP = "out of bounds for storage of size 0"
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
@@ -51,18 +52,8 @@ def explained(
             "than once in a forward cannot be recomputed with use_reentrant=True, and each backward needs its own "
             "forward of the distributed model."
         )
-    if _DIVIDED.search(text) is not None:
-        return ConfigError(
-            f"{who} a sharded parameter was used outside the model, where a worker holds a shard of it. For a penalty "
-            "on the weights add p.full_tensor().square().sum(), and let AveragedModel average a plain copy, as "
-            "docs/recipes.md shows; or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1."
-        )
-    if _GIVEN_UP in text:
-        return ConfigError(
-            f"{who} backward reached parameters a second time that sharding stages 2 and 3 had gathered and freed (a "
-            "gradient penalty, or two backward passes of one forward). Set sharding_configs['stage'] to 1, or run the "
-            "model again for the second pass."
-        )
+    if (meaning := _of_parts(text)) is not None:
+        return ConfigError(f"{who} {meaning}")
     if roll_call is None or _BROKEN.search(text) is None:
         return None
     where = user_line_of(error.__traceback__, otherwise=user_line())  # caught inside this package
@@ -98,9 +89,37 @@ class UncaughtErrors:
             print(f"\n{type(meaning).__name__}: {meaning}", file=sys.stderr, flush=True)
 
 
+def _of_parts(text: str) -> str | None:
+    """Returns what an error about parameters means that sharding stages 2 and 3 have divided; ``None`` for others."""
+    if _DIVIDED.search(text) is not None:
+        return (
+            "a sharded parameter was used outside the model, where a worker holds a shard of it. For a penalty "
+            "on the weights add p.full_tensor().square().sum(), and let AveragedModel average a plain copy, as "
+            "docs/recipes.md shows; or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1."
+        )
+    if _WRAPPED in text:
+        return (
+            "code read the numbers of a sharded parameter or gradient, of which a worker holds a shard, past "
+            "torch's own operations, as torch.tensor([p.grad.norm() for p in ...]) and Lightning's grad_norm() do. "
+            "Call .full_tensor() on each on every worker, as in p.grad.norm().full_tensor(); or set "
+            "sharding_configs['stage'] to 1."
+        )
+    if _GIVEN_UP in text:
+        return (
+            "backward reached parameters a second time that sharding stages 2 and 3 had gathered and freed (a "
+            "gradient penalty, or two backward passes of one forward). Set sharding_configs['stage'] to 1, or run the "
+            "model again for the second pass."
+        )
+    return None
+
+
 def _unused(text: str, models: Iterable[FleetModel], who: str) -> str:
     found = _INDICES.search(text)
-    names = _names(models, [int(index) for index in found[1].split()] if found is not None else [])
+    return unused_text(who, _names(models, [int(index) for index in found[1].split()] if found is not None else []))
+
+
+def unused_text(who: str, names: str) -> str:
+    """Returns what to do about parameters ``names``, whose gradients did not arrive in the previous step."""
     return (
         f"{who} {names} took no part in the loss of the previous step, and its gradient was not exchanged. Set "
         "strategy.find_unused_parameters = True, or let every parameter take part in the loss on every worker, or set "
@@ -114,6 +133,10 @@ def _names(models: Iterable[FleetModel], indices: list[int]) -> str:
         exchanged = {id(p) for p in model.exchanged_parameters() if p.requires_grad}
         names = [name for name, p in model.module.named_parameters() if id(p) in exchanged]
         if indices and max(indices) < len(names):
-            found = ", ".join(repr(names[index]) for index in indices)
-            return f"parameter {found}" if len(indices) == 1 else f"parameters {found}"
+            return listed([names[index] for index in indices])
     return "a parameter"
+
+
+def listed(names: list[str]) -> str:
+    """Returns one or several parameters' ``names`` as the subject of a sentence."""
+    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"

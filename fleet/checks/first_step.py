@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fleet.checks.broken_exchange import listed, unused_text
 from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks
 from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
 from fleet.checks.watches import ModelWatch, OptimizerWatch
@@ -250,6 +251,11 @@ class TrainingChecks:
             is_wrong = None in found or self._differ(self._said or found)
         if is_wrong and 0 < len(loaded) < len(found):
             raise self._only_some("the optimizer's state", loaded, found) from self._absence
+        trained = [pair for model in watch.models for pair in model.named.items() if pair[1].requires_grad]
+        silent = [name for name, p in trained if p.grad is None]
+        if is_wrong and is_first and silent and not self._session.options["find_unused_parameters"]:
+            # A step with a closure: its backward has left out a bucket, and the next forward would say so.
+            raise ConfigError(unused_text(self._session.who, listed(silent)))
         if is_wrong:
             name = self._first_different(f"a step of optimizer {number}, which compares the workers' values", sums)
             advice = (

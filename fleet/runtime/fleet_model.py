@@ -90,8 +90,8 @@ class ModelObserver(Protocol):
     def meet(self, call: str) -> None:
         """Called where every worker must call; returns when every worker has."""
 
-    def explain(self, error: RuntimeError) -> None:
-        """Called with an error of the wrapped module; raises an error that says what it means for the job."""
+    def explain(self, error: RuntimeError, model: FleetModel | None = None) -> None:
+        """Called with an error of ``model``; raises an error that says what it means for the job."""
 
 
 class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
@@ -161,7 +161,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
-            self._observer.explain(error)
+            self._observer.explain(error, self)
             raise
         finally:
             if is_watched:

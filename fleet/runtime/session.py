@@ -167,7 +167,7 @@ class Session:
         """Where the workers compare the calls that all must make; None in a single process or without a group."""
         if self._roll_call is None and self.world_size > 1 and self.has_group and not self.closed:
             self._roll_call = RollCall.start(self.global_rank, self.world_size, lambda: self.num_steps)
-            self._uncaught = UncaughtErrors(self.models, self._roll_call, self._who)
+            self._uncaught = UncaughtErrors(self.models, self._roll_call, self.who)
         return self._roll_call
 
     @property
@@ -199,14 +199,20 @@ class Session:
             self.explain(error)
             raise
 
-    def explain(self, error: RuntimeError) -> None:
-        """Raises an error that says what ``error`` means for the job; returns where ``error`` says so itself."""
-        meaning = explained(error, self.models, self.roll_call, self._who)
+    def explain(self, error: RuntimeError, model: FleetModel | None = None) -> None:
+        """Raises an error that says what ``error`` means for the job; returns where ``error`` says so itself.
+
+        Args:
+            error: of torch.
+            model: that ran, where one did.
+        """
+        meaning = explained(error, self.models if model is None else [model], self.roll_call, self.who)
         if meaning is not None:
             raise meaning from error
 
     @property
-    def _who(self) -> str:
+    def who(self) -> str:
+        """This worker, as messages begin."""
         place = self.axes.described() if self.collective else ""
         return f"[rank {self.global_rank} of {self.world_size}{f', {place}' if place else ''}]"
 

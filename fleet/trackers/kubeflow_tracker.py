@@ -155,7 +155,10 @@ class KubeflowTracker(Tracker):
         token = self._token_path.read_text(encoding="ascii").strip()
         if re.fullmatch(r"[!-~]+", token) is None:
             raise ValueError(f"{_TOKEN}={self._token_path} holds no token")
-        context = ssl.create_default_context(cafile=self._ca)
+        try:
+            context = ssl.create_default_context(cafile=self._ca)
+        except OSError as error:  # its text names no file
+            raise ValueError(f"{_CA}={self._ca} cannot be read as a CA file ({error})") from error
         connection = http.client.HTTPSConnection(self._host, self._port, timeout=_LIMIT_S, context=context)
         try:
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}

@@ -248,6 +248,8 @@ def divide_model(
             offload_policy=policy,
         )
     for part in (m for m in module.modules() if isinstance(m, FSDPModule)):
+        kind = type(part)  # code decides by the names of classes, as transformers does whether labels are shifted
+        kind.__name__, kind.__qualname__ = kind.__mro__[2].__name__, kind.__mro__[2].__qualname__
         if division.divisor is not None:
             part.set_gradient_divide_factor(division.divisor)
         if division.find_unused:

@@ -81,6 +81,8 @@ class Branches(torch.nn.Module):
 
 def _unused(rank: int, world_size: int) -> tuple[str, bool]:
     fleet.init(is_collective=True)
+    earlier = fleet.distributed_model(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))))
+    earlier(torch.ones(1, 2)).sum().backward()
     model = fleet.distributed_model(Branches())
     try:
         for _ in range(2):
@@ -91,11 +93,36 @@ def _unused(rank: int, world_size: int) -> tuple[str, bool]:
 
 
 def test_an_unused_parameter_is_named_with_the_option_that_allows_it() -> None:
-    """torch: 'Parameter indices which did not receive grad for rank 1: 2 3'."""
+    """torch: 'Parameter indices which did not receive grad for rank 1: 2 3'; of the model that ran, not of another."""
     for rank, (said, is_chained) in enumerate(run_workers(_unused, 2, backend=None)):
         assert f"[rank {rank} of 2] parameters 'extra.weight', 'extra.bias' took no part" in said
         assert "strategy.find_unused_parameters = True" in said
         assert is_chained
+
+
+def _unused_in_a_closure(rank: int, world_size: int) -> str:
+    fleet.init(is_collective=True, log_level="ERROR")
+    net = Branches()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam([*net.body.parameters(), *net.extra.parameters()]))
+    model = fleet.distributed_model(net)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.full((1, 2), rank + 1.0), full=False).square().sum()
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except ConfigError as error:
+        return f"{error}"
+    return ""
+
+
+def test_a_step_with_a_closure_names_the_unused_parameter() -> None:
+    """As Lightning's steps are: the states differ before the next forward could say why."""
+    for rank, said in enumerate(run_workers(_unused_in_a_closure, 2, backend=None)):
+        assert f"[rank {rank} of 2] parameters 'extra.weight', 'extra.bias' took no part" in said
+        assert "strategy.find_unused_parameters = True" in said
 
 
 def _uneven(rank: int, world_size: int) -> str:
@@ -158,6 +185,30 @@ def _gradient_penalty(rank: int, world_size: int) -> str:
     except RuntimeError as error:
         return f"{explained(error, [], None, '[rank 0 of 2]')}"
     return ""
+
+
+def _norms(rank: int, world_size: int) -> tuple[str, float, float]:
+    strategy = fleet.DistributedStrategy()
+    strategy.sharding = True
+    strategy.sharding_configs = {"stage": 2}
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    net = torch.nn.Linear(2, 2)
+    fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    fleet.distributed_model(net)(torch.ones(1, 2)).sum().backward()
+    gradients: list[Any] = [p.grad for p in net.parameters()]
+    norm = torch.tensor([float(g.norm().full_tensor()) for g in gradients]).norm()
+    try:
+        torch.tensor([g.data.norm() for g in gradients])
+    except RuntimeError as error:
+        return f"{explained(error, [], None, '[rank 0 of 2]')}", float(norm), 6**0.5
+    return "", 0.0, 1.0
+
+
+def test_the_norm_of_a_divided_gradient_is_explained() -> None:
+    """Lightning's grad_norm() writes torch.tensor() of norms; what the message names gives the whole norm."""
+    for said, norm, expected in run_workers(_norms, 2, backend=None):
+        assert ".full_tensor() on each on every worker" in said
+        assert norm == pytest.approx(expected)
 
 
 def test_a_gradient_penalty_under_stage_3_is_explained() -> None:

@@ -100,6 +100,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], float]] = [
     ("tied", {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, stage(3), TOLERANCE),
     ("tied", {}, MP2, TOLERANCE),
     ("llama", {}, {"recompute": True, "recompute_configs": {"checkpoints": ["model.layers.0"]}}, TOLERANCE),
+    ("llama", {"label_smoothing_factor": 0.1}, stage(3), TOLERANCE),
     ("llama", {"bf16": True}, stage(2), 2e-4),
     ("llama", {"gradient_checkpointing": True}, {"fp16_allreduce": True}, 1e-4),
 ]

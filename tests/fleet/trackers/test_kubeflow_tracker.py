@@ -193,6 +193,21 @@ def test_a_certificate_of_nobody_known_is_refused(
     assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["no certificate", None])
+def test_a_ca_file_that_cannot_be_used_is_named(
+    text: str | None, server: StatusServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text of ssl's own error names no file."""
+    authority = tmp_path / "ca.pem"
+    if text is not None:
+        authority.write_text(text)
+    sender = tracker(server, tmp_path, KUBEFLOW_TRAINER_SERVER_CA_CERT=f"{authority}")
+    sender.log({"loss": 1.0}, 1)
+    sender.close()
+    assert f"KUBEFLOW_TRAINER_SERVER_CA_CERT={authority} cannot be read as a CA file" in caplog.text
+    assert server.codes == []
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("secret\nInjected: 1", "holds no token"), ("", "holds no token"), (None, "FileNotFoundError")],

@@ -38,6 +38,7 @@ def corners(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         model.train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         late = fleet.distributed_optimizer(torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=0.01))
+        found[f"named {stage}"] = type(net).__name__ == type(net).__qualname__ == net._get_name() == "WithMethod"
         found[f"repointed {stage}"] = all(a is b for a, b in zip(parameters, late.parameters(), strict=True))
         loss = model(batch(0, rank)).square().mean()
         model.zero_grad()  # between forward and backward
@@ -64,7 +65,7 @@ def test_corners(tmp_path: Path) -> None:
     """Style-models part 4: weights move in any order of calls; hooks, methods and clearing act as in one process."""
     for found in run_workers(corners, 2, str(tmp_path), backend=None):
         for stage in (2, 3):
-            for name in ("repointed", "moved", "cleared", "method"):
+            for name in ("named", "repointed", "moved", "cleared", "method"):
                 assert found[f"{name} {stage}"] is True, f"{name} {stage}"
             assert found[f"hook {stage}"] == [(3, 7)]
             assert "full_state_dict() on every" in found[f"saved {stage}"]
