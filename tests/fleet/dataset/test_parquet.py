@@ -12,6 +12,7 @@ import fleet
 from fleet.dataset import _parquet
 from fleet.errors import CheckpointError, ConfigError
 from tests.helpers.workers import run_workers
+from tests.launch.launcher import Launcher
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -318,3 +319,57 @@ def test_transforms_that_do_not_fit_the_files(tmp_path):
         fleet.ParquetDataset(tmp_path, columns=["site"], batch_size=2)
     with pytest.raises(FleetError, match="column 'site' of .* holds nulls"):
         list(fleet.ParquetDataset(tmp_path, columns=["label"], batch_size=2, transforms=Transforms([Hash("site")])))
+
+
+TRAIN = """
+import os, signal, sys
+import torch
+from fleet import fleet
+
+fleet.init()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(1, initializer=fleet.ps.Initializer("constant", 0.0))
+
+    def forward(self, ids):
+        return self.rows(ids)
+
+
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = True
+model = Model()
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), strategy)
+model = fleet.distributed_model(model)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+else:
+    fleet.init_worker()
+    dataset = fleet.ParquetDataset(sys.argv[1], columns=["id"], batch_size=2, shuffle_seed=0)
+    checkpoint = fleet.elastic.Checkpoint("saves", model, optimizer, data=dataset, every=4)
+    checkpoint.resume()
+    for batch in dataset:
+        (-model(batch["id"])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fleet.worker_index() == 1 and checkpoint.step == 10 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    fleet.barrier_worker()
+    if fleet.is_first_worker():
+        torch.save(model.rows.lookup_rows(torch.arange(80)).detach().reshape(80), "after.pt")
+    fleet.stop_worker()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_with_servers_trains_each_row_once_although_a_worker_is_killed(folder, tmp_path):
+    """Issue 14.2: worker 0 ends at its next save with the restarted one; both resume from the checkpoint of step 8."""
+    options = ["--server_num=1", "--worker_num=2", "--max_restart=4"]
+    with Launcher(tmp_path, TRAIN, *options, args=[str(folder)]) as job:
+        assert job.wait(120.0) == 0, job.stderr
+    assert (tmp_path / "killed").exists()
+    assert torch.load(tmp_path / "after.pt").tolist() == [1.0] * 80
