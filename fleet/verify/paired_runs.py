@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.env import Environment
+from fleet.verify.changed_files import put_back
 from fleet.verify.record_files import read_record
 
 __all__ = ["VerifyRequest", "Run", "start_run"]
@@ -44,7 +45,8 @@ class Run:
     """One run: the documents of each rank, and how it ended.
 
     ``stuck`` is True where all processes waited for each other; ``late`` where the time was over. ``stacks`` has the
-    innermost frames of each rank that had not ended by then, as file:line.
+    innermost frames of each rank that had not ended by then, as file:line. ``left`` names the files that the run
+    changed and that could not be put back.
     """
 
     folder: Path
@@ -55,6 +57,7 @@ class Run:
     late: bool = False
     stacks: dict[int, list[str]] = field(default_factory=dict)
     codes: list[int | None] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
     def of_kind(self, rank: int, kind: str) -> list[dict[str, Any]]:
@@ -107,6 +110,7 @@ def start_run(
     finally:
         (folder / "go").touch()
         _end(processes)
+        run.left = put_back(folder)
     run.codes = [process.returncode for process in processes]
     run.records = [read_record(folder / f"rank{rank}") for rank in range(workers)]
     run.seconds = time.perf_counter() - began

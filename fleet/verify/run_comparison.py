@@ -16,7 +16,7 @@ from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, VerifyRequest, start_run
 from fleet.verify.report import Finding, Outcome, Report
-from fleet.verify.waiting_findings import uneven_steps, waiting_findings
+from fleet.verify.waiting_findings import failed_by_itself, uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
 
 __all__ = ["compare_runs"]
@@ -171,6 +171,7 @@ class _Judge:
 
     def _note_run(self, name: str, run: Run) -> None:
         self.timings[f"{name}_s"], self.timings[f"{name}_training_s"] = run.seconds, run.training_s
+        self.notes += run.left
 
     def _late(self, run: Run) -> str:
         places = "; ".join(f"worker {rank} at {frames[0]}" for rank, frames in run.stacks.items() if frames)
@@ -180,7 +181,9 @@ class _Judge:
     def _need_end(self, many: Run) -> None:
         failed = [rank for rank in range(len(many.records)) if many.end(rank)["how"] not in ("stopped", "ended")]
         if failed:  # a worker that lost another one has nothing of its own to say
-            rank = next((rank for rank in failed if not lost_a_peer(many.end(rank)["error"])), failed[0])
+            first = [rank for rank in failed if failed_by_itself(many.end(rank))]
+            first += [rank for rank in failed if not lost_a_peer(many.end(rank)["error"])]
+            rank = (first or failed)[0]
             raise _NotComparable(
                 f"The script does not run on {len(many.records)} workers: worker {rank}: {_error(many, rank)}"
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace as tracing
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -68,6 +69,7 @@ class Recording:
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Notes that ``module`` is called."""
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._inside_step
+        counts = counts and not tracing._is_fx_tracing_flag  # torch.fx looks at a model, and trains nothing
         if counts and not any(noted for _, noted in self._stack):
             counts = self._enter_root(module)
         elif not torch.is_grad_enabled() and not self._stack and not self._inside_step:
@@ -192,6 +194,17 @@ class Recording:
                 self.current["backwards"] += 1
                 self.current["back"] = self._gradients()
             return result
+
+        return run
+
+    def around_losses(self, losses: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a pipeline's losses, which are then the ones that count: its last stage alone computes them."""
+
+        def run(step: Any) -> Any:
+            found = losses(step)
+            if step.trains:
+                self.current["losses"].append(float(found[step.loss_index][0]))
+            return found
 
         return run
 
