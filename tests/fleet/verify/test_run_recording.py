@@ -22,12 +22,12 @@ def test_a_model_that_is_followed_is_not_trained(tmp_path: Path) -> None:
     """A pipeline that is cut from a plain model follows it with torch.fx, which calls its layers."""
     record = RecordFile(tmp_path)
     recording = Recording(record, ReplayedBatches(record, lambda entered: None), Draws(tmp_path), 2, {})
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Tanh())
     for module in model.modules():
         module.register_forward_pre_hook(recording.before_forward)
         module.register_forward_hook(recording.after_forward)
     fx.symbolic_trace(model)
     assert (recording.roots, recording.current["forward"]) == ({}, [])
     model(torch.ones(1, 2))
-    assert [call["module"] for call in recording.current["forward"]] == ["0", "1", ""]
+    assert [call["module"] for call in recording.current["forward"]] == ["0.0", "0", "1", ""]
     record.close()
