@@ -88,11 +88,13 @@ def start_run(
     rates: dict[str, list[float]] | None = None,
     synced: bool = False,
     noise: float = 0.0,
+    beside: Run | None = None,
 ) -> Run:
     """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late.
 
     ``sources`` are the folders of the workers' records that one process replays, ``rates`` the learning rates that it
-    takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``, relative.
+    takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``, relative; it
+    ends where that has led it far away from the run ``beside``.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True)
@@ -104,6 +106,7 @@ def start_run(
     for rank in range(workers):
         plan = _plan(request, folder, rank, sources)
         plan |= {"rates": rates or {}, "synced": synced, "noise": noise}
+        plan["beside"] = str(beside.folder / "rank0") if beside is not None else ""
         processes.append(_start(plan, folder, rank, workers, port, place))
     try:
         _watch(run, processes, request.timeout_s)
@@ -234,7 +237,7 @@ def _watch(run: Run, processes: list[subprocess.Popen[bytes]], timeout_s: float)
 def _has_failed(run: Run, over: Sequence[bool]) -> bool:
     for rank, finished in enumerate(over):
         if finished:
-            end = [one for one in read_record(run.folder / f"rank{rank}") if one["kind"] == "end"]
+            end = read_record(run.folder / f"rank{rank}", "end")
             if not end or end[-1]["how"] == "failed":
                 return True
     return False

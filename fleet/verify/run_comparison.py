@@ -31,7 +31,7 @@ _HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
 
 
-_RunAlone = Callable[[str, float], Run]  # name of the run, noise in its gradients
+_RunAlone = Callable[[str, float, Run | None], Run]  # name of the run, noise in its gradients, what it is compared with
 
 
 class _NotComparable(Exception):
@@ -101,13 +101,15 @@ class _Judge:
         self.options = _described(many.options, self.tolerance)
         sources = [many.folder / f"rank{rank}" for rank in ranks]
 
-        def run_alone(name: str, noise: float) -> Run:
-            folder, synced = self.folder / name, _synced(many, job)
-            made = start_run(self.request, folder, 1, sources=sources, rates=_rates(many), synced=synced, noise=noise)
+        def run_alone(name: str, noise: float = 0.0, beside: Run | None = None) -> Run:
+            made = start_run(
+                self.request, self.folder / name, 1, sources=sources, rates=_rates(many), synced=_synced(many, job),
+                noise=noise, beside=beside,
+            )  # fmt: skip
             self._note_run(name, made)
             return made
 
-        one = run_alone("one_process", 0.0)
+        one = run_alone("one_process")
         self._need_one(one)
         self._compare(many, one, ranks, job, run_alone)
 
@@ -209,7 +211,7 @@ class _Judge:
         noise = self.tolerance.noise
         if rows[0]["gradients"] is not None and rows[0]["gradients"] < _MOST_NOISE:
             noise = max(noise, 2 * rows[0]["gradients"])  # the order of sums in the first gradients, as it was seen
-        grown = grown_errors(one, run_alone("rounding", noise))
+        grown = grown_errors(one, run_alone("rounding", noise, one))
         self.tolerance = dataclasses.replace(self.tolerance, grown=grown)
         lost = next((step for step in grown if self.tolerance.is_lost(step)), None)
         if lost is None:

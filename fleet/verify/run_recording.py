@@ -26,6 +26,7 @@ from fleet.verify.tensor_digest import content, rows_digest, whole_digest
 __all__ = ["Recording", "StopTraining"]
 
 _MOST_CALLS = 2000  # of modules, written down for one update
+_INPUTS_OF = 2  # updates; they say whether both runs had the same data, and each is the output of something else
 _MODEL_AXES = ("mp", "pp", "sep", "cp", "ep")
 
 
@@ -49,6 +50,7 @@ class Recording:
         self.record, self.batches, self.draws, self.steps, self.rates = record, batches, draws, steps, rates
         self.initial: Path | None = None
         self.noise = 0.0  # relative change of each gradient before an update
+        self.is_enough: Callable[[dict[str, Any]], bool] = lambda update: False  # whether nothing after it is asked
         self.roots: dict[int, tuple[nn.Module, str]] = {}
         self.names: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
@@ -152,7 +154,9 @@ class Recording:
             self.training(module)
         calls = self.current["forward"]
         if len(calls) < _MOST_CALLS:
-            ins = [rows_digest(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            ins = []
+            if self.draws.window < _INPUTS_OF:
+                ins = [rows_digest(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             outs = [rows_digest(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             calls.append({"module": name, "type": type(module).__name__, "ins": ins, "outs": outs})
 
@@ -279,12 +283,14 @@ class Recording:
             "masks": self.draws.masks,
             "generator": content(torch.get_rng_state()),
         }
-        for one in pending:
-            self.record.write("update", **one, **self.current, **shared)
+        written = [{**one, **self.current, **shared} for one in pending]
+        for one in written:
+            self.record.write("update", **one)
         self.current = _empty()
         self.draws.next_window()
         counts = self._updates.values()
-        if min(counts) >= self.steps or max(counts) >= 2 * self.steps:
+        over = [self.is_enough({"kind": "update", **one}) for one in written]
+        if min(counts) >= self.steps or max(counts) >= 2 * self.steps or any(over):
             raise StopTraining
 
     def _parameters(self) -> dict[str, Any]:

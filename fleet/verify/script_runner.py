@@ -42,6 +42,7 @@ from fleet.trackers.run_log import RunLog
 from fleet.verify.changed_files import ChangedFiles
 from fleet.verify.draw_replay import Draws, install_draws
 from fleet.verify.loader_replay import ReplayedBatches, install_batches, is_library, user_site
+from fleet.verify.number_findings import until_lost
 from fleet.verify.record_files import RecordFile
 from fleet.verify.run_recording import Recording, StopTraining
 
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
     recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
     recording.initial = Path(plan["initial"]) if plan["initial"] else None
     recording.noise = plan["noise"]
+    if plan["beside"]:
+        recording.is_enough = until_lost(Path(plan["beside"]))
     _install(recording, draws, batches, plan, alone=bool(sources))
     ChangedFiles(record.folder.parent, lambda: draws.window > 0, lambda text: record.write("note", text=text)).watch()
     started = time.perf_counter()
