@@ -37,6 +37,7 @@ from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.update_rule import RuleWrapper
+from fleet.strategies.pipeline import micro_batches
 from fleet.strategies.pipeline.step import PipelineStep
 from fleet.trackers.run_log import RunLog
 from fleet.verify.changed_files import ChangedFiles
@@ -158,6 +159,8 @@ def _install(
     _choose_options(plan, alone)
     if alone:
         functional.batch_norm = _in_parts(functional.batch_norm, plan, recording)
+        pieces: Any = micro_batches
+        pieces._rows = _by_copy(pieces._rows, plan["replicas"])
 
 
 def _before(recording: Recording) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -291,6 +294,21 @@ def alone_options(options: Any, copies: int) -> Any:
     if made.is_set("hybrid_configs"):
         made.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1, "sep_degree": 1}
     return made
+
+
+def _by_copy(cut: Callable[..., list[Tensor]], copies: int) -> Callable[..., list[Tensor]]:
+    """Returns the cut of a batch into micro-batches, each of which then has the rows of that of every copy."""
+
+    @wraps(cut)
+    def rows(tensor: Tensor, name: str, num_micro: int, size: int) -> list[Tensor]:
+        whole = cut(tensor, name, num_micro, size)
+        if copies < 2 or len(tensor) % copies or size % copies:
+            return whole
+        return [
+            torch.cat(own) for own in zip(*(part.split(size // copies) for part in tensor.chunk(copies)), strict=True)
+        ]
+
+    return rows
 
 
 def _in_parts(original: Callable[..., Tensor], plan: dict[str, Any], recording: Recording) -> Callable[..., Tensor]:
